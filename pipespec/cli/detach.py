@@ -38,12 +38,12 @@ class LauncherEnded(PipespecError):
     """The launcher of a cluster was asked to end, and so its cluster has ended."""
 
 
-def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningCluster:
-    """Start `pipespec up` in a session of its own and wait until it is ready.
+def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
+    """Start `pipespec up` with these flags in a session of its own and wait until it is ready.
 
     Raises what it failed with.
     """
-    launcher = Launcher(name, settings, measure=measure)
+    launcher = Launcher(name, settings, flags)
     try:
         return launcher.await_ready()
     except BaseException:
@@ -58,11 +58,16 @@ class Launcher:
     """
 
     def __init__(
-        self, name: str, settings: Sequence[str], *, measure: bool = False, ours: bool = False
+        self,
+        name: str,
+        settings: Sequence[str],
+        flags: Sequence[str] = (),
+        *,
+        ours: bool = False,
     ):
         self.name = name
         self._settings = settings
-        self._flags = ["--measure"] if measure else []
+        self._flags = flags
         self._ours = ours
         self._process: subprocess.Popen[bytes]
         self._partial: Path | None = None  # the log of one that is not ready

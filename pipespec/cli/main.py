@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from pipespec.cli import cache, down, fetch, generate, launch, serve, status, up
+from pipespec.cli import cache, down, fetch, generate, invite, join, launch, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
@@ -41,6 +41,8 @@ COMMANDS = (
     cache,
     launch,
     up,
+    invite,
+    join,
     serve,
     down,
     status,

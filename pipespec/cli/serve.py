@@ -173,7 +173,7 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
     check_name(name)
     read_options(arguments, name)  # errors before anything starts
     with listening(arguments) as listener, serving(name):
-        launcher = Launcher(name, settings, measure=arguments.measure, ours=True)
+        launcher = Launcher(name, settings, ["--measure"] * arguments.measure, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"

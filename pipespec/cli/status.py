@@ -110,12 +110,17 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         return state | {"problem": str(error)}
     if status is None:
         return state | {"problem": "Its Redis no longer has its data."}
+    # Hosts may have joined or left since the entry was written, or been lost.
+    assigned = RankAssignment.decode(status.assignment) if status.assignment else None
+    num_ranks = cluster.num_ranks if assigned is None else len(assigned.workers)
+    changes = 0 if assigned is None else assigned.changes
     return state | {
-        "state": READY if status.joined >= cluster.num_ranks else RECOVERING,
+        "state": READY if status.joined >= num_ranks else RECOVERING,
+        "num_ranks": num_ranks,
         "ranks": status.joined,
         "processes": processes(status, cluster.host),
         "epoch": status.epoch,
-        "faults": status.epoch - cluster.epoch,
+        "faults": status.epoch - cluster.epoch - changes,
         "last_fault": status.last_fault,
         "faults_by_kind": status.faults,
         "open": status.open,

@@ -12,6 +12,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
+from pipespec.cli.invite import (
+    Door,
+    add_door,
+    hosts_of,
+    invitation_to,
+    open_door,
+    opened,
+    require_open,
+    sentences,
+)
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -33,6 +43,7 @@ from pipespec.system.versions import own_version
 if TYPE_CHECKING:
     from pipespec.cluster.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
+    from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
     from pipespec.placement.slices import Placement
@@ -50,7 +61,8 @@ def add(commands: Commands) -> None:
         "up",
         show_settings=True,
         help="start a cluster that stays up for many requests",
-        usage="pipespec up [--name NAME] [--detach] [--json] [-] [auto] [SETTING=VALUE ...]",
+        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [auto] "
+        "[SETTING=VALUE ...]",
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
         "several at a time: requests queue. With - more settings are read from standard input, one "
@@ -69,6 +81,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
     )
+    add_door(command)
     finish(command, run, starts=True)
 
 
@@ -84,11 +97,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     settings = auto.with_models(settings, "up")
+    door = Door.of(arguments)
     if arguments.detach:
-        running = detached(name, settings, measure=arguments.measure)
-        write(announcement(running, as_json=arguments.json))
+        flags = ["--measure"] * arguments.measure + ([] if door is None else door.flags)
+        running = detached(name, settings, flags)
+        announce(running, as_json=arguments.json, door=door)
         return 0
-    return stay(name, settings, as_json=arguments.json, measure=arguments.measure)
+    return stay(name, settings, as_json=arguments.json, measure=arguments.measure, door=door)
 
 
 def read_settings() -> list[str]:
@@ -125,15 +140,25 @@ def default_name(settings: Sequence[str]) -> str:
     return DEFAULT_NAME
 
 
-def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) -> int:
+def stay(
+    name: str,
+    settings: Sequence[str],
+    *,
+    as_json: bool,
+    measure: bool,
+    door: Door | None = None,
+) -> int:
     """Run a cluster until a signal asks for its end.
 
-    With `measure` the hosts of its hosts file are measured first.
+    With `measure` the hosts of its hosts file are measured first, and with a `door`, by which other
+    hosts join, always.
     """
     with claim(name):
         from pipespec.config.compose import compose
 
         config = compose(settings)
+        if measure and config.cluster.hosts is None:
+            raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
         from pipespec.cli.fetch import with_weights
         from pipespec.client.local_cluster import running_cluster
@@ -146,7 +171,12 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         ready = False
         try:
             with storing_requests(name, config, settings) as (kept, on_ready):
-                deployment = decide(kept, measured_placement(kept) if measure else None)
+                if door is not None:
+                    require_open(kept)
+                planned = measured_placement(kept, hosts_of(kept)) if measure or door else None
+                deployment = decide(kept, planned)
+                if door is not None:
+                    deployment = opened(deployment, door)
                 if (weights := summary(deployment)) is not None:
                     show(weights, stderr=True)
                 if config.controller.data is None:
@@ -165,12 +195,14 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
                         session.start_cluster(
                             deployment, agents, on_loaded, on_log, on_begun
                         ) as cluster,
+                        open_door(name, cluster, door, on_log) as joins_through,
                     ):
                         running = running_cluster(name, cluster, served, settings)
+                        running = replace(running, joins_through=joins_through)
                         publish(running)
                         on_ready()
                         ready = True
-                        write(announcement(running, as_json=as_json))
+                        announce(running, as_json=as_json, door=door)
                         watch(name, cluster)
         except KeyboardInterrupt:
             # A cluster that is up ends with a signal.
@@ -254,16 +286,12 @@ def invited(
         path.unlink(missing_ok=True)
 
 
-def measured_placement(config: Config) -> Placement:
+def measured_placement(config: Config, hosts_file: HostsFile) -> Placement:
     """The placement of layers by measured figures. Raises ConfigError, HostFailed."""
-    if config.cluster.hosts is None:
-        raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
-    from pipespec.config.hosts import load_hosts
     from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices, reason
 
-    hosts_file = load_hosts(config.cluster.hosts)
     if config.cluster.split is not None:
         hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     with progress("measuring") as (on_host,):
@@ -282,8 +310,9 @@ def on_log(source: str, line: str) -> None:
     print_error(f"{source}: {line}")
 
 
-def announcement(running: RunningCluster, *, as_json: bool) -> str:
-    """The text to print once a cluster is ready."""
+def announce(running: RunningCluster, *, as_json: bool, door: Door | None) -> None:
+    """Print that a cluster is ready, and how another host joins it if one may."""
+    invitation = None if door is None else invitation_to(running)
     if as_json:
         fields = {
             "name": running.name,
@@ -291,10 +320,14 @@ def announcement(running: RunningCluster, *, as_json: bool) -> str:
             "pid": running.owner.pid,
             "num_ranks": running.num_ranks,
             "context": running.served.context,
+            **({} if invitation is None else {"invitation": invitation}),
         }
-        return json.dumps(fields) + "\n"
-    return (
+        write(json.dumps(fields) + "\n")
+        return
+    write(
         f"The cluster {running.name!r} is ready: {running.num_ranks} ranks, context "
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
         f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
     )
+    if invitation is not None and door is not None:
+        write(sentences(invitation, announced=door.announce))

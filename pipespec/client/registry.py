@@ -96,7 +96,8 @@ class RunningCluster:
     `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the machine
     `host`. `epoch` is the one it began with. `overrides` made the cluster, except those of
     `controller`; those of `decode` and `sampling` are a request's defaults. `started` is in seconds
-    since 1970.
+    since 1970. `joins_through`: the socket of its machine at which invitations for more hosts are
+    asked for (`pipespec.cluster.join_server`); None: no host can join.
     """
 
     name: str
@@ -109,6 +110,7 @@ class RunningCluster:
     served: ModelInfo
     num_ranks: int
     started: float
+    joins_through: str | None = None
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ class Deployment:
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
     for. `shared` names the models that hosts may have got from the hub or from one another;
     `fetched`: the hosts have the weights that they compute in the first epoch.
+
+    `open_to` is the address of this machine at which hosts may join while the cluster runs; None:
+    none may. `joined` are those of the `hosts` that have, and `changes` counts how often one has
+    joined or left. `stage_devices` are those of the first layout, which decided the dtypes; none:
+    this is the first layout.
     """
 
     config: Config
@@ -54,6 +59,10 @@ class Deployment:
     sizes: tuple[int, ...] = ()
     shared: Mapping[str, SharedName] = field(default_factory=dict)
     fetched: bool = False
+    open_to: str | None = None
+    joined: tuple[Host, ...] = ()
+    changes: int = 0
+    stage_devices: tuple[str, ...] = ()
 
     @property
     def models(self) -> list[tuple[str, CheckpointInfo]]:
@@ -104,8 +113,8 @@ class Deployment:
 
     def dtype_of(self, info: CheckpointInfo) -> str:
         """The dtype in which one of the models computes."""
-        stages = self.placement.workers_by_rank[1:]
-        return info.chosen_dtype(self.config.model.dtype, map(self.device_of, stages))
+        stages = map(self.device_of, self.placement.workers_by_rank[1:])
+        return info.chosen_dtype(self.config.model.dtype, self.stage_devices or stages)
 
     def weight_format(self, info: CheckpointInfo) -> str | None:
         """How the weights of one of the models are held, in every epoch; see CheckpointInfo."""
@@ -117,6 +126,28 @@ class Deployment:
         """The same with all weights of few bits dequantised."""
         model = replace(self.config.model, keep_quantized="no")
         return replace(self, config=replace(self.config, model=model))
+
+    def laid_out(self, placement: Placement) -> Deployment:
+        """The same with another layout of its workers."""
+        workers = placement.workers_by_rank
+        return replace(
+            self,
+            placement=placement,
+            layers=placement.layers,
+            devices=tuple(map(self.device_of, workers)),
+            sizes=tuple(1 + len(self.followers_of(worker)) for worker in workers),
+        )
+
+    def knowing(self, joined: Sequence[Host]) -> Deployment:
+        """The same with hosts that have joined in place of all that had before."""
+        first = [host for host in self.hosts if host not in self.joined]
+        stages = map(self.device_of, self.placement.workers_by_rank[1:])
+        return replace(
+            self,
+            hosts=(*first, *joined),
+            joined=tuple(joined),
+            stage_devices=self.stage_devices or tuple(stages),
+        )
 
     def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
         """With another checkpoint as the draft or the mid-size model."""
@@ -236,11 +267,9 @@ def decide(
         )
     if hosts_file is None:
         _require_mid_device(config.cluster.mid_device)
-        count = config.cluster.stages + config.cluster.spares
-        groups = [config.cluster.draft_tensor_parallel, *[config.cluster.tensor_parallel] * count]
-        devices = resolve_devices(config.cluster.devices, sum(groups))
-        hosts: tuple[Host, ...] = (this_machine(devices, groups),)
-        placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
+        hosts: tuple[Host, ...] = (host_here(config.cluster),)
+        if placement is None:
+            placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
     else:
         hosts_file.require_devices()
         hosts = hosts_file.hosts
@@ -257,11 +286,7 @@ def decide(
     _check_groups(found)
     if config.model.keep_quantized == "yes":
         _require_kept(found)
-    found = replace(
-        found,
-        devices=tuple(map(found.device_of, found.workers)),
-        sizes=tuple(1 + len(found.followers_of(worker)) for worker in found.workers),
-    )
+    found = found.laid_out(placement)
     _require_attention(found)
     return found
 
@@ -370,6 +395,13 @@ def require_backend(deployment: Deployment) -> None:
             "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
             f"are on {', '.join(names)}; use auto or gloo."
         )
+
+
+def host_here(cluster: ClusterConfig) -> Host:
+    """The only host of a cluster without a hosts file. Raises ConfigError."""
+    count = cluster.stages + cluster.spares
+    groups = [cluster.draft_tensor_parallel, *[cluster.tensor_parallel] * count]
+    return this_machine(resolve_devices(cluster.devices, sum(groups)), groups)
 
 
 def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from pipespec.config.hosts import Host
 from pipespec.engine.attention.select import AUTO
 from pipespec.transport.transport import LinkKind
 from pipespec.transport.transport_settings import YES
@@ -19,11 +20,15 @@ class RankAssignment:
         workers: the worker of each rank, the head's first.
         layers: of each stage, from rank 1 on.
         followers: the tensor-parallel followers of each rank; empty: every rank has one worker.
+        joined: hosts that were not there when the cluster began, which older workers do not know.
+        changes: how many epochs began because a host joined or left, and not for a fault.
     """
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
     followers: tuple[tuple[str, ...], ...] = ()
+    joined: tuple[Host, ...] = ()
+    changes: int = 0
 
     @property
     def everyone(self) -> tuple[str, ...]:
@@ -56,6 +61,8 @@ class RankAssignment:
                 "workers": self.workers,
                 "layers": [[part.start, part.stop] for part in self.layers],
                 "followers": self.followers,
+                "joined": [asdict(host) for host in self.joined],
+                "changes": self.changes,
             }
         )
 
@@ -65,4 +72,8 @@ class RankAssignment:
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
         followers = tuple(tuple(each) for each in found["followers"])
-        return cls(tuple(found["workers"]), layers, followers)
+        joined = tuple(
+            Host(**{**each, "devices": tuple(each["devices"]), "groups": tuple(each["groups"])})
+            for each in found["joined"]
+        )
+        return cls(tuple(found["workers"]), layers, followers, joined, found["changes"])

@@ -131,8 +131,10 @@ class Weights:
         info = memory.model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.weight_format(info)
         share = (member, size)
-        key = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held, share)
-        if key != self._loaded:
+        key = (rank > 0, layers, device, deployment.dtype, held, share)
+        # More ranks have more draft tokens in flight, for which the pool may be too small.
+        least = 0 if info is None else memory.least_slots(deployment, rank).total()
+        if key != self._loaded or (self._model is not None and self._model.num_slots < least):
             self.drop()  # first: the device may not hold both
             tp_rank = TPRank(member, size) if size > 1 else None
             self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)

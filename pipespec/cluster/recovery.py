@@ -14,6 +14,7 @@ Threads share state by these rules:
 - Every field of `Recovery` belongs to its thread as soon as `watch` has started it. Other threads
   read `Recovery.state` alone, an immutable value that this thread replaces as a whole. Epoch and
   assignment of one `ClusterState` thus always fit each other; read it once for one decision.
+- Other threads hand over a `LayoutChange`, or other workers to watch, by a queue.
 - The session's thread sends `stop`, an event. The listeners of the agents send deaths, by the queue
   `WorkerGroup.deaths`. `AgentHandle` says which of its fields its listener writes; what starts and
   ends an agent holds a lock, as both the session and the recovery do it.
@@ -24,6 +25,7 @@ Threads share state by these rules:
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -64,6 +66,22 @@ class ClusterState:
     assignment: RankAssignment  # of that epoch
     faults: tuple[Fault, ...] = ()  # which ended earlier epochs, or will end this one
     failure: str | None = None  # why the cluster was given up
+    complete: bool = False  # whether all ranks have joined that epoch
+    away: frozenset[str] = frozenset()  # workers that others have replaced
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """Another assignment, which is no consequence of a fault: a host joins or leaves.
+
+    Attributes:
+        reason: a clause for the log.
+        on_begun: called by the recovery's thread when the epoch begins.
+    """
+
+    assignment: RankAssignment
+    reason: str
+    on_begun: Callable[[], None]
 
 
 class Recovery:
@@ -101,6 +119,8 @@ class Recovery:
         self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | None]
+        self._orders = queue.SimpleQueue()
         # From here on all fields belong to the thread; others read `state`.
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
@@ -122,12 +142,18 @@ class Recovery:
         self._begun_at = time.monotonic()  # when this epoch began
         self._plain = False  # whether weights must be dequantised, as of this epoch
         self._assignment = assignment  # of the next epoch, where it differs from `state`
+        self._change: LayoutChange | None = None  # once its workers are alive
         self._state = ClusterState(
             epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
         )
         with Membership(url, namespace) as shared:
             self._stats = FaultStats(shared.totals())
         self._published_counts = Counter(self._stats.counts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it watches no more."""
+        return self._stop.is_set()
 
     @property
     def state(self) -> ClusterState:
@@ -138,6 +164,15 @@ class Recovery:
         """Begin to watch."""
         self._workers = workers
         self._thread.start()
+
+    def change(self, change: LayoutChange | None) -> None:
+        """Begin an epoch with another assignment as soon as all of its workers live. It takes the
+        place of a change that has not begun; None: only that one is dropped."""
+        self._orders.put(change)
+
+    def watch_workers(self, workers: Sequence[str]) -> None:
+        """These are all workers from now on."""
+        self._orders.put(tuple(workers))
 
     def __enter__(self) -> Self:
         return self
@@ -193,6 +228,7 @@ class Recovery:
     def _check_signs(self, shared: Membership) -> None:
         """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
+        self._take_orders()
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
         failed = next((each for each in found if each.start_failed), None)
         if failed is not None and not self._ever_complete:
@@ -231,6 +267,8 @@ class Recovery:
             self._complete_since = time.monotonic()
             self._ever_complete = True
             self._stats.all_ranks_joined(self._complete_since)
+        if self._state.complete != (complete := self._complete_since is not None):
+            self._state = replace(self._state, complete=complete)
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} has not renewed its lease")
             for worker in self._newly_silent(shared)
@@ -250,6 +288,25 @@ class Recovery:
             self._begin_next_epoch(shared)
         elif self._new_faults:
             self._give_up_without_progress(shared)
+        elif self._change is not None and self._leases.alive.issuperset(
+            self._change.assignment.everyone
+        ):
+            self._make_change(shared, self._change)
+
+    def _take_orders(self) -> None:
+        while not self._orders.empty():
+            order = self._orders.get()
+            if isinstance(order, tuple):
+                self._leases.watch(order)
+            else:
+                self._change = order
+
+    def _make_change(self, shared: Membership, change: LayoutChange) -> None:
+        log.info("epoch %d: %s", self._state.epoch, change.reason)
+        self._change, self._assignment = None, change.assignment
+        self._state = replace(self._state, away=frozenset())
+        self._begin_epoch(shared)
+        change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:
         """Check whether sequences grow again after a fault, and store the counts."""
@@ -334,6 +391,7 @@ class Recovery:
             if now - self._preparing_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
+        self._state = replace(self._state, away=frozenset(away))
         self._record_fault(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
@@ -359,19 +417,22 @@ class Recovery:
         self._give_up_without_progress(shared)
         if not self._stop.is_set():
             running = [number for number, _ in shared.progress()]
-            plain = shared.plain()
-            begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
-            if begun <= self._state.epoch:
-                self._give_up("Redis came back without its data; start the cluster again.")
-            if self._assignment != self._state.assignment or plain != self._plain:
-                self._loaded_pids.clear()  # the workers load other weights
-            self._plain, self._begun_at = plain, time.monotonic()
-            self._state = replace(self._state, epoch=begun, assignment=self._assignment)
-            self._complete_since = None
-            self._previous_pids, self._pids = self._pids, {}
-            log.info("epoch %d begins", begun)
+            self._begin_epoch(shared)
             # Not before: until then the last epoch may decide tokens.
             self._stats.begin_epoch(shared.lengths(running))
+
+    def _begin_epoch(self, shared: Membership) -> None:
+        plain = shared.plain()
+        begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
+        if begun <= self._state.epoch:
+            self._give_up("Redis came back without its data; start the cluster again.")
+        if self._assignment != self._state.assignment or plain != self._plain:
+            self._loaded_pids.clear()  # the workers load other weights
+        self._plain, self._begun_at = plain, time.monotonic()
+        self._state = replace(self._state, epoch=begun, assignment=self._assignment, complete=False)
+        self._complete_since = None
+        self._previous_pids, self._pids = self._pids, {}
+        log.info("epoch %d begins", begun)
 
     def _give_up_without_progress(self, shared: Membership) -> None:
         """Give up after too many faults in a row between which no token was decided."""

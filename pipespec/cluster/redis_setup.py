@@ -66,7 +66,7 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
     In a Redis that others use too, the keys of this cluster have a namespace of their own, which
     is deleted after it. Raises ConfigError, ControllerError.
     """
-    address = own_address(deployment.hosts)
+    address = deployment.open_to or own_address(deployment.hosts)
     config = deployment.config.controller
     if config.url is None:
         data = None if config.data is None else Path(config.data)

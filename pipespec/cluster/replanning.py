@@ -40,4 +40,6 @@ def assignment_without(deployment: Deployment, lost: set[str]) -> RankAssignment
 def assignment_of(deployment: Deployment, placement: Placement) -> RankAssignment:
     """The assignment of a layout."""
     workers = placement.workers_by_rank
-    return RankAssignment(workers, placement.layers, tuple(map(deployment.followers_of, workers)))
+    followers = tuple(map(deployment.followers_of, workers))
+    joined = deployment.joined
+    return RankAssignment(workers, placement.layers, followers, joined, deployment.changes)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from pipespec.cluster import memory
+from pipespec.cluster.agent_handle import AgentHandle
 from pipespec.cluster.deployment import (
     ControllerAddress,
     Deployment,
@@ -28,6 +29,7 @@ from pipespec.cluster.deployment import (
 )
 from pipespec.cluster.fault_stats import Fault
 from pipespec.cluster.held_weights import expanded
+from pipespec.cluster.host_changes import HostChanges
 from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
@@ -71,8 +73,10 @@ class ClusterSession:
         redis: ClusterRedis,
         cluster: WorkerGroup,
         recovery: Recovery,
+        changes: HostChanges,
     ):
         self.deployment = deployment
+        self.changes = changes
         # Passwords included: not for messages or command lines.
         self.redis = redis
         self.url, self.namespace = redis.url, redis.namespace
@@ -174,7 +178,7 @@ class ClusterSession:
     def reporters(self) -> tuple[int, bool]:
         """How many ranks report on a request, and whether some reports may be lost."""
         state = self.state
-        return len(state.assignment.workers), bool(state.faults)
+        return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
 
 
 def check_deployment(deployment: Deployment, *, stays: bool) -> None:
@@ -244,6 +248,8 @@ def start_cluster(
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
+    known = replace(deployment, shared=deployment.shared or shared_names(deployment))
+    moves = WeightMoves(known)
     with (
         cluster_redis(deployment) as redis,
         Recovery(
@@ -251,7 +257,7 @@ def start_cluster(
             redis.namespace,
             first_assignment(deployment),
             workers=[worker for host in deployment.hosts for worker in host.workers],
-            replan=WeightMoves(deployment).plan,
+            replan=moves.plan,
             server=redis.server,
             patience_s=deployment.config.cluster.patience_s,
             stall_s=deployment.config.cluster.stall_s,
@@ -260,21 +266,25 @@ def start_cluster(
         where = ControllerAddress(
             redis.worker_url, redis.namespace, secret=secrets.token_urlsafe(24)
         )
-        hosts = {worker: host for host in deployment.hosts for worker in host.workers}
 
         def send_log(worker: str, line: str) -> None:
             assert on_log is not None
             place = recovery.state.assignment.place_of(worker)
             on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
-        session = ClusterSession(deployment, redis, agents, recovery)
-        known = replace(deployment, shared=deployment.shared or shared_names(deployment))
-        agents.start_workers(
-            WORKER_ENTRYPOINT,
-            (known, where, hosts),
-            restart=True,
-            on_log=None if on_log is None else send_log,
-        )
+        def start(on: AgentHandle | None, planned: Deployment) -> None:
+            hosts = {worker: host for host in planned.hosts for worker in host.workers}
+            agents.start_workers(
+                WORKER_ENTRYPOINT,
+                (planned, where, hosts),
+                restart=True,
+                on_log=None if on_log is None else send_log,
+                on=on,
+            )
+
+        changes = HostChanges(agents, recovery, moves, start)
+        session = ClusterSession(deployment, redis, agents, recovery, changes)
+        start(None, known)
         recovery.watch(agents)
         if on_begun is not None:
             on_begun(where)

@@ -1,4 +1,6 @@
-"""Starts our modules on the hosts of a hosts file, through the system's own ssh.
+"""Starts our modules on the hosts of a cluster, through the system's own ssh.
+
+On a host that has joined they are started through the connection that it has made (`join_server`).
 
 `ssh` handles keys, agents, jump hosts and `~/.ssh/config`. A command line is public on both
 machines, so no secret may be an argument or an environment variable of a host: secrets go through
@@ -37,6 +39,8 @@ OPTIONS = (
 )
 
 SSH_FAILED = 255  # ssh's own exit code; any other is the remote program's
+# What starts programs on a host that has joined: it has a connection of its own.
+RELAY = "pipespec.cluster.join_relay"
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -82,6 +86,8 @@ def command(host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT)
             *(f"{key}={os.path.expanduser(host.env[key])}" for key in host.env),
             *program,
         ]
+    if (path := host.joined_through) is not None:
+        return [sys.executable, "-m", RELAY, path, host.name, module, *args]
     line = ["ssh", "-T", "-a", "-x"]
     if config := os.environ.get(CONFIG_VARIABLE):
         line += ["-F", config]
@@ -152,6 +158,11 @@ def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout:
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
     """The error for `module`, which has ended with `returncode` on the host."""
     line = _last_line(stderr)
+    if returncode == SSH_FAILED and host.joined_through is not None:
+        return HostFailed(
+            f"{host.name}: {line or 'the connection was lost'}; run `pipespec join` there again, "
+            "with a new token"
+        )
     if returncode == SSH_FAILED and not host.local:
         message = line or "ssh ended without a message"
         return HostFailed(f"{host.name}: {message}; {_remedy(host, message)}")

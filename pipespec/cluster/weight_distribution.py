@@ -49,7 +49,7 @@ OnWarning = Callable[[str], None]
 def shared_names(deployment: Deployment) -> dict[str, SharedName]:
     """The names, in the parts cache of other hosts, of the models that these can get from here."""
     found: dict[str, SharedName] = {}
-    if all(map(shares_caches, deployment.hosts)):
+    if deployment.open_to is None and all(map(shares_caches, deployment.hosts)):
         return found
     for kind, info in deployment.models:
         name = shared_name_of(info.path)

@@ -13,7 +13,6 @@ over SSH. Both ends of a connection must hold that key; it is in no file.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import socketserver
 import ssl
@@ -59,13 +58,7 @@ def _context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=certificate.cert)
-    # The `ssl` module reads keys from files alone; this one is in memory.
-    descriptor = os.memfd_create("certificate")
-    try:
-        os.write(descriptor, (certificate.key + certificate.cert).encode("ascii"))
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
+    certificate.load_into(context)
     return context
 
 
@@ -149,7 +142,7 @@ class WeightServer(socketserver.ThreadingTCPServer):
         with self._counting:
             connections = [*self._unproven.values(), *self._proven.values()]
         for each in connections:
-            _shut_down(each)
+            shut_down(each)
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -159,7 +152,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         with self.server.secured(self.request) as secured:
-            _keep_alive(secured)
+            keep_alive(secured)
             with secured.makefile("rb") as requests:
                 while line := requests.readline(MOST_REQUEST_BYTES):
                     self._answer(secured, json.loads(line))
@@ -205,7 +198,7 @@ class WeightLink:
         with self._lock:
             self._closed = True
             for each in self._open:
-                _shut_down(each)
+                shut_down(each)
             for each in self._idle:
                 each.close()
 
@@ -266,14 +259,14 @@ def _read(frames: BinaryIO, count: int) -> bytes:
     return found
 
 
-def _shut_down(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
     """End a connection that another thread uses. The method of an `SSLSocket` would first take the
     encryption away, under which that thread may be sending."""
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Notice within half a minute that the host at the other end is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class WeightMoves:
-    """Plans assignments without lost workers; `plan` is for one thread.
+    """Plans assignments without lost workers; `plan` and `use` are for one thread.
+
+    Attributes:
+        deployment: the cluster as it is if no worker is lost.
 
     Args:
         distribute: gives the hosts of a deployment their weights; None: `distribute_weights`, whose
@@ -35,10 +38,15 @@ class WeightMoves:
         deployment: Deployment,
         distribute: Callable[[Deployment], object] | None = None,
     ) -> None:
-        self._deployment = deployment
+        self.deployment = deployment
         self._distribute = _logged if distribute is None else distribute
         self._done: set[str] = set()  # assignments whose hosts have their weights
         self._thread: threading.Thread | None = None
+
+    def use(self, deployment: Deployment) -> None:
+        """Plan for another layout from now on: a host has joined or left."""
+        self.deployment = deployment
+        self._done.clear()
 
     def plan(self, away: set[str]) -> RankAssignment:
         """The assignment to the workers that are left, once their hosts have their weights.
@@ -46,14 +54,14 @@ class WeightMoves:
         Raises ConfigError if these workers are too few, WeightsPending before their hosts are
         ready. If weights cannot be moved, the ranks say what is lacking when they load.
         """
-        placement = placement_without(self._deployment, away)
-        found = assignment_of(self._deployment, placement)
-        if all(map(shares_caches, self._deployment.hosts)) or found.encode() in self._done:
+        placement = placement_without(self.deployment, away)
+        found = assignment_of(self.deployment, placement)
+        if all(map(shares_caches, self.deployment.hosts)) or found.encode() in self._done:
             return found
         if self._thread is None or not self._thread.is_alive():
-            hosts = [host for host in self._deployment.hosts if not away.issuperset(host.workers)]
+            hosts = [host for host in self.deployment.hosts if not away.issuperset(host.workers)]
             changed = replace(
-                self._deployment,
+                self.deployment,
                 placement=placement,
                 layers=placement.layers,
                 hosts=tuple(hosts),

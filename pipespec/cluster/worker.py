@@ -70,6 +70,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
     here = on_this_host(deployment, hosts[worker])
+    known = deployment
     weights, mid_weights = Weights(), Weights()
     number = 0
     with Heartbeat(
@@ -89,11 +90,20 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 log.info("epoch %d: spare", number)
                 continue
             rank, member = place
-            devices = list(map(deployment.device_of, assignment.workers))
-            devices[rank] = deployment.device_of(worker)
+            if assignment.joined != known.joined:
+                known = deployment.knowing(assignment.joined)
+                hosts = {name: host for host in known.hosts for name in host.workers}
+                here = replace(
+                    here,
+                    hosts=known.hosts,
+                    joined=known.joined,
+                    stage_devices=known.stage_devices,
+                )
+            devices = list(map(known.device_of, assignment.workers))
+            devices[rank] = known.device_of(worker)
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
             if deployment.shared:  # its host may have got others than for the first epoch
-                laid_out = replace(deployment, layers=assignment.layers)
+                laid_out = replace(known, layers=assignment.layers)
                 here = on_this_host(deployment, hosts[worker], parts_of_rank(laid_out, rank))
             mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             try:

@@ -75,16 +75,34 @@ class WorkerGroup:
         self, hosts: Sequence[Host], modules: Sequence[str] = PRELOAD, *, name: str | None = None
     ) -> None:
         self.deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
-        self.workers = tuple(worker for host in hosts for worker in host.workers)
-        self._hosts: list[AgentHandle] = []
+        self._modules, self._name = tuple(modules), name
+        # Replaced as a whole, as several threads read it.
+        self._hosts: tuple[AgentHandle, ...] = ()
+        self._guests: frozenset[AgentHandle] = frozenset()  # hosts that have joined
         self._failure: str | None = None
         try:
             for host in hosts:
-                lock = None if name is None or host.local else f"{name}-{host.name}"
-                self._hosts.append(AgentHandle(host, tuple(modules), lock, self.deaths))
+                self._hosts = (*self._hosts, self._agent_of(host))
         except BaseException:
             self.stop()
             raise
+
+    def _agent_of(self, host: Host) -> AgentHandle:
+        lock = None if self._name is None or host.local else f"{self._name}-{host.name}"
+        return AgentHandle(host, self._modules, lock, self.deaths)
+
+    def add(self, host: Host) -> AgentHandle:
+        """Start the agent of one more host, whose end does not end the others."""
+        agent = self._agent_of(host)
+        self._guests |= {agent}
+        self._hosts = (*self._hosts, agent)
+        return agent
+
+    def remove(self, agent: AgentHandle) -> None:
+        """End what runs on a host that was added."""
+        self._hosts = tuple(host for host in self._hosts if host is not agent)
+        self._guests -= {agent}
+        agent.stop()
 
     def await_agents(self) -> None:
         """Wait until the agents of other hosts have sent their first message.
@@ -106,6 +124,7 @@ class WorkerGroup:
         *,
         restart: bool = False,
         on_log: Callable[[str, str], None] | None = None,
+        on: AgentHandle | None = None,
     ) -> None:
         """Have every worker run `entrypoint(*args)`, and return while they begin.
 
@@ -114,9 +133,10 @@ class WorkerGroup:
             restart: whether a worker that a signal ended, or a host that was lost, is started
                 again; else it ends the cluster.
             on_log: called with the worker's name and a line that it wrote.
+            on: the host whose workers are started; None: all hosts.
         """
         packed = pickle.dumps(tuple(args))
-        for host in self._hosts:
+        for host in self._hosts if on is None else (on,):
             names = host.host.workers
             titles = _titles(host.host)
             logs = on_log is not None
@@ -131,7 +151,7 @@ class WorkerGroup:
         Raises:
             RankFailed: a worker ended before its work did; all others have been ended too.
         """
-        if not self._failed() and all(host.running for host in self._hosts):
+        if not self._failed() and all(host.running for host in self._own):
             return True
         self.wait()
         return False
@@ -146,19 +166,25 @@ class WorkerGroup:
             TimeoutError: the workers still run.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while any(host.running for host in self._hosts) and not self._failed():
+        while any(host.running for host in self._own) and not self._failed():
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The ranks still run after {timeout} s.")
-            next((host for host in self._hosts if host.running), self._hosts[0]).join(_MONITOR_S)
+            next((host for host in self._own if host.running), self._own[0]).join(_MONITOR_S)
         if self._failed():
             raise RankFailed(self._fail())
-        for host in self._hosts:
+        own = self._own
+        for host in own:
             host.read_outcome()
         self.stop()
-        return [result for host in self._hosts for result in host.outcome]
+        return [result for host in own for result in host.outcome]
+
+    @property
+    def _own(self) -> list[AgentHandle]:
+        """The hosts with which the cluster began."""
+        return [host for host in self._hosts if host not in self._guests]
 
     def _failed(self) -> list[AgentHandle]:
-        return [host for host in self._hosts if host.failed]
+        return [host for host in self._own if host.failed]
 
     def _fail(self) -> str:
         """End all hosts, as one of them has failed; returns the message of the first one."""

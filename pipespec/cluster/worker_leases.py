@@ -31,6 +31,14 @@ class WorkerLeases:
         self._renewals: dict[str, tuple[bytes, float]] = {}  # the newest, and when it was seen
         self._killed_at: dict[str, float] = {}  # when a lost worker was killed
 
+    def watch(self, workers: Sequence[str]) -> None:
+        """Watch these workers from now on, and forget all others."""
+        self.workers = tuple(workers)
+        self.alive &= set(workers)
+        for known in (self.lost_at, self._renewals, self._killed_at):
+            for worker in known.keys() - set(workers):
+                del known[worker]
+
     def update(self, beats: Mapping[str, bytes], now: float) -> list[str]:
         """Take note of the leases; returns the workers whose leases have expired since the last
         call."""

@@ -52,6 +52,8 @@ from pipespec.system.validation import Unreadable, read_text, shown
 LOCAL = "local"
 PYTHON = "python3"  # on a host
 BY_HAND = "none"
+# Before the path of the socket through which programs run on a host that has joined.
+JOINED = "joined:"
 # Of a hosts file: bytes, and values once its aliases are replaced by what they stand for. A host
 # takes some twenty.
 MOST_BYTES = 2**20
@@ -91,6 +93,12 @@ class Host:
     def by_hand(self) -> bool:
         """Whether its workers are started by others (`launch/torchrun.sh`)."""
         return self.ssh == BY_HAND
+
+    @property
+    def joined_through(self) -> str | None:
+        """The socket through which programs run on it, if it has joined a running cluster
+        (`pipespec.cluster.join_server`)."""
+        return self.ssh.removeprefix(JOINED) if self.ssh and self.ssh.startswith(JOINED) else None
 
     @property
     def workers(self) -> tuple[str, ...]:

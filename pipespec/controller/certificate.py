@@ -128,6 +128,21 @@ class Certificate:
         signed = builder.sign(key, hashes.SHA256()).public_bytes(pem)
         return cls(signed.decode("ascii"), private.decode("ascii"))
 
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Let this end of connections have it."""
+        # The `ssl` module reads keys from files alone; this one is in memory.
+        descriptor = os.memfd_create("certificate")
+        try:
+            os.write(descriptor, (self.key + self.cert).encode("ascii"))
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+
+    @property
+    def der(self) -> bytes:
+        """The certificate without its key, in DER."""
+        return ssl.PEM_cert_to_DER_cert(self.cert)
+
     def write(self, folder: Path) -> TlsFiles:
         """Write it to a folder as files that only this user can read."""
         write_atomically(folder / CERT, self.cert.encode("ascii"))

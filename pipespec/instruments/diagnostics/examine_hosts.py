@@ -84,9 +84,10 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
     `model` has the paths of the models on hosts whose entry does not name them.
     """
     names = [host.name for host in hosts_file.hosts if not host.by_hand]
+    named = {"target": model.target, "draft": model.draft, "mid": model.mid}
     with (
         ThreadPoolExecutor(max(len(names), 1)) as pool,
-        _Examination(hosts_file, model) as examination,
+        _Examination(hosts_file, named) as examination,
     ):
 
         def together(step: Callable[..., None], items: Iterable[tuple[str, ...]]) -> None:
@@ -94,6 +95,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
                 pass
 
         together(examination.start_probe, zip(names, strict=True))
+        together(examination.take_inventory, zip(names, strict=True))
         together(examination.read_clock, zip(names, strict=True))
         together(examination.reach_peers, zip(names, strict=True))
         together(examination.measure_tensor_parallel, zip(names, strict=True))
@@ -101,7 +103,6 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             together(examination.measure, pairs)
             together(examination.measure, [(b, a) for a, b in pairs])
         links = [link for pair, link in sorted(examination.links.items())]
-        named = {"target": model.target, "draft": model.draft, "mid": model.mid}
         fetchable = [
             part
             for part, name in named.items()
@@ -109,6 +110,27 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
         ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
         return Report(examination.seen, links, findings, hosts_file.by_hand)
+
+
+def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
+    """Round trip and rate between a host and each of the others, in both directions. Raises
+    HostFailed."""
+    with _Examination(hosts_file, {}) as examination:
+        for step in (examination.start_probe, examination.reach_peers):
+            for host in hosts_file.hosts:
+                step(host.name)
+        for other in hosts_file.hosts:
+            if other.name != name:
+                examination.measure(name, other.name)
+                examination.measure(other.name, name)
+        found = [link for pair, link in examination.links.items() if name in pair]
+    for link in found:
+        if link.reach.problem is not None:
+            raise HostFailed(
+                f"{link.source} cannot reach {link.to} ({link.reach.problem}); check its address "
+                "and that no firewall stops the ports"
+            )
+    return found
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -129,11 +151,11 @@ class _Examination:
     Steps of different hosts may run at once, each in a thread of its own.
     """
 
-    def __init__(self, hosts_file: HostsFile, model: ModelConfig):
+    def __init__(self, hosts_file: HostsFile, models: Mapping[str, str | None]):
         self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
         self.links: dict[tuple[str, str], LinkReport] = {}
         self._hosts = hosts_file
-        self._models = {"target": model.target, "draft": model.draft, "mid": model.mid}
+        self._models = models
         self._token = secrets.token_hex(TOKEN_BYTES)
         self._channels: dict[str, ProbeProcess] = {}
 
@@ -164,21 +186,13 @@ class _Examination:
         return whole and not os.path.lexists(home_expanded(name))
 
     def start_probe(self, name: str) -> None:
-        """Start the probe, take the host's inventory, and have the probe listen."""
+        """Start the probe and have it listen."""
         host, seen = self._hosts.host(name), self.seen[name]
         channel = self._channels[name] = ProbeProcess(host)
         if channel.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
-        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
-        folders = {
-            part: own[part] or self._models[part] for part in required_models(self._hosts, host)
-        }
-        models = {part: folder for part, folder in folders.items() if folder is not None}
-        seen.inventory = _inventory(
-            channel.ask("inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices)
-        )
         seen.listening = _listening(
             channel.ask(
                 "listen",
@@ -186,6 +200,20 @@ class _Examination:
                 token=self._token,
                 address=host.address,
                 interface=host.interface,
+            )
+        )
+
+    def take_inventory(self, name: str) -> None:
+        """Ask what the host has."""
+        host = self._hosts.host(name)
+        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
+        folders = {
+            part: own[part] or self._models[part] for part in required_models(self._hosts, host)
+        }
+        models = {part: folder for part, folder in folders.items() if folder is not None}
+        self.seen[name].inventory = _inventory(
+            self._channels[name].ask(
+                "inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices
             )
         )
 

@@ -24,10 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipespec.cluster.host_weights import own_path
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
+from pipespec.engine.parts.repository import SharedName
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -54,7 +56,10 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
 
     Raises PipespecError.
     """
-    target = inspect(request.target)
+    own = None
+    if request.shared is not None:
+        own = own_path(Path(request.target), None, SharedName(**request.shared), request.parts)
+    target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
     for role, name, info, how in zip(
         ("stage", "draft"),

@@ -8,11 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from pipespec.cluster import ssh
+from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.host_changes import MeasuredHost
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
+from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.instruments.diagnostics.examine_hosts import examine_hosts
+from pipespec.instruments.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
+from pipespec.placement.costs import Route, Worker
 from pipespec.placement.figures import Figures, HostFigures, LinkFigures
 from pipespec.placement.measurements import choose_dtype
 from pipespec.system.validation import Unreadable, parse_json, typed
@@ -55,18 +59,10 @@ def measure_hosts(
     answers: dict[str, HostFigures] = {}
 
     def measure(host: Host) -> None:
-        wanted = _request_for(hosts_file, host, config, dtype)
+        request = _request_for(hosts_file, host, config, dtype)
         if sums:
-            wanted = replace(wanted, groups=(len(host.devices),))
-        request = asdict(wanted)
-        answer = ssh.run_module(host, MODULE, input=json.dumps(request).encode(), timeout=TIMEOUT_S)
-        try:
-            answers[host.name] = typed("its answer", parse_json(answer), HostFigures)
-        except Unreadable as error:
-            raise HostFailed(
-                f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
-                "there as here."
-            ) from error
+            request = replace(request, groups=(len(host.devices),))
+        answers[host.name] = _measured(host, request)
         on_host(len(answers), len(hosts_file.hosts))
 
     # Hosts that are this machine would slow one another down.
@@ -97,6 +93,66 @@ def measure_hosts(
         },
         links=links,
     )
+
+
+def measure_joined(host: Host, deployment: Deployment, layers: range) -> MeasuredHost:
+    """Measure a host that joins a running cluster, and its links to the others. It computes stages
+    alone, and has the weights of these layers of the target. Raises HostFailed."""
+    config, target = deployment.config, deployment.target
+    shared = deployment.shared.get("target")
+    request = MeasureRequest(
+        target=str(target.path),
+        draft=None,
+        devices=host.devices,
+        roles=(("stage",),) * len(host.devices),
+        rows=config.policy.max_rows,
+        length=LENGTH,
+        children=config.policy.children,
+        dtype=deployment.dtype,
+        dtype_asked=True,
+        quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
+        kv_dtype=config.model.kv_dtype,
+        threads=config.cluster.threads,
+        shared=None if shared is None else asdict(shared),
+        parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
+    )
+    workers = []
+    for name, found in zip(host.workers, _measured(host, request)["devices"], strict=True):
+        stage = found.get("stage")
+        if stage is None:
+            raise HostFailed(
+                f"{host.name}: no times of {name} came; install the same pipespec there"
+            )
+        workers.append(
+            Worker(
+                name,
+                layer_ms=stage["layer_ms"],
+                head_ms=stage["head_ms"],
+                embedding_ms=stage["embedding_ms"],
+                kind_ms=tuple(stage.get("kind_ms", ())),
+                memory_bytes=found["memory_bytes"],
+            )
+        )
+    everyone = HostsFile("joined", (*deployment.hosts, host))
+    routes = {
+        (link.source, link.to): Route(link.measured.rtt_ms, link.measured.gbit_per_s)
+        for link in measure_links(everyone, host.name)
+        if link.measured is not None
+    }
+    return MeasuredHost(tuple(workers), routes)
+
+
+def _measured(host: Host, request: MeasureRequest) -> HostFigures:
+    given = json.dumps(asdict(request)).encode()
+    answer = ssh.run_module(host, MODULE, input=given, timeout=TIMEOUT_S)
+    try:
+        return typed("its answer", parse_json(answer), HostFigures)
+    except Unreadable as error:
+        raise HostFailed(
+            f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
+            "there as here."
+        ) from error
 
 
 def _links(hosts_file: HostsFile, config: Config) -> list[LinkFigures]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pipespec.config.cluster import AUTO
 from pipespec.engine.checkpoint import CheckpointInfo
@@ -20,7 +22,8 @@ class MeasureRequest:
     candidates. `dtype` is that of plain weights, and if it was asked for, of weights of few bits
     too. `quantization` is that of target and draft. `groups` are the sizes of those
     devices, in order, that compute together; nothing: each by itself. `threads` is
-    `cluster.threads`.
+    `cluster.threads`. `shared` is the target's name in the parts cache of a host that got these
+    `parts` of it from others (`SharedName`); None: it is at `target`.
     """
 
     target: str
@@ -37,6 +40,8 @@ class MeasureRequest:
     dtype_asked: bool = False
     groups: tuple[int, ...] = ()
     threads: int | str = AUTO
+    shared: Mapping[str, Any] | None = None
+    parts: tuple[str, ...] = ()
 
     def num_threads(self) -> int:
         """Threads of a stage on the CPU, as ranks set them, if one worker that can draft becomes

@@ -1,0 +1,233 @@
+"""`pipespec invite`, and `pipespec up --invite`: let hosts join a cluster that runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipespec.client.registry import RunningCluster, find
+from pipespec.console.arguments import finish, overrides
+from pipespec.console.terminal import write
+from pipespec.errors import ConfigError
+from pipespec.system.network_interfaces import LOOPBACK, source_address
+
+if TYPE_CHECKING:
+    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.session import ClusterSession
+    from pipespec.config.hosts import HostsFile
+    from pipespec.config.schema import Config
+    from pipespec.console.arguments import Commands
+
+MINUTES, MOST_MINUTES = 60.0, 7 * 24 * 60.0
+# The way to it leads through the interface of the default route; nothing is sent (RFC 5737).
+ANYWHERE = "192.0.2.1"
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where hosts join: the address of this machine, None: that of the default route, and the port,
+    0: a free one. `announce`: whether it is made known by mDNS."""
+
+    address: str | None = None
+    port: int = 0
+    announce: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Door | None:
+        """What the options of `up` say; None: no host may join. Raises ConfigError."""
+        if not arguments.invite:
+            if arguments.at is not None or arguments.announce:
+                raise ConfigError("--at and --announce are for hosts that join; add --invite.")
+            return None
+        address, port = parse_place(arguments.at) if arguments.at else (None, 0)
+        return cls(address, port, arguments.announce)
+
+    @property
+    def flags(self) -> list[str]:
+        """The options of `up` that say the same."""
+        where = self.address or ""
+        at = [] if self.address is None else ["--at", f"[{where}]:{self.port}"]
+        return ["--invite", *at, *["--announce"] * self.announce]
+
+
+def add_door(command: argparse.ArgumentParser) -> None:
+    """Add the options of `Door`."""
+    command.add_argument(
+        "--invite",
+        action="store_true",
+        help="measure this machine, and print a command with which another host joins the cluster",
+    )
+    command.add_argument(
+        "--at",
+        metavar="ADDRESS[:PORT]",
+        help="with --invite: where other hosts reach this one (the address of the default route, "
+        "a free port)",
+    )
+    command.add_argument(
+        "--announce",
+        action="store_true",
+        help="with --invite: let `pipespec join --discover` find the cluster on the local network",
+    )
+
+
+def parse_place(text: str) -> tuple[str, int]:
+    """An address and a port, which is 0 if there is none. Raises ConfigError."""
+    address, port = text, "0"
+    if text.startswith("["):
+        address, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":") or "0"
+    elif text.count(":") == 1:
+        address, _, port = text.partition(":")
+    if not address or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"--at is {text!r}, but must be an address of this machine, as in 10.0.0.1 or "
+            "10.0.0.1:4000."
+        )
+    return address, int(port)
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "invite",
+        help="print a command with which one more host joins a cluster",
+        description="Print a command for another host, which then joins the cluster that "
+        "`pipespec up --invite` started. It holds a secret that lets in one host, once, for a "
+        "limited time.",
+    )
+    command.add_argument("name", nargs="?", metavar="NAME", help="which (the only one)")
+    command.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"how long it is valid ({MINUTES:g})"
+    )
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Print an invitation."""
+    if found := overrides(rest, arguments.known_options):
+        raise ConfigError(f"`pipespec invite` takes no settings, but got {found[0]!r}.")
+    if not 0 < arguments.minutes <= MOST_MINUTES:
+        raise ConfigError(
+            f"--minutes is {arguments.minutes:g}, but must be above 0 and at most {MOST_MINUTES:g}."
+        )
+    if arguments.name is None:
+        from pipespec.client.registry import entry
+
+        arguments.name = entry(None).name
+    running = find(arguments.name)
+    invitation = invitation_to(running, arguments.minutes)
+    write(json.dumps(invitation) + "\n" if arguments.json else sentences(invitation))
+    return 0
+
+
+def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
+    """A new invitation to a cluster of this machine: "command", "token", "code" and "minutes".
+    Raises ConfigError."""
+    from pipespec.cluster.join_server import ask_for_invitation
+
+    if running.joins_through is None:
+        raise ConfigError(
+            f"No host can join the cluster {running.name!r}; start it with `pipespec up --invite`."
+        )
+    try:
+        found = ask_for_invitation(running.joins_through, minutes * 60)
+    except OSError as error:
+        raise ConfigError(
+            f"The cluster {running.name!r} makes no invitation here ({error.strerror or error}); "
+            f"run `pipespec invite` on {running.host}."
+        ) from error
+    return {"command": f"pipespec join {found['token']}", **found, "minutes": minutes}
+
+
+def sentences(invitation: dict[str, str | float], *, announced: bool = False) -> str:
+    """An invitation in words."""
+    commands = [str(invitation["command"])]
+    if announced:
+        commands.append(f"pipespec join --discover {invitation['code']}")
+    lines = "".join(f"  {command}\n" for command in commands)
+    one = "one of these" if announced else "this"
+    return (
+        f"To let one more host join within {invitation['minutes']:g} minutes, run {one} there:\n"
+        f"{lines}"
+    )
+
+
+# --- for `pipespec up` ----------------------------------------------------------------------------
+
+
+def hosts_of(config: Config) -> HostsFile:
+    """The hosts with which a cluster begins, as a hosts file says it. Raises ConfigError."""
+    from pipespec.cluster.deployment import host_here
+    from pipespec.config.hosts import HostsFile, load_hosts
+
+    if config.cluster.hosts is not None:
+        return load_hosts(config.cluster.hosts)
+    here = host_here(config.cluster)
+    return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
+
+
+def require_open(config: Config) -> None:
+    """Raise ConfigError if settings do not allow that hosts join."""
+    from pipespec.transport.transport_settings import NCCL
+
+    if config.cluster.groups is not None:
+        raise ConfigError("Hosts change the number of stages, so leave cluster.groups out.")
+    if config.transport.backend == NCCL:
+        raise ConfigError(
+            "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
+        )
+
+
+def opened(deployment: Deployment, door: Door) -> Deployment:
+    """The deployment of a cluster that hosts can join. Raises ConfigError."""
+    from pipespec.cluster.redis_setup import own_address
+
+    address = door.address or own_address(deployment.hosts)
+    if address is None:
+        try:
+            address = source_address(ANYWHERE, socket.AF_INET)
+        except OSError:
+            raise ConfigError(
+                "This machine has no default route, by which others could reach it; name its "
+                "address with --at."
+            ) from None
+    hosts = (
+        replace(host, address=address) if host.local and host.address == LOOPBACK else host
+        for host in deployment.hosts
+    )
+    return replace(deployment, open_to=address, hosts=tuple(hosts))
+
+
+@contextmanager
+def open_door(
+    name: str, cluster: ClusterSession, door: Door | None, on_log: Callable[[str, str], None]
+) -> Iterator[str | None]:
+    """Let hosts join a cluster within the block, if there is a door; yields the socket at which
+    invitations are asked for. Raises ConfigError."""
+    if door is None:
+        yield None
+        return
+    from pipespec.cluster.join_server import HostSession, JoinServer
+    from pipespec.cluster.look_after_host import look_after_host
+    from pipespec.instruments.diagnostics.measure_hosts import measure_joined
+
+    def attend(session: HostSession) -> None:
+        patience_s = cluster.deployment.config.cluster.patience_s
+        look_after_host(session, cluster.changes, measure_joined, patience_s, on_log)
+
+    address = cluster.deployment.open_to
+    assert address is not None
+    taken = [host.name for host in cluster.deployment.hosts]
+    with JoinServer(address, door.port, attend, taken) as server:
+        known: AbstractContextManager[None] = nullcontext()
+        if door.announce:
+            from pipespec.cluster.discovery import announced
+
+            known = announced(name, server.address, server.port)
+        with known:
+            yield server.path

@@ -1,0 +1,163 @@
+"""`pipespec join`: have this host compute a part of a cluster that runs elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+from typing import TYPE_CHECKING
+
+from pipespec.console.arguments import STDIN, finish, list_of, overrides
+from pipespec.console.terminal import standard_input, write
+from pipespec.errors import ConfigError, HostFailed, print_error
+from pipespec.system.validation import Unreadable
+
+if TYPE_CHECKING:
+    from pipespec.cluster.join_client import Admission, Launcher
+    from pipespec.cluster.join_link import JoinLink
+    from pipespec.console.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "join",
+        help="let this host compute a part of a cluster that runs on another one",
+        usage="pipespec join TOKEN [--devices DEVICE,...] [--name NAME] [--address ADDRESS]\n"
+        "       pipespec join --discover CODE [...]",
+        description="Join the cluster that made TOKEN (`pipespec up --invite`, `pipespec invite`): "
+        "this host is measured, gets the weights of its layers, and computes them until Ctrl-C. "
+        "The other hosts then take its layers over, and it ends; a second Ctrl-C ends it at once. "
+        "With - the token is read from standard input, so that it shows in no list of processes.",
+    )
+    command.add_argument("token", metavar="TOKEN", help="or, with --discover, the code beside it")
+    command.add_argument(
+        "--devices",
+        type=list_of(str),
+        metavar="DEVICE,...",
+        help="what computes here, one stage for each, as in cuda:0,cuda:1 (all CUDA devices, or "
+        "the CPU)",
+    )
+    command.add_argument("--name", help="the name of this host in the cluster (its host name)")
+    command.add_argument(
+        "--address", help="where the other hosts reach this one (as this one reaches the cluster)"
+    )
+    command.add_argument(
+        "--discover",
+        action="store_true",
+        help="look for the cluster on the local network, by mDNS (pipespec[discover]), and use the "
+        "code in place of a token",
+    )
+    finish(command, run, starts=True)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Join, and stay until it is over."""
+    if found := overrides(rest, arguments.known_options, stdin_allowed=True):
+        raise ConfigError(
+            f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
+            "are those of the cluster."
+        )
+    text = given(arguments.token)
+    devices = devices_of(arguments.devices)
+    name = own_name(arguments.name)
+
+    from pipespec.cluster.join_client import JoinedHost
+
+    admission, link = admitted(text, name, devices, arguments)
+    if arguments.json:
+        write(json.dumps({"name": admission.name, "devices": devices}) + "\n")
+    else:
+        write(f"This host has joined as {admission.name!r}. Ctrl-C leaves the cluster.\n")
+
+    def say(sentence: str) -> None:
+        if not arguments.json:
+            write(f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.\n")
+
+    leaving = False
+    with JoinedHost(admission, link, say) as host:
+        while True:
+            try:
+                host.run()
+                return 0
+            except KeyboardInterrupt:
+                if leaving:
+                    raise
+                leaving = True
+                print_error("leaving; Ctrl-C again ends this host at once, as a fault would")
+                host.leave()
+
+
+def given(token: str) -> str:
+    """The token, which may come through standard input. Raises ConfigError."""
+    if token != STDIN:
+        return token
+    try:
+        return standard_input()
+    except Unreadable as error:
+        raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
+
+
+def devices_of(named: list[str] | None) -> list[str]:
+    """The devices of this host. Raises ConfigError."""
+    from pipespec.config.entries import Wrong
+    from pipespec.config.entries import devices as checked
+    from pipespec.system.devices import num_cuda
+
+    if named is None:
+        return [f"cuda:{number}" for number in range(num_cuda())] or ["cpu"]
+    try:
+        found = [device for group in checked("--devices", named) for device in group]
+    except Wrong as error:
+        raise ConfigError(str(error)) from None
+    count = num_cuda() if any(each.startswith("cuda") for each in found) else 0
+    for device in found:
+        if device in ("auto", "cuda"):
+            raise ConfigError(f"--devices holds {device!r}; name each device, as in cuda:0,cuda:1.")
+        if device != "cpu" and int(device.partition(":")[2]) >= count:
+            raise ConfigError(
+                f"--devices holds {device}, but this machine has {count} CUDA devices; see "
+                "`pipespec check`."
+            )
+    return found
+
+
+def own_name(wanted: str | None) -> str:
+    """The name that this host asks for. Raises ConfigError."""
+    from pipespec.config.entries import Wrong, host_name
+
+    if wanted is None:
+        wanted = socket.gethostname().partition(".")[0] or "host"
+    try:
+        return str(host_name("--name", wanted))
+    except Wrong as error:
+        raise ConfigError(str(error)) from None
+
+
+def admitted(
+    text: str, name: str, devices: list[str], arguments: argparse.Namespace
+) -> tuple[Admission, JoinLink]:
+    """What a launcher has let this host in with. Raises ConfigError, HostFailed."""
+    from pipespec.cluster.join_client import Launcher, enter
+    from pipespec.cluster.join_token import Token, decode_code
+
+    if not arguments.discover:
+        token = Token.decode(text)
+        where = Launcher(token.address, token.port, token.fingerprint)
+        return enter(where, token.secret, name, devices, arguments.address)
+    from pipespec.cluster.discovery import discover
+
+    secret = decode_code(text)
+    launchers: list[Launcher] = discover()
+    reasons = []
+    for launcher in launchers:
+        try:
+            return enter(launcher, secret, name, devices, arguments.address)
+        except HostFailed as error:
+            reasons.append(str(error))
+    if not reasons:
+        raise HostFailed(
+            "no cluster is announced on this network; use `pipespec up --invite --announce`, or "
+            "the token"
+        )
+    raise HostFailed("; ".join(reasons))

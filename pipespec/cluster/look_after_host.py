@@ -1,0 +1,66 @@
+"""What the launcher does with a host that has been let in, until it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipespec.cluster.host_changes import HostChanges, Measure
+from pipespec.cluster.join_server import HostSession
+from pipespec.errors import PipespecError
+
+# Seconds between two looks at a host that is not heard of.
+LOOK_S = 0.5
+# How much longer than the cluster waits for its workers a host may be away.
+LONGER_S = 10.0
+
+
+def look_after_host(
+    session: HostSession,
+    changes: HostChanges,
+    measure: Measure,
+    patience_s: float,
+    on_log: Callable[[str, str], None],
+) -> None:
+    """Give a host its ranks, and take them from it when it leaves, fails or stays away.
+
+    Args:
+        patience_s: how long the cluster waits for a lost host.
+        on_log: called with the host's name and a sentence.
+    """
+    name = session.host.name
+
+    def tell(sentence: str) -> None:
+        on_log(name, sentence)
+        session.tell(sentence)
+
+    try:
+        changes.join(session.host, measure, tell)
+    except PipespecError as error:
+        on_log(name, f"it does not join: {error}")
+        session.dismiss(f"this host does not join: {error}", failed=True)
+        return
+    while True:
+        session.changed.wait(LOOK_S)
+        session.changed.clear()
+        if (failure := changes.failure(name)) is not None:
+            break
+        if session.lost_s > patience_s + LONGER_S:
+            failure = f"it was away for {session.lost_s:.0f} s"
+            break
+        if session.leaving:
+            session.leaving = False
+            tell("the other hosts take over its layers")
+            try:
+                changes.leave(name)
+            except PipespecError as error:
+                tell(f"it cannot leave yet: {error}")
+                continue
+            on_log(name, "it has left")
+            session.dismiss("this host has left the cluster", failed=False)
+            return
+    on_log(name, failure)
+    try:
+        changes.lost(name)
+    except PipespecError as error:
+        on_log(name, f"the others cannot go on without it: {error}")
+    session.dismiss(failure, failed=True)
