@@ -21,7 +21,7 @@ from pipespec.cluster.agent_handle import WorkerDeath
 from pipespec.cluster.fault_stats import FaultKind
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.recovery import Recovery
+from pipespec.cluster.recovery import LayoutChange, Recovery
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.link_addresses import LinkAddressTable
@@ -422,6 +422,38 @@ def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
         until(lambda: shared.totals()["recoveries"] == 2)
     assert shared.totals()["faults/worker_ended"] == 1
     assert shared.totals()["faults/link_broke"] == 4
+
+
+def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life: Life) -> None:
+    processes, shared = Processes(), life.worker()
+    begun: list[int] = []
+    with recovery_of(life) as recovery:
+        recovery.watch(processes)
+        first = recovery.state.epoch
+        life.rank(first, 0)
+        life.rank(first, 1)
+        wider = RankAssignment(("m/0", "m/1", "n/0"), (range(2), range(2, 4)), changes=1)
+        change = LayoutChange(wider, "n joins", lambda: begun.append(recovery.state.epoch))
+        recovery.watch_workers(wider.everyone)
+        recovery.change(change)
+
+        def renewed(*workers: str) -> int:
+            for worker in workers:
+                shared.renew(worker, os.getpid())
+            return processes.checks
+
+        checks = processes.checks
+        until(lambda: renewed("m/0", "m/1") > checks + 3)
+        assert recovery.state.epoch == first
+        until(lambda: renewed(*wider.everyone) and begun)
+        assert begun == [recovery.state.epoch] == [first + 1]
+        assert recovery.state.assignment == wider
+        assert not recovery.state.complete
+        for rank in range(3):
+            life.rank(first + 1, rank)
+        until(lambda: renewed(*wider.everyone) and recovery.state.complete)
+        assert recovery.state.faults == ()
+    assert "recoveries" not in shared.totals()
 
 
 def killed_without_joining_again(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.config.hosts import JOINED, Host
 
 ROSTER = RankAssignment(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)))
 
@@ -31,6 +32,8 @@ def test_assignment_is_encoded_as_plain_json() -> None:
         "workers": ["beta/1", "alpha/0", "beta/0"],
         "layers": [[0, 3], [3, 8]],
         "followers": [],
+        "joined": [],
+        "changes": 0,
     }
 
 
@@ -45,6 +48,12 @@ def test_links_between_hosts_are_sealed_unless_the_setting_says_otherwise(
     links = assignment.links(seal)
     assert [link.local for link in links] == [True, False, True]
     assert [link.sealed for link in links] == sealed
+
+
+def test_workers_learn_of_hosts_that_have_joined_since_they_started() -> None:
+    host = Host("beta", "10.0.0.2", f"{JOINED}/run/socket", devices=("cuda:0", "cuda:1"))
+    assignment = RankAssignment(("a/0", "beta/1"), (range(3),), joined=(host,), changes=2)
+    assert RankAssignment.decode(assignment.encode()) == assignment
 
 
 def test_follower_is_a_member_of_the_rank_of_its_leader() -> None:

@@ -1,0 +1,92 @@
+"""Tokens, codes and invitations: what is no whole one is refused, and each lets in one host."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+
+from pipespec.cluster.join_token import (
+    FINGERPRINT_BYTES,
+    SECRET_BYTES,
+    Invitations,
+    Refused,
+    Token,
+    decode_code,
+    encode_code,
+    id_of,
+)
+from pipespec.errors import ConfigError
+
+TOKEN = Token(
+    "fd00::7", 40123, bytes(range(100, 100 + FINGERPRINT_BYTES)), bytes(range(SECRET_BYTES))
+)
+LETTERS = string.ascii_letters + string.digits + "-_"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_token_is_one_word_that_says_where_and_with_what() -> None:
+    word = TOKEN.encode()
+    assert set(word) <= set(LETTERS)
+    assert Token.decode(f" {word}\n") == TOKEN
+    assert TOKEN.secret.hex() not in repr(TOKEN)
+
+
+def test_a_token_with_another_letter_anywhere_is_refused() -> None:
+    word = TOKEN.encode()
+    for place, letter in enumerate(word):
+        for other in {LETTERS[(LETTERS.index(letter) + step) % len(LETTERS)] for step in (1, 13)}:
+            with pytest.raises(ConfigError, match="no token"):
+                Token.decode(word[:place] + other + word[place + 1 :])
+
+
+@pytest.mark.parametrize("text", ["", "p", "é", TOKEN.encode()[:-1], TOKEN.encode() + "A", "p===="])
+def test_what_is_not_a_whole_token_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(ConfigError, match="copy the whole command") as caught:
+        Token.decode(text)
+    assert len(text) < 6 or text not in str(caught.value)
+
+
+def test_a_code_may_be_typed_in_small_letters_and_groups_and_not_with_a_wrong_letter() -> None:
+    code = encode_code(TOKEN.secret)
+    assert decode_code(code) == decode_code(code.lower().replace("-", " ")) == TOKEN.secret
+    for place, letter in enumerate(code):
+        if letter != "-":
+            wrong = code[:place] + ("A" if letter != "A" else "B") + code[place + 1 :]
+            with pytest.raises(ConfigError, match="no code"):
+                decode_code(wrong)
+
+
+def test_an_invitation_lets_in_one_host() -> None:
+    invitations = Invitations(Clock())
+    name = id_of(invitations.make(60))
+    invitations.secret(name)  # whoever asks with a wrong proof uses nothing up
+    invitations.use(name)
+    for again in (invitations.secret, invitations.use):
+        with pytest.raises(Refused, match="used already"):
+            again(name)
+
+
+def test_an_invitation_expires_by_the_clock_of_the_launcher() -> None:
+    clock = Clock()
+    invitations = Invitations(clock)
+    name = id_of(invitations.make(60))
+    clock.now = 59.9
+    invitations.secret(name)
+    clock.now = 60.0
+    for late in (invitations.use, invitations.secret):
+        with pytest.raises(Refused, match="has expired"):
+            late(name)
+
+
+def test_a_secret_of_another_cluster_is_not_known() -> None:
+    with pytest.raises(Refused, match="not one of this cluster"):
+        Invitations(Clock()).secret(id_of(TOKEN.secret))
