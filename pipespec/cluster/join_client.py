@@ -187,6 +187,8 @@ class JoinedHost:
                 while (message := link.receive(SILENCE_S)) is not None:
                     if message:
                         self._events.put(message)
+                    else:
+                        link.send({})  # this host lives, too
                     if "over" in message:
                         return
             except OSError:

@@ -40,6 +40,8 @@ MOST_DEVICES = 64
 SIGN_OF_LIFE_S, PROGRAM_S = 1.0, 15.0
 # Seconds without a sign of life after which a control connection counts as lost.
 SILENCE_S = 15.0
+# Seconds in which a host whose connection broke must be back to start a program, between two looks.
+BACK_S, LOOK_S = 5.0, 0.05
 CHUNK_BYTES = 2**16
 
 
@@ -86,9 +88,12 @@ class HostSession:
         """The connection to a program that the host has started. Raises Refused."""
         number, came, links = next(self._numbers), threading.Event(), list[JoinLink]()
         self._waiting[number] = came, links
+        deadline = time.monotonic() + BACK_S
         try:
-            if not self._send({"start": number, "module": module, "args": list(args)}):
-                raise Refused("it is not connected")
+            while not self._send({"start": number, "module": module, "args": list(args)}):
+                if self._over or time.monotonic() > deadline:
+                    raise Refused("it is not connected")
+                time.sleep(LOOK_S)  # it connects anew
             if not came.wait(PROGRAM_S):
                 raise Refused(f"it has started nothing within {PROGRAM_S:g} s")
             return links[0]

@@ -9,13 +9,14 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
 import pytest
 
-from pipespec.cluster import join_client, join_link, ssh
+from pipespec.cluster import join_client, join_link, join_server, ssh
 from pipespec.cluster.join_client import Admission, JoinedHost, Launcher, enter
 from pipespec.cluster.join_link import JOIN, JoinLink
 from pipespec.cluster.join_server import HostSession, JoinServer, ask_for_invitation
@@ -305,3 +306,16 @@ def test_hosts_are_let_go_when_the_cluster_ends() -> None:
 def test_hosts_join_at_one_address_of_the_machine(cluster: Cluster) -> None:
     ours = [each for each in listening([os.getpid()]) if each.port == cluster.server.port]
     assert {each.address for each in ours if each.kind == "tcp"} == {ADDRESS}
+
+
+def test_both_ends_show_that_they_live(
+    joined: tuple[JoinedHost, HostSession, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection over which nothing was said for that long counts as broken."""
+    host, session, _ = joined
+    link, ours = session._link, host._link
+    monkeypatch.setattr(join_server, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
+    monkeypatch.setattr(join_client, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
+    end = time.monotonic() + 4 * join_server.SIGN_OF_LIFE_S
+    until(lambda: time.monotonic() > end)
+    assert (session._link, host._link) == (link, ours)
