@@ -1,7 +1,7 @@
 """Finds clusters on a local network by mDNS, where both sides ask for it.
 
-What is announced is the cluster's name, an address and a port. It lets nobody in, and nobody is
-believed for it: who finds it must know the secret of an invitation, and so must who announced it.
+What is announced is the cluster's name, an address and a port, and it proves nothing: the host that
+finds it must know the secret of an invitation, and so must the launcher.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pipespec.cluster.join_client import Launcher
 from pipespec.errors import ConfigError
 
 SERVICE = "_pipespec._tcp.local."
+# Characters of a name; the label of a service may have 63 with the port.
+MOST_NAME = 50
 # Seconds for the network to answer.
 ANSWER_S = 5.0
 
@@ -26,7 +28,7 @@ def announced(name: str, address: str, port: int) -> Iterator[None]:
     zeroconf = _package()
     service = zeroconf.ServiceInfo(
         SERVICE,
-        f"{name.replace('.', '_')[:40]} {address} {port}".replace(".", "-") + f".{SERVICE}",
+        f"{name.replace('.', '-')[:MOST_NAME]} {port}.{SERVICE}",
         port=port,
         parsed_addresses=[address],
         properties={"cluster": name},

@@ -113,11 +113,11 @@ class JoinLink:
                     self._await(select.POLLIN, deadline)
 
     def end(self) -> None:
-        """End it; whoever reads or writes gets an end or an error."""
+        """End it, also for threads that read or write."""
         shut_down(self._socket)
 
     def close(self) -> None:
-        """Free it, once nobody uses it."""
+        """Free it, once no thread uses it."""
         with suppress(OSError):
             self._socket.close()
 

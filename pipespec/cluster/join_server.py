@@ -109,14 +109,17 @@ class HostSession:
         came.set()
         return True
 
+    def use(self, link: JoinLink) -> None:
+        """This is the control connection from now on."""
+        with self._lock:
+            before, self._link = self._link, link
+        if before is not None:
+            before.end()  # the host has made another
+        if self._over:
+            link.end()
+
     def listen(self, link: JoinLink) -> None:
         """Read a control connection until it breaks."""
-        with self._lock:
-            if self._over:
-                return
-            if self._link is not None:
-                self._link.end()  # the host has made another
-            self._link = link
         try:
             while (message := link.receive(SILENCE_S)) is not None:
                 if "leave" in message:
@@ -238,7 +241,7 @@ class JoinServer:
             threading.Thread(target=self._serve, args=(plain,), daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:
-        """One connection of a host, or of whoever connects."""
+        """One connection, of a host or of a stranger."""
         try:
             try:
                 link = join_link.accept(plain, self._context)
@@ -280,6 +283,7 @@ class JoinServer:
             if not isinstance(number, int) or not session.bring(number, link):
                 raise Refused("no such program is waited for")
             return None
+        session.use(link)
         return session
 
     def _let_host_in(self, link: JoinLink, name: str, said: Mapping[str, Any]) -> HostSession:
@@ -301,6 +305,7 @@ class JoinServer:
         except OSError:
             self._forget(known_as)
             raise
+        session.use(link)
         threading.Thread(target=self._attend, args=(known_as, session), daemon=True).start()
         return session
 

@@ -116,7 +116,7 @@ class Invitations:
         self._clock = clock
         self._lock = threading.Lock()
         self._open: dict[str, tuple[bytes, float]] = {}  # by id: the secret, and when it expires
-        self._over: dict[str, str] = {}  # by id: why it lets nobody in
+        self._over: dict[str, str] = {}  # by id: why it lets no host in
 
     def make(self, seconds: float) -> bytes:
         """A new secret, which is valid for so long."""

@@ -8,7 +8,7 @@ from pipespec.cluster.host_changes import HostChanges, Measure
 from pipespec.cluster.join_server import HostSession
 from pipespec.errors import PipespecError
 
-# Seconds between two looks at a host that is not heard of.
+# Seconds between two checks of a host.
 LOOK_S = 0.5
 # How much longer than the cluster waits for its workers a host may be away.
 LONGER_S = 10.0

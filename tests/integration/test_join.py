@@ -13,6 +13,8 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.system.folders import resource_dir
+from pipespec.system.network_interfaces import LOOPBACK
+from tests.helpers.listening import assert_private, listening
 from tests.helpers.waiting import until
 from tools.rig.cluster import reference
 from tools.rig.joining import PATIENCE_S, PROMPT, Answer, Command, JoinableCluster
@@ -73,6 +75,9 @@ def test_texts_stay_the_same_while_a_host_joins_and_leaves(
     layers = {int(name.split(".")[2]) for name in cluster.fetched() if ".layers." in name}
     assert own <= layers
     assert len(layers) <= len(own) + 1
+
+    seen = listening(pid for name in cluster.bed.hosts for pid in cluster.bed.processes(name))
+    assert_private(seen, {LOOPBACK, *map(cluster.bed.address, cluster.bed.hosts)})
 
     # The token was used.
     again = cluster.join(token)

@@ -8,6 +8,7 @@ import queue
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +17,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.cluster import join_client, join_link, join_server, ssh
+from pipespec.cluster import discovery, join_client, join_link, join_server, ssh
 from pipespec.cluster.join_client import Admission, JoinedHost, Launcher, enter
 from pipespec.cluster.join_link import JOIN, JoinLink
 from pipespec.cluster.join_server import HostSession, JoinServer, ask_for_invitation
 from pipespec.cluster.join_token import Token, decode_code, id_of
 from pipespec.controller.certificate import Certificate
-from pipespec.errors import HostFailed
+from pipespec.errors import ConfigError, HostFailed
+from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import listening
 from tests.helpers.waiting import until
 
@@ -69,7 +71,7 @@ def join(token: Token, name: str = "beta", **changes: object) -> tuple[Admission
 
 @pytest.fixture
 def joined(cluster: Cluster) -> Iterator[tuple[JoinedHost, HostSession, list[str]]]:
-    """A host of the cluster, its session, and what it was told."""
+    """A host of the cluster, its session, and the sentences that it received."""
     said: list[str] = []
     with JoinedHost(*join(cluster.token()), said.append) as host:
         thread = threading.Thread(target=host.run)
@@ -85,7 +87,7 @@ def refused(token: Token, why: str, **changes: object) -> None:
         join(token, **changes)
 
 
-def test_a_token_lets_in_one_host_and_nobody_who_replays_it(cluster: Cluster) -> None:
+def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
     token = cluster.token()
     admission, link = join(token)
     assert admission.name == "beta"
@@ -95,14 +97,14 @@ def test_a_token_lets_in_one_host_and_nobody_who_replays_it(cluster: Cluster) ->
     link.close()
 
 
-def test_an_expired_token_lets_nobody_in(cluster: Cluster) -> None:
+def test_an_expired_token_lets_no_host_in(cluster: Cluster) -> None:
     token = cluster.token()
     cluster.now = MINUTE
     refused(token, "this invitation has expired")
     assert cluster.sessions.empty()
 
 
-def test_an_altered_token_lets_nobody_in_even_if_its_checksum_is_right(cluster: Cluster) -> None:
+def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster: Cluster) -> None:
     token = cluster.token()
     for number in (0, 7, 19):
         secret = bytearray(token.secret)
@@ -115,7 +117,7 @@ def test_an_altered_token_lets_nobody_in_even_if_its_checksum_is_right(cluster: 
     join(token)[1].close()  # it was not used up
 
 
-def test_who_knows_the_name_of_an_invitation_but_not_its_secret_is_not_let_in(
+def test_a_client_that_knows_the_id_of_an_invitation_without_its_secret_is_refused(
     cluster: Cluster,
 ) -> None:
     token = cluster.token()
@@ -127,7 +129,7 @@ def test_who_knows_the_name_of_an_invitation_but_not_its_secret_is_not_let_in(
     answer = link.receive(PATIENCE_S)
     assert answer is not None
     nonces = hello["nonce"] + "1"
-    # Its own proof is of no use to whoever says it back.
+    # The launcher's own proof is of no use to a client that returns it.
     for proof in (join_link.proof(wrong, "host", JOIN, nonces, fingerprint), answer["proof"]):
         with suppress(OSError):
             link.send({"proof": proof, "host": {}})
@@ -138,10 +140,10 @@ def test_who_knows_the_name_of_an_invitation_but_not_its_secret_is_not_let_in(
     join(token)[1].close()
 
 
-def test_a_host_says_nothing_to_a_launcher_in_between(cluster: Cluster) -> None:
+def test_a_host_says_nothing_about_itself_to_an_interloper(cluster: Cluster) -> None:
     """As mDNS may find one: it has a certificate of its own, and passes on all that is said."""
     token, own = cluster.token(), Certificate.make()
-    heard: list[dict[str, object]] = []
+    received: list[dict[str, object]] = []
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((ADDRESS, 0)))
 
@@ -151,10 +153,10 @@ def test_a_host_says_nothing_to_a_launcher_in_between(cluster: Cluster) -> None:
             true, _, _ = join_link.connect(token.address, token.port, token.fingerprint)
             with closing(host), closing(true), suppress(OSError):
                 host.send(true.receive(PATIENCE_S) or {})
-                heard.append(host.receive(PATIENCE_S) or {})
-                true.send(heard[-1])
+                received.append(host.receive(PATIENCE_S) or {})
+                true.send(received[-1])
                 host.send(true.receive(PATIENCE_S) or {})
-                heard.append(host.receive(PATIENCE_S) or {})
+                received.append(host.receive(PATIENCE_S) or {})
 
         thread = threading.Thread(target=stand_between)
         thread.start()
@@ -162,8 +164,28 @@ def test_a_host_says_nothing_to_a_launcher_in_between(cluster: Cluster) -> None:
         with pytest.raises(HostFailed, match="does not know the secret"):
             enter(between, token.secret, "beta", ["cpu"], None)
         thread.join(PATIENCE_S)
-    assert [set(each) for each in heard] == [{"for", "id", "nonce"}, set()]
+    assert [set(each) for each in received] == [{"for", "id", "nonce"}, set()]
     assert cluster.sessions.empty()
+
+
+def test_a_cluster_is_found_by_mdns_where_it_is_announced(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "ANSWER_S", 1.0)
+    where = Launcher(ADDRESS, cluster.server.port)
+    with discovery.announced("lab.1", ADDRESS, cluster.server.port):
+        assert where in discovery.discover([LOOPBACK])
+        secret = decode_code(ask_for_invitation(cluster.server.path, MINUTE)["code"])
+        enter(where, secret, "beta", ["cpu"], None)[1].close()
+    assert where not in discovery.discover([LOOPBACK])
+
+
+def test_discovery_without_its_package_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "zeroconf", None)
+    with pytest.raises(ConfigError, match=r"pip install 'pipespec\[discover\]'"):
+        discovery.discover()
 
 
 def test_another_version_is_refused_before_the_token_is_used(
@@ -178,7 +200,7 @@ def test_another_version_is_refused_before_the_token_is_used(
     join(token)[1].close()
 
 
-def test_whoever_connects_without_a_token_is_told_nothing(cluster: Cluster) -> None:
+def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
     where = (cluster.server.address, cluster.server.port)
     for greeting in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n"):
         with (

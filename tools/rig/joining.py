@@ -174,8 +174,8 @@ class JoinableCluster:
 
     @contextmanager
     def asking(self, lengths: Sequence[int]) -> Iterator[list[Answer]]:
-        """The answers to greedy requests of these lengths, each of which is asked again and again
-        until the block ends, so that some are always in their middles."""
+        """The answers to greedy requests of these lengths, each of which is sent again and again
+        until the block ends, and once more, so that some are always in their middles."""
         answers: list[Answer] = []
         over = threading.Event()
         failures: list[BaseException] = []
@@ -184,7 +184,9 @@ class JoinableCluster:
             try:
                 with connected(self.running, PATIENCE_S) as client:
                     prompt = client.served.encode(PROMPT)
-                    while not over.is_set():
+                    last = False
+                    while not last:
+                        last = over.is_set()
                         request = client.submit(prompt, greedy, max_new_tokens=length)
                         answer, before = Answer(length), None
                         for event in client.events(request):

@@ -68,7 +68,7 @@ def test_a_code_may_be_typed_in_small_letters_and_groups_and_not_with_a_wrong_le
 def test_an_invitation_lets_in_one_host() -> None:
     invitations = Invitations(Clock())
     name = id_of(invitations.make(60))
-    invitations.secret(name)  # whoever asks with a wrong proof uses nothing up
+    invitations.secret(name)  # to ask with a wrong proof does not use it up
     invitations.use(name)
     for again in (invitations.secret, invitations.use):
         with pytest.raises(Refused, match="used already"):
