@@ -31,11 +31,13 @@ ANYWHERE = "192.0.2.1"
 @dataclass(frozen=True)
 class Door:
     """Where hosts join: the address of this machine, None: that of the default route, and the port,
-    0: a free one. `announce`: whether it is made known by mDNS."""
+    0: a free one. `announce`: whether it is made known by mDNS; `silent`: whether no invitation is
+    printed, as another process does it."""
 
     address: str | None = None
     port: int = 0
     announce: bool = False
+    silent: bool = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Door | None:
@@ -45,14 +47,15 @@ class Door:
                 raise ConfigError("--at and --announce are for hosts that join; add --invite.")
             return None
         address, port = parse_place(arguments.at) if arguments.at else (None, 0)
-        return cls(address, port, arguments.announce)
+        return cls(address, port, arguments.announce, arguments.no_token)
 
     @property
     def flags(self) -> list[str]:
-        """The options of `up` that say the same."""
+        """The options of `up` that say the same to a process whose output goes to a log, where
+        no token belongs."""
         where = self.address or ""
         at = [] if self.address is None else ["--at", f"[{where}]:{self.port}"]
-        return ["--invite", *at, *["--announce"] * self.announce]
+        return ["--invite", "--no-token", *at, *["--announce"] * self.announce]
 
 
 def add_door(command: argparse.ArgumentParser) -> None:
@@ -73,6 +76,7 @@ def add_door(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --invite: let `pipespec join --discover` find the cluster on the local network",
     )
+    command.add_argument("--no-token", action="store_true", help=argparse.SUPPRESS)
 
 
 def parse_place(text: str) -> tuple[str, int]:
@@ -212,7 +216,8 @@ def open_door(
     if door is None:
         yield None
         return
-    from pipespec.cluster.join_server import HostSession, JoinServer
+    from pipespec.cluster.host_session import HostSession
+    from pipespec.cluster.join_server import JoinServer
     from pipespec.cluster.look_after_host import look_after_host
     from pipespec.instruments.diagnostics.measure_hosts import measure_joined
 

@@ -312,7 +312,7 @@ def on_log(source: str, line: str) -> None:
 
 def announce(running: RunningCluster, *, as_json: bool, door: Door | None) -> None:
     """Print that a cluster is ready, and how another host joins it if one may."""
-    invitation = None if door is None else invitation_to(running)
+    invitation = None if door is None or door.silent else invitation_to(running)
     if as_json:
         fields = {
             "name": running.name,

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipespec.cluster.agent_handle import AgentHandle
+from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.deployment import Deployment
-from pipespec.cluster.recovery import LayoutChange, Recovery
+from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.replanning import assignment_without, placement_without
 from pipespec.cluster.weight_distribution import distribute_weights
 from pipespec.cluster.weight_moves import WeightMoves
@@ -77,8 +78,15 @@ class HostChanges:
         """The cluster as it is if no worker is lost."""
         return self._moves.deployment
 
-    def join(self, host: Host, measure: Measure, tell: Callable[[str], None]) -> None:
-        """Add a host; it has its ranks when this returns. `tell` is called with sentences for it.
+    def join(
+        self,
+        host: Host,
+        measure: Measure,
+        tell: Callable[[str], None],
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
+        and `leaving` says whether it does not want to join any more.
 
         Raises PipespecError; the cluster is then as before, or goes on without the host.
         """
@@ -91,6 +99,7 @@ class HostChanges:
             )
             measured = measure(host, before, sample)
             after = with_host(before, host, measured)
+            _require_staying(host, leaving)
             tell(f"it gets the weights of {_ranks_of(after, host)}")
             distribute_weights(replace(after, fetched=False), on_warning=print_error)
             agent = self._agents.add(host)
@@ -98,7 +107,7 @@ class HostChanges:
             try:
                 self._start(agent, after)
                 self._recovery.watch_workers(_workers(after))
-                self._change_to(after, f"{host.name} joins", agent)
+                self._change_to(after, f"{host.name} joins", agent, leaving)
             except BaseException:
                 self._take_away(host.name, before)
                 raise
@@ -118,7 +127,7 @@ class HostChanges:
             distribute_weights(
                 replace(after, hosts=before.hosts, fetched=False), on_warning=print_error
             )
-            self._change_to(after, f"{name} leaves", None)
+            self._change_to(after, f"{name} leaves")
             self._take_away(name, after)
 
     def lost(self, name: str) -> None:
@@ -130,7 +139,7 @@ class HostChanges:
             guest = self._guests[name]
             after = without_host(self.deployment, guest.host)
             distribute_weights(replace(after, fetched=False), on_warning=print_error)
-            self._change_to(after, f"{name} is gone", None)
+            self._change_to(after, f"{name} is gone")
             self._take_away(name, after)
 
     def failure(self, name: str) -> str | None:
@@ -147,7 +156,13 @@ class HostChanges:
         ranks = replace(trial.placement, workers_by_rank=(head, host.workers[0]), spares=())
         distribute_weights(replace(trial, placement=ranks, fetched=False), on_warning=print_error)
 
-    def _change_to(self, after: Deployment, reason: str, agent: AgentHandle | None) -> None:
+    def _change_to(
+        self,
+        after: Deployment,
+        reason: str,
+        agent: AgentHandle | None = None,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Begin an epoch of another deployment and wait until all ranks have joined it; `agent` is
         of a host that is new in it."""
         begun = threading.Event()
@@ -168,6 +183,8 @@ class HostChanges:
                 if agent is not None and agent.failed:
                     agent.read_outcome()
                     raise HostFailed(f"{agent.host.name}: {agent.outcome}")
+                if agent is not None:
+                    _require_staying(agent.host, leaving)
                 if not begun.is_set() and time.monotonic() > deadline:
                     raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
                 time.sleep(LOOK_S)
@@ -179,12 +196,17 @@ class HostChanges:
         """End what runs on a host; `after` is the cluster without it."""
         guest = self._guests[name]
         if guest.host in self.deployment.hosts:  # it has failed while it joined
-            self._change_to(
-                replace(after, changes=self.deployment.changes + 1), f"{name} is gone", None
-            )
+            again = replace(after, changes=self.deployment.changes + 1)
+            self._change_to(again, f"{name} is gone")
         del self._guests[name]
         self._recovery.watch_workers(_workers(after))
         self._agents.remove(guest.agent)
+
+
+def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
+    """Raise HostFailed if a host does not want to join any more."""
+    if leaving():
+        raise HostFailed(f"{host.name} has left before it had joined")
 
 
 def sample_layers(deployment: Deployment) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipespec.cluster.host_changes import HostChanges, Measure
-from pipespec.cluster.join_server import HostSession
+from pipespec.cluster.host_session import HostSession
 from pipespec.errors import PipespecError
 
 # Seconds between two checks of a host.
@@ -33,11 +33,14 @@ def look_after_host(
         on_log(name, sentence)
         session.tell(sentence)
 
+    def leaving() -> bool:
+        return session.leaving or session.lost_s > patience_s + LONGER_S
+
     try:
-        changes.join(session.host, measure, tell)
+        changes.join(session.host, measure, tell, leaving)
     except PipespecError as error:
         on_log(name, f"it does not join: {error}")
-        session.dismiss(f"this host does not join: {error}", failed=True)
+        session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
         return
     while True:
         session.changed.wait(LOOK_S)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from pipespec.cluster import memory
-from pipespec.cluster.deployment import Deployment, quantization_of
+from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment_checks import quantization_of
 from pipespec.config.schema import Config
 from pipespec.core import Request
 from pipespec.engine import tokenizer

@@ -30,10 +30,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 from pipespec.cluster.agent_handle import WorkerDeath
+from pipespec.cluster.cluster_state import ClusterState, LayoutChange
 from pipespec.cluster.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.replanning import WeightsPending
@@ -56,32 +57,6 @@ MAX_FAULTS = 16
 STABLE_S = 10.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ClusterState:
-    """The state of a cluster that other threads than the recovery's may read."""
-
-    epoch: int  # the newest
-    assignment: RankAssignment  # of that epoch
-    faults: tuple[Fault, ...] = ()  # which ended earlier epochs, or will end this one
-    failure: str | None = None  # why the cluster was given up
-    complete: bool = False  # whether all ranks have joined that epoch
-    away: frozenset[str] = frozenset()  # workers that others have replaced
-
-
-@dataclass(frozen=True)
-class LayoutChange:
-    """Another assignment, which is no consequence of a fault: a host joins or leaves.
-
-    Attributes:
-        reason: a clause for the log.
-        on_begun: called by the recovery's thread when the epoch begins.
-    """
-
-    assignment: RankAssignment
-    reason: str
-    on_begun: Callable[[], None]
 
 
 class Recovery:

@@ -21,17 +21,14 @@ from dataclasses import replace
 
 from pipespec.cluster import memory
 from pipespec.cluster.agent_handle import AgentHandle
-from pipespec.cluster.deployment import (
-    ControllerAddress,
-    Deployment,
-    require_backend,
-    require_quantizers,
-)
+from pipespec.cluster.cluster_state import ClusterState
+from pipespec.cluster.deployment import ControllerAddress, Deployment
+from pipespec.cluster.deployment_checks import require_backend, require_quantizers
 from pipespec.cluster.fault_stats import Fault
 from pipespec.cluster.held_weights import expanded
 from pipespec.cluster.host_changes import HostChanges
 from pipespec.cluster.host_weights import require_weights
-from pipespec.cluster.recovery import ClusterState, Recovery
+from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.replanning import first_assignment
 from pipespec.cluster.weight_distribution import distribute_weights, shared_names

@@ -17,10 +17,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.cluster import discovery, join_client, join_link, join_server, ssh
+from pipespec.cluster import discovery, host_session, join_client, join_link, join_server, ssh
+from pipespec.cluster.host_session import HostSession
 from pipespec.cluster.join_client import Admission, JoinedHost, Launcher, enter
 from pipespec.cluster.join_link import JOIN, JoinLink
-from pipespec.cluster.join_server import HostSession, JoinServer, ask_for_invitation
+from pipespec.cluster.join_server import JoinServer, ask_for_invitation
 from pipespec.cluster.join_token import Token, decode_code, id_of
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError, HostFailed
@@ -336,7 +337,7 @@ def test_both_ends_show_that_they_live(
     """A connection over which nothing was said for that long counts as broken."""
     host, session, _ = joined
     link, ours = session._link, host._link
-    monkeypatch.setattr(join_server, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
+    monkeypatch.setattr(host_session, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
     monkeypatch.setattr(join_client, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
     end = time.monotonic() + 4 * join_server.SIGN_OF_LIFE_S
     until(lambda: time.monotonic() > end)

@@ -18,10 +18,11 @@ import torch
 from torch.distributed import DistStoreError
 
 from pipespec.cluster.agent_handle import WorkerDeath
+from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.fault_stats import FaultKind
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.recovery import LayoutChange, Recovery
+from pipespec.cluster.recovery import Recovery
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.link_addresses import LinkAddressTable

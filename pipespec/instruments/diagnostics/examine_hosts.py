@@ -6,22 +6,15 @@ other probes and measures the links to them; `diagnosis` makes findings of that.
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import queue
 import secrets
-import subprocess
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from pipespec.cluster import ssh
-from pipespec.config.hosts import Host, HostsFile
+from pipespec.config.hosts import HostsFile
 from pipespec.engine.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
@@ -36,17 +29,14 @@ from pipespec.instruments.diagnostics.probe import (
     Reachability,
     TensorParallelGain,
 )
+from pipespec.instruments.diagnostics.probe_process import ProbeProcess
 from pipespec.system.network_interfaces import Interface
-from pipespec.system.validation import Unreadable, home_expanded, parse_json
+from pipespec.system.validation import home_expanded
 
-MODULE = "pipespec.instruments.diagnostics.probe"
 HELLO_TIMEOUT_S = 15.0
 INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
-ANSWER_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 3.0
 NUM_CLOCK_READINGS = 9
 TOKEN_BYTES = 32
-MAX_STDERR_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,94 +256,6 @@ class _Examination:
             self.links[name, other] = replace(link, reach=reach)
         else:
             self.links[name, other] = replace(link, measured=LinkSpeed(**answer))
-
-
-class ProbeProcess:
-    """A probe on a host: requests go to its standard input, answers come from its output."""
-
-    def __init__(self, host: Host):
-        """Raises HostFailed if the probe cannot even be started."""
-        self._host = host
-        pipe = subprocess.PIPE
-        self._process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=pipe)
-        self._numbers = itertools.count(1)
-        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._stderr_lines: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
-        self._readers = [
-            threading.Thread(target=read, daemon=True)
-            for read in (self._read_answers, self._read_stderr)
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
-        """The answer to a request. Raises HostFailed when none comes."""
-        number = next(self._numbers)
-        line = json.dumps({"id": number, "do": request, **fields})
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            self._process.kill()
-            raise HostFailed(
-                f"{self._host.name}: the probe did not answer within {timeout:g} s; check the load "
-                "of the host and the link to it"
-            ) from None
-        except OSError:
-            answer = None  # it has ended
-        if answer is None:
-            raise self._failure()
-        assert answer["id"] == number, "one request at a time"
-        return answer["value"]
-
-    def close_input(self) -> None:
-        """Close the probe's standard input, which ends it."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except OSError:
-            return  # it has ended already
-
-    def close(self) -> None:
-        """Wait for the probe's end, which must not take long."""
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for reader in self._readers:
-            reader.join(STOP_TIMEOUT_S)
-
-    def _read_answers(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                answer = _object(line)
-                if answer is not None:  # a login script may have printed something
-                    self._answers.put(answer)
-        self._answers.put(None)
-
-    def _read_stderr(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            self._stderr_lines.extend(lines)
-
-    def _failure(self) -> HostFailed:
-        self.close_input()
-        self.close()
-        return ssh.failure(
-            self._host, MODULE, self._process.returncode, b"".join(self._stderr_lines)
-        )
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        answer = parse_json(line)
-    except Unreadable:
-        return None
-    return answer if isinstance(answer, dict) and answer.keys() == {"id", "value"} else None
 
 
 def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster import session
-from pipespec.cluster.deployment import Deployment, decide, require_backend
+from pipespec.cluster.deployment import Deployment, decide
+from pipespec.cluster.deployment_checks import require_backend
 from pipespec.cluster.replanning import assignment_without
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, ModelError

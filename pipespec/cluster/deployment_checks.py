@@ -1,0 +1,128 @@
+"""What the settings of a deployment ask for and its models or devices cannot do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo
+from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.errors import ConfigError
+from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.head.proposers.proposer import ProposerConfig
+from pipespec.system.devices import num_cuda
+from pipespec.transport.transport_settings import NCCL
+
+if TYPE_CHECKING:
+    from pipespec.cluster.deployment import Deployment
+
+
+def quantization_of(name: str) -> str:
+    """The entry of `model.` that says how the weights of the model of that name are held."""
+    return "quantization" if name == "target" else f"{name}_quantization"
+
+
+def require_mid_device(device: str | None) -> None:
+    """Raise ConfigError unless this machine has it."""
+    kind, _, index = (device or "").partition(":")
+    if kind == "cuda" and int(index or 0) >= (count := num_cuda()):
+        raise ConfigError(
+            f"cluster.mid_device is {device}, but this machine has {count} CUDA devices; see "
+            "`pipespec check`."
+        )
+
+
+def require_attention(deployment: Deployment) -> None:
+    """Raise ConfigError if a stage cannot use the attention backend of the settings. Packages
+    of other hosts are not checked."""
+    name = deployment.config.model.attention
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    for rank, (worker, device) in enumerate(
+        zip(deployment.workers, deployment.devices, strict=True)
+    ):
+        kind = device.partition(":")[0]
+        wrong = missing_requirement(name, kind) if worker in local or kind == "cpu" else None
+        if rank and wrong:
+            raise ConfigError(
+                f"model.attention is {name}, but rank {rank} cannot use it: {wrong}; set "
+                "model.attention=auto."
+            )
+
+
+def check_groups(deployment: Deployment) -> None:
+    """Raise ConfigError or ModelError unless those that are to compute together can."""
+    model = deployment.config.model
+    head, *stages = deployment.workers
+    for worker in (*stages, *deployment.spares):
+        if followers := deployment.followers_of(worker):
+            deployment.target.check_tensor_parallel(1 + len(followers), model.quantization)
+    if followers := deployment.followers_of(head):
+        if deployment.draft is None:
+            raise ConfigError(
+                f"The head is {1 + len(followers)} devices, but its proposer has no draft model; "
+                "give it one device."
+            )
+        deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
+
+
+def require_kept(deployment: Deployment) -> None:
+    """Raise ConfigError unless weights stay in few bits."""
+    packed = [info for _, info in deployment.models if info.can_keep]
+    if not packed:
+        raise ConfigError(
+            f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
+            "stay in few bits; leave it out."
+        )
+    if all(deployment.weight_format(info) not in KEPT_FORMATS for info in packed):
+        raise ConfigError(
+            f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
+            f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
+            f"model.dtype={KEPT_DTYPE}."
+        )
+
+
+def check_parallel(proposer: ProposerConfig, draft: CheckpointInfo) -> None:
+    """Raise ConfigError if an ordinary draft must propose several tokens per pass."""
+    wanted = proposer.parallel if isinstance(proposer, DraftModelConfig) else None
+    if wanted is not None and wanted > 1 and draft.mask_token is None:
+        raise ConfigError(
+            f"proposer.parallel is {wanted}, but {draft.path} is no parallel draft (its "
+            "config.json "
+            "names no pard_token); leave proposer.parallel out, or make one with "
+            "tools/train_pard.py."
+        )
+
+
+def require_quantizers(deployment: Deployment) -> None:
+    """Raise ModelError unless this machine can load what its workers are to hold."""
+    model = deployment.config.model
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    head, *stages = deployment.workers
+    for kind, info in deployment.models if local else ():
+        name = quantization_of(kind)
+        holders = local.intersection(stages if info is deployment.target else (head,))
+        has_cpu = any(deployment.device_of(worker) == "cpu" for worker in holders)
+        on_cpu = deployment.weight_format(info) if has_cpu else None
+        info.require_quantizer(f"model.{name}", getattr(model, name), on_cpu)
+
+
+def require_backend(deployment: Deployment) -> None:
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or the
+    stages are on several hosts."""
+    if deployment.config.transport.backend != NCCL:
+        return
+    stages = [
+        (worker.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
+        for worker, device in zip(deployment.workers[1:], deployment.devices[1:], strict=True)
+    ]
+    devices = [device for _, device in stages]
+    if "cpu" in devices or len(set(stages)) < len(stages):
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
+            f"and the stages are on {', '.join(devices)}; use auto or gloo."
+        )
+    if len(names := sorted({host for host, _ in stages})) > 1:
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
+            f"are on {', '.join(names)}; use auto or gloo."
+        )
