@@ -4,50 +4,54 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipespec.client.registry import RunningCluster, find
 from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
-from pipespec.system.network_interfaces import LOOPBACK, source_address
 
 if TYPE_CHECKING:
-    from pipespec.cluster.deployment import Deployment
-    from pipespec.cluster.session import ClusterSession
-    from pipespec.config.hosts import HostsFile
-    from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
 
 MINUTES, MOST_MINUTES = 60.0, 7 * 24 * 60.0
-# The way to it leads through the interface of the default route; nothing is sent (RFC 5737).
-ANYWHERE = "192.0.2.1"
+MOST_HOSTS = 64
 
 
 @dataclass(frozen=True)
 class Door:
     """Where hosts join: the address of this machine, None: that of the default route, and the port,
     0: a free one. `announce`: whether it is made known by mDNS; `silent`: whether no invitation is
-    printed, as another process does it."""
+    printed, as another process does it. `hosts`: the cluster begins once so many, this machine
+    included, are there."""
 
     address: str | None = None
     port: int = 0
     announce: bool = False
     silent: bool = False
+    hosts: int = 1
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Door | None:
         """What the options of `up` say; None: no host may join. Raises ConfigError."""
         if not arguments.invite:
-            if arguments.at is not None or arguments.announce:
-                raise ConfigError("--at and --announce are for hosts that join; add --invite.")
+            if arguments.at is not None or arguments.announce or arguments.hosts is not None:
+                raise ConfigError(
+                    "--at, --announce and --hosts are for hosts that join; add --invite."
+                )
             return None
         address, port = parse_place(arguments.at) if arguments.at else (None, 0)
-        return cls(address, port, arguments.announce, arguments.no_token)
+        hosts = 1 if arguments.hosts is None else arguments.hosts
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise ConfigError(f"--hosts is {hosts}, but must be 1 to {MOST_HOSTS}.")
+        if hosts > 1 and arguments.detach:
+            raise ConfigError(
+                "--hosts prints the commands for other hosts before the cluster is ready, so leave "
+                "--detach out."
+            )
+        return cls(address, port, arguments.announce, arguments.no_token, hosts)
 
     @property
     def flags(self) -> list[str]:
@@ -75,6 +79,13 @@ def add_door(command: argparse.ArgumentParser) -> None:
         "--announce",
         action="store_true",
         help="with --invite: let `pipespec join --discover` find the cluster on the local network",
+    )
+    command.add_argument(
+        "--hosts",
+        type=int,
+        metavar="N",
+        help="with --invite: begin once N hosts, this one included, are there, for a model that "
+        "this one cannot hold alone (1)",
     )
     command.add_argument("--no-token", action="store_true", help=argparse.SUPPRESS)
 
@@ -145,7 +156,12 @@ def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str
             f"The cluster {running.name!r} makes no invitation here ({error.strerror or error}); "
             f"run `pipespec invite` on {running.host}."
         ) from error
-    return {"command": f"pipespec join {found['token']}", **found, "minutes": minutes}
+    return described(found, minutes)
+
+
+def described(made: Mapping[str, str], minutes: float) -> dict[str, str | float]:
+    """An invitation of `JoinServer.invite` with its command."""
+    return {"command": f"pipespec join {made['token']}", **made, "minutes": minutes}
 
 
 def sentences(invitation: dict[str, str | float], *, announced: bool = False) -> str:
@@ -159,80 +175,3 @@ def sentences(invitation: dict[str, str | float], *, announced: bool = False) ->
         f"To let one more host join within {invitation['minutes']:g} minutes, run {one} there:\n"
         f"{lines}"
     )
-
-
-# --- for `pipespec up` ----------------------------------------------------------------------------
-
-
-def hosts_of(config: Config) -> HostsFile:
-    """The hosts with which a cluster begins, as a hosts file says it. Raises ConfigError."""
-    from pipespec.cluster.deployment import host_here
-    from pipespec.config.hosts import HostsFile, load_hosts
-
-    if config.cluster.hosts is not None:
-        return load_hosts(config.cluster.hosts)
-    here = host_here(config.cluster)
-    return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
-
-
-def require_open(config: Config) -> None:
-    """Raise ConfigError if settings do not allow that hosts join."""
-    from pipespec.transport.transport_settings import NCCL
-
-    if config.cluster.groups is not None:
-        raise ConfigError("Hosts change the number of stages, so leave cluster.groups out.")
-    if config.transport.backend == NCCL:
-        raise ConfigError(
-            "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
-        )
-
-
-def opened(deployment: Deployment, door: Door) -> Deployment:
-    """The deployment of a cluster that hosts can join. Raises ConfigError."""
-    from pipespec.cluster.redis_setup import own_address
-
-    address = door.address or own_address(deployment.hosts)
-    if address is None:
-        try:
-            address = source_address(ANYWHERE, socket.AF_INET)
-        except OSError:
-            raise ConfigError(
-                "This machine has no default route, by which others could reach it; name its "
-                "address with --at."
-            ) from None
-    hosts = (
-        replace(host, address=address) if host.local and host.address == LOOPBACK else host
-        for host in deployment.hosts
-    )
-    return replace(deployment, open_to=address, hosts=tuple(hosts))
-
-
-@contextmanager
-def open_door(
-    name: str, cluster: ClusterSession, door: Door | None, on_log: Callable[[str, str], None]
-) -> Iterator[str | None]:
-    """Let hosts join a cluster within the block, if there is a door; yields the socket at which
-    invitations are asked for. Raises ConfigError."""
-    if door is None:
-        yield None
-        return
-    from pipespec.cluster.host_session import HostSession
-    from pipespec.cluster.join_server import JoinServer
-    from pipespec.cluster.look_after_host import look_after_host
-    from pipespec.instruments.diagnostics.measure_hosts import measure_joined
-
-    def attend(session: HostSession) -> None:
-        patience_s = cluster.deployment.config.cluster.patience_s
-        look_after_host(session, cluster.changes, measure_joined, patience_s, on_log)
-
-    address = cluster.deployment.open_to
-    assert address is not None
-    taken = [host.name for host in cluster.deployment.hosts]
-    with JoinServer(address, door.port, attend, taken) as server:
-        known: AbstractContextManager[None] = nullcontext()
-        if door.announce:
-            from pipespec.cluster.discovery import announced
-
-            known = announced(name, server.address, server.port)
-        with known:
-            yield server.path

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
-from pipespec.cli.invite import (
-    Door,
-    add_door,
-    hosts_of,
-    invitation_to,
-    open_door,
-    opened,
-    require_open,
-    sentences,
-)
+from pipespec.cli.invite import Door, add_door, invitation_to, sentences
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -41,11 +32,13 @@ from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
+    from pipespec.cli.doorway import Doorway
     from pipespec.cluster.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
+    from pipespec.placement.costs import Problem
     from pipespec.placement.slices import Placement
 
 DEFAULT_NAME = "default"
@@ -164,19 +157,15 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.deployment import decide
         from pipespec.cluster.held_weights import summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
         try:
-            with storing_requests(name, config, settings) as (kept, on_ready):
-                if door is not None:
-                    require_open(kept)
-                planned = measured_placement(kept, hosts_of(kept)) if measure or door else None
-                deployment = decide(kept, planned)
-                if door is not None:
-                    deployment = opened(deployment, door)
+            with (
+                storing_requests(name, config, settings) as (kept, on_ready),
+                planned(name, kept, measure=measure, door=door) as (deployment, entrance),
+            ):
                 if (weights := summary(deployment)) is not None:
                     show(weights, stderr=True)
                 if config.controller.data is None:
@@ -195,10 +184,11 @@ def stay(
                         session.start_cluster(
                             deployment, agents, on_loaded, on_log, on_begun
                         ) as cluster,
-                        open_door(name, cluster, door, on_log) as joins_through,
                     ):
                         running = running_cluster(name, cluster, served, settings)
-                        running = replace(running, joins_through=joins_through)
+                        if entrance is not None:
+                            running = replace(running, joins_through=entrance.path)
+                            entrance.begin(cluster)
                         publish(running)
                         on_ready()
                         ready = True
@@ -286,23 +276,57 @@ def invited(
         path.unlink(missing_ok=True)
 
 
-def measured_placement(config: Config, hosts_file: HostsFile) -> Placement:
-    """The placement of layers by measured figures. Raises ConfigError, HostFailed."""
+@contextmanager
+def planned(
+    name: str, config: Config, *, measure: bool, door: Door | None
+) -> Iterator[tuple[Deployment, Doorway | None]]:
+    """The deployment of a cluster, and where hosts join it, if there is a door. Raises ConfigError,
+    HostFailed."""
+    from pipespec.cluster.deployment import decide
+    from pipespec.config.hosts import load_hosts
+    from pipespec.placement.slices import plan_slices
+
+    if door is None:
+        placement = None
+        if measure:
+            assert config.cluster.hosts is not None  # as `stay` checks
+            problem = measured_problem(config, load_hosts(config.cluster.hosts))
+            placement = plan_slices(problem)
+            explain(placement)
+        yield decide(config, placement), None
+        return
+    from pipespec.cli.doorway import doorway, hosts_of, opened, require_open
+
+    require_open(config)
+    problem = measured_problem(config, hosts_of(config))
+    # Before others are there, the layers may not fit.
+    placement = plan_slices(problem) if door.hosts == 1 else None
+    alone = opened(decide(config, placement), door)
+    with doorway(name, door, alone, on_log) as entrance:
+        deployment = entrance.await_hosts(alone, problem)
+        explain(deployment.placement)
+        yield deployment, entrance
+
+
+def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
+    """What is to be laid out, by measured figures. Raises ConfigError, HostFailed."""
     from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.measurements import problem
-    from pipespec.placement.slices import plan_slices, reason
 
     if config.cluster.split is not None:
         hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     with progress("measuring") as (on_host,):
-        placement = plan_slices(
-            problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
-        )
+        return problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
+
+
+def explain(placement: Placement) -> None:
+    """Say why each rank has what it has."""
+    from pipespec.placement.slices import reason
+
     for rank, worker in enumerate(placement.workers_by_rank):
         piece = placement.layers[rank - 1] if rank else None
         holds = "the draft" if piece is None else f"layers {piece.start} to {piece.stop - 1}"
         on_log(worker, f"rank {rank}, {holds}: {reason(placement, rank)}")
-    return placement
 
 
 def on_log(source: str, line: str) -> None:

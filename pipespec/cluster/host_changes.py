@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,12 +20,12 @@ from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.replanning import assignment_without, placement_without
-from pipespec.cluster.weight_distribution import distribute_weights
+from pipespec.cluster.weight_distribution import distribute_weights, shared_names
 from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.config.hosts import Host
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
-from pipespec.placement.costs import Route, Worker
+from pipespec.placement.costs import Problem, Route, Worker
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
@@ -73,6 +73,11 @@ class HostChanges:
         self._changing = threading.Lock()
         self._guests: dict[str, _Guest] = {}
 
+    def adopt(self) -> None:
+        """Hosts had joined before the cluster began; call it when it has."""
+        for host in self.deployment.joined:
+            self._guests[host.name] = _Guest(host, self._agents.adopt(host.name))
+
     @property
     def deployment(self) -> Deployment:
         """The cluster as it is if no worker is lost."""
@@ -93,12 +98,7 @@ class HostChanges:
         with self._changing:
             before = self.deployment
             tell("the host is measured")
-            sample = sample_layers(before)
-            self._distribute(
-                replace(before.knowing((*before.joined, host)), layers=(sample,)), host
-            )
-            measured = measure(host, before, sample)
-            after = with_host(before, host, measured)
+            after = with_hosts(before, [(host, measured(host, before, measure))])
             _require_staying(host, leaving)
             tell(f"it gets the weights of {_ranks_of(after, host)}")
             distribute_weights(replace(after, fetched=False), on_warning=print_error)
@@ -142,6 +142,14 @@ class HostChanges:
             self._change_to(after, f"{name} is gone")
             self._take_away(name, after)
 
+    def ranks_of(self, host: Host) -> str:
+        """The ranks of a host and their layers, in words."""
+        return _ranks_of(self.deployment, host)
+
+    def over(self) -> bool:
+        """Whether the cluster ends, so that no host need be looked after."""
+        return self._recovery.stopped
+
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
         guest = self._guests.get(name)
@@ -149,12 +157,6 @@ class HostChanges:
             return None
         guest.agent.read_outcome()
         return str(guest.agent.outcome)
-
-    def _distribute(self, trial: Deployment, host: Host) -> None:
-        """Give a host some layers, to be measured."""
-        head = trial.workers[0]
-        ranks = replace(trial.placement, workers_by_rank=(head, host.workers[0]), spares=())
-        distribute_weights(replace(trial, placement=ranks, fetched=False), on_warning=print_error)
 
     def _change_to(
         self,
@@ -209,6 +211,22 @@ def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
         raise HostFailed(f"{host.name} has left before it had joined")
 
 
+def measured(host: Host, before: Deployment, measure: Measure) -> MeasuredHost:
+    """Measure a new host with a few layers of the target, which it gets from the others. Raises
+    PipespecError."""
+    layers = sample_layers(before)
+    before = replace(before, shared=before.shared or shared_names(before))
+    ranks = (before.workers[0], host.workers[0])
+    trial = replace(
+        before.knowing((*before.joined, host)),
+        placement=replace(before.placement, workers_by_rank=ranks, spares=()),
+        layers=(layers,),
+        fetched=False,
+    )
+    distribute_weights(trial, on_warning=print_error)
+    return measure(host, before, layers)
+
+
 def sample_layers(deployment: Deployment) -> range:
     """The fewest layers in a row of all kinds (`layer_kinds`), as near to the middle as there are:
     what a host is to have to be measured."""
@@ -228,19 +246,23 @@ def sample_layers(deployment: Deployment) -> range:
     return min(found(), key=lambda each: abs(each.start + each.stop - count))
 
 
-def with_host(before: Deployment, host: Host, measured: MeasuredHost) -> Deployment:
-    """The cluster with one more host, whose workers are stages. Raises ConfigError if there is no
-    such layout."""
-    old = before.placement.problem
-    problem = replace(
-        old,
-        workers=(*old.workers, *measured.workers),
-        routes={**old.routes, **measured.routes},
-        draft=before.workers[0],
-        order=None,
-        split=None,
-    )
-    return _changed(before, (*before.joined, host), plan_slices(problem))
+def with_hosts(
+    before: Deployment,
+    found: Sequence[tuple[Host, MeasuredHost]],
+    problem: Problem | None = None,
+) -> Deployment:
+    """The cluster with more hosts, whose workers are stages; `problem` is what was measured of the
+    others, None: that of the layout. Raises ConfigError if there is no such layout."""
+    problem = problem or before.placement.problem
+    for _, each in found:
+        problem = replace(
+            problem,
+            workers=(*problem.workers, *each.workers),
+            routes={**problem.routes, **each.routes},
+        )
+    problem = replace(problem, draft=before.workers[0], order=None, split=None)
+    joined = (*before.joined, *(host for host, _ in found))
+    return _changed(before, joined, plan_slices(problem))
 
 
 def without_host(before: Deployment, host: Host) -> Deployment:

@@ -39,6 +39,7 @@ MOST_UNPROVEN = 64
 MOST_DEVICES = 64
 SIGN_OF_LIFE_S = 1.0  # seconds between two signs of life
 CHUNK_BYTES = 2**16
+ENDED = "the cluster has ended"
 
 
 def ask_for_invitation(path: str, seconds: float) -> dict[str, str]:
@@ -110,7 +111,7 @@ class JoinServer:
                 listener.shutdown(socket.SHUT_RDWR)  # which ends `accept`
             listener.close()
         for session in self._all():
-            session.dismiss("the cluster has ended", failed=False)
+            session.dismiss(ENDED, failed=False)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -203,10 +204,13 @@ class JoinServer:
         return session
 
     def _attend(self, known_as: str, session: HostSession) -> None:
+        failed = True
         try:
             self._look_after(session)
+            failed = False
         finally:
-            session.dismiss("the launcher looks after this host no more", failed=True)
+            ending = "the launcher looks after this host no more" if failed else ENDED
+            session.dismiss(ending, failed=failed)
             self._forget(known_as)
 
     def _forget(self, known_as: str) -> None:

@@ -20,12 +20,16 @@ def look_after_host(
     measure: Measure,
     patience_s: float,
     on_log: Callable[[str, str], None],
+    *,
+    joined: bool = False,
 ) -> None:
-    """Give a host its ranks, and take them from it when it leaves, fails or stays away.
+    """Give a host its ranks, and take them from it when it leaves, fails or stays away, until the
+    cluster ends.
 
     Args:
         patience_s: how long the cluster waits for a lost host.
         on_log: called with the host's name and a sentence.
+        joined: the cluster has begun with this host.
     """
     name = session.host.name
 
@@ -37,14 +41,21 @@ def look_after_host(
         return session.leaving or session.lost_s > patience_s + LONGER_S
 
     try:
-        changes.join(session.host, measure, tell, leaving)
+        if joined:
+            tell(f"it computes {changes.ranks_of(session.host)}")
+        else:
+            changes.join(session.host, measure, tell, leaving)
     except PipespecError as error:
+        if changes.over():
+            return
         on_log(name, f"it does not join: {error}")
         session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
         return
     while True:
         session.changed.wait(LOOK_S)
         session.changed.clear()
+        if changes.over():
+            return
         if (failure := changes.failure(name)) is not None:
             break
         if session.lost_s > patience_s + LONGER_S:
@@ -56,6 +67,8 @@ def look_after_host(
             try:
                 changes.leave(name)
             except PipespecError as error:
+                if changes.over():
+                    return
                 tell(f"it cannot leave yet: {error}")
                 continue
             on_log(name, "it has left")

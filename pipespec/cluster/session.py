@@ -288,6 +288,7 @@ def start_cluster(
         failed = False
         try:
             session.await_ranks(on_loaded)
+            changes.adopt()
             yield session
             session.finish()
         except PipespecError:

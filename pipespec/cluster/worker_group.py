@@ -98,6 +98,12 @@ class WorkerGroup:
         self._hosts = (*self._hosts, agent)
         return agent
 
+    def adopt(self, name: str) -> AgentHandle:
+        """From now on, the end of that host does not end the others, as if it had been added."""
+        agent = next(host for host in self._hosts if host.host.name == name)
+        self._guests |= {agent}
+        return agent
+
     def remove(self, agent: AgentHandle) -> None:
         """End what runs on a host that was added."""
         self._hosts = tuple(host for host in self._hosts if host is not agent)

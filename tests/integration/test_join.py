@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -28,10 +29,15 @@ LENGTHS = (40, 56, 72)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JoinableCluster]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     for name in ("target", "draft"):
         shutil.copytree(resource_dir("demo") / name, models / name)
+    return models
+
+
+@pytest.fixture(scope="module")
+def cluster(models: Path) -> Iterator[JoinableCluster]:
     with Testbed(hosts=2, with_ssh=False) as bed:
         with JoinableCluster(bed, models, "cluster.patience_s=3") as cluster:
             yield cluster
@@ -94,6 +100,19 @@ def test_texts_stay_the_same_while_a_host_joins_and_leaves(
 
 
 @pytest.mark.long
+def test_a_host_may_leave_while_it_joins(cluster: JoinableCluster, expected: list[int]) -> None:
+    epoch = cluster.status().epoch
+    with cluster.asking(LENGTHS) as answers:
+        host = join(cluster)
+        host.interrupt()
+        assert host.wait() == 0
+    check(answers, expected)
+    status = cluster.status()
+    assert (status.joined, status.faults) == (3, {})
+    assert status.epoch <= epoch + 2
+
+
+@pytest.mark.long
 def test_texts_stay_the_same_when_a_host_that_has_joined_is_killed(
     cluster: JoinableCluster, expected: list[int]
 ) -> None:
@@ -113,3 +132,21 @@ def test_texts_stay_the_same_when_a_host_that_has_joined_is_killed(
     assert cluster.fetched() >= before
     host.interrupt()
     assert host.wait() == 0
+
+
+@pytest.mark.long
+def test_a_cluster_waits_for_hosts_that_it_cannot_do_without(
+    models: Path, expected: list[int]
+) -> None:
+    with (
+        Testbed(hosts=2, with_ssh=False) as bed,
+        JoinableCluster(bed, models, "cluster.stages=1", "--hosts", "2") as cluster,
+    ):
+        host = cluster.join(cluster.up.await_line("pipespec join p").split()[-1])
+        host.await_line("It computes layer")
+        with cluster.asking(LENGTHS) as answers:
+            host.interrupt()
+            host.await_line("This host has left the cluster")
+        check(answers, expected)
+        assert host.wait() == 0
+        assert cluster.status().joined == 2

@@ -12,6 +12,7 @@ Host b does not see the models, and each host has a cache of its own.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -133,9 +134,14 @@ class JoinableCluster:
         except BaseException:
             self.close()
             raise
-        with mock.patch.dict(os.environ, XDG_STATE_HOME=str(self._home("a") / "STATE")):
-            self.running = registry.find("default")
         return self
+
+    @functools.cached_property
+    def running(self) -> registry.RunningCluster:
+        """How host a reaches it, once it is ready."""
+        self.up.await_line("is ready")
+        with mock.patch.dict(os.environ, XDG_STATE_HOME=str(self._home("a") / "STATE")):
+            return registry.find("default")
 
     def __exit__(self, *_: object) -> None:
         self.close()

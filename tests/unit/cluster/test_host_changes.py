@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.host_changes import MeasuredHost, sample_layers, with_host, without_host
+from pipespec.cluster.host_changes import MeasuredHost, sample_layers, with_hosts, without_host
 from pipespec.cluster.replanning import assignment_of
 from pipespec.config.compose import compose
 from pipespec.config.hosts import JOINED, Host
@@ -27,7 +27,7 @@ def deployment() -> Deployment:
 
 
 def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment) -> None:
-    after = with_host(deployment, BETA, MEASURED)
+    after = with_hosts(deployment, [(BETA, MEASURED)])
     assert after.workers == ("local/0", "local/1", "local/2", "beta/0", "beta/1")
     assert list(map(len, after.layers)) == [4, 4, 4, 4]
     assert after.devices == ("cpu",) * 5
@@ -37,7 +37,7 @@ def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment
 
 def test_a_slow_host_gets_fewer_layers(deployment: Deployment) -> None:
     slow = MeasuredHost(tuple(Worker(name, layer_ms=3.0) for name in BETA.workers), {})
-    sizes = list(map(len, with_host(deployment, BETA, slow).layers))
+    sizes = list(map(len, with_hosts(deployment, [(BETA, slow)]).layers))
     assert sizes == [6, 6, 2, 2]
 
 
@@ -46,7 +46,7 @@ def test_a_host_with_too_little_memory_is_refused(deployment: Deployment) -> Non
     heavy = replace(deployment, placement=replace(deployment.placement, problem=problem))
     small = MeasuredHost(tuple(Worker(name, memory_bytes=1) for name in BETA.workers), {})
     with pytest.raises(ConfigError, match=r"GiB of memory are missing: beta/0"):
-        with_host(heavy, BETA, small)
+        with_hosts(heavy, [(BETA, small)])
 
 
 def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(
@@ -54,7 +54,7 @@ def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(
 ) -> None:
     gamma = replace(BETA, name="gamma", devices=("cpu",))
     one = MeasuredHost((Worker("gamma/0"),), {})
-    both = with_host(with_host(deployment, BETA, MEASURED), gamma, one)
+    both = with_hosts(with_hosts(deployment, [(BETA, MEASURED)]), [(gamma, one)])
     after = without_host(both, BETA)
     assert after.workers == ("local/0", "local/1", "local/2", "gamma/0")
     assert sum(map(len, after.layers)) == NUM_LAYERS
@@ -69,14 +69,14 @@ def test_dtypes_stay_those_of_the_first_layout(deployment: Deployment) -> None:
     host = replace(deployment.hosts[0], devices=("cuda:0", "cuda:1", "cuda:2"))
     gpus = replace(deployment, hosts=(host,))
     assert gpus.dtype == "bfloat16"
-    assert with_host(gpus, BETA, MEASURED).dtype == "bfloat16"
+    assert with_hosts(gpus, [(BETA, MEASURED)]).dtype == "bfloat16"
 
 
 def test_groups_of_stages_allow_no_other_number_of_them(deployment: Deployment) -> None:
     cluster = replace(deployment.config.cluster, groups=1)
     grouped = replace(deployment, config=replace(deployment.config, cluster=cluster))
     with pytest.raises(ConfigError, match=r"cluster\.groups"):
-        with_host(grouped, BETA, MEASURED)
+        with_hosts(grouped, [(BETA, MEASURED)])
 
 
 def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(

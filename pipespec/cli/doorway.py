@@ -1,0 +1,159 @@
+"""Lets hosts join the cluster of `pipespec up --invite`: some before it begins, others later."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipespec.cli.invite import MINUTES, Door, described, sentences
+from pipespec.cluster.host_changes import MeasuredHost, measured, with_hosts
+from pipespec.cluster.join_server import JoinServer
+from pipespec.cluster.look_after_host import LOOK_S, look_after_host
+from pipespec.cluster.redis_setup import own_address
+from pipespec.config.hosts import Host, HostsFile, load_hosts
+from pipespec.errors import ConfigError, PipespecError
+from pipespec.instruments.diagnostics.measure_hosts import measure_joined
+from pipespec.placement.costs import Problem
+from pipespec.system.network_interfaces import LOOPBACK, source_address
+from pipespec.transport.transport_settings import NCCL
+
+if TYPE_CHECKING:
+    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.host_session import HostSession
+    from pipespec.cluster.session import ClusterSession
+    from pipespec.config.schema import Config
+
+# The way to it leads through the interface of the default route; nothing is sent (RFC 5737).
+ANYWHERE = "192.0.2.1"
+# Called with a host's name and a sentence.
+OnLog = Callable[[str, str], None]
+
+
+class Doorway:
+    """Where hosts join one cluster. `on_log`: called with a host's name and a sentence."""
+
+    def __init__(self, door: Door, deployment: Deployment, on_log: OnLog) -> None:
+        self._door, self._on_log = door, on_log
+        self._patience_s = deployment.config.cluster.patience_s
+        self._early: queue.SimpleQueue[HostSession] = queue.SimpleQueue()
+        self._with_it: set[str] = set()  # hosts with which the cluster begins
+        self._cluster: ClusterSession | None = None
+        self._begun = threading.Event()
+        assert deployment.open_to is not None
+        taken = [host.name for host in deployment.hosts]
+        self.server = JoinServer(deployment.open_to, door.port, self._attend, taken)
+
+    @property
+    def path(self) -> str:
+        """The socket at which invitations are asked for."""
+        return self.server.path
+
+    def await_hosts(self, deployment: Deployment, problem: Problem) -> Deployment:
+        """Invite as many hosts as the cluster is to begin with, and lay it out over them.
+
+        Args:
+            deployment: of the hosts that are there, in any layout.
+            problem: what was measured of them.
+
+        Raises ConfigError if the target does not fit.
+        """
+        if self._door.hosts <= len(deployment.hosts):
+            return deployment
+        found: list[tuple[Host, MeasuredHost]] = []
+        self._invite(self._door.hosts - len(deployment.hosts))
+        while len(found) < self._door.hosts - len(deployment.hosts):
+            session = self._early.get()
+            try:
+                session.tell("the host is measured")
+                found.append((session.host, measured(session.host, deployment, measure_joined)))
+                session.tell("the cluster begins once all hosts are there")
+                self._with_it.add(session.host.name)
+            except PipespecError as error:
+                self._on_log(session.host.name, f"it does not join: {error}")
+                session.dismiss(f"this host does not join: {error}", failed=True)
+                self._invite(1)
+        return replace(with_hosts(deployment, found, problem), changes=0)
+
+    def begin(self, cluster: ClusterSession) -> None:
+        """The cluster has begun; others may join it."""
+        self._cluster = cluster
+        self._begun.set()
+
+    def _invite(self, count: int) -> None:
+        for _ in range(count):
+            invitation = described(self.server.invite(MINUTES * 60), MINUTES)
+            self._on_log("waiting", sentences(invitation, announced=self._door.announce).rstrip())
+
+    def _attend(self, session: HostSession) -> None:
+        if not self._begun.is_set():
+            self._early.put(session)
+        while not self._begun.wait(LOOK_S):
+            if session.leaving or session.lost_s > self._patience_s:
+                session.dismiss("this host has left before the cluster began", failed=False)
+                return
+        assert self._cluster is not None
+        look_after_host(
+            session,
+            self._cluster.changes,
+            measure_joined,
+            self._patience_s,
+            self._on_log,
+            joined=session.host.name in self._with_it,
+        )
+
+
+@contextmanager
+def doorway(name: str, door: Door, deployment: Deployment, on_log: OnLog) -> Iterator[Doorway]:
+    """Where hosts join a cluster of that name, within the block. Raises ConfigError."""
+    made = Doorway(door, deployment, on_log)
+    with made.server as server:
+        known: AbstractContextManager[None] = nullcontext()
+        if door.announce:
+            from pipespec.cluster.discovery import announced
+
+            known = announced(name, server.address, server.port)
+        with known:
+            yield made
+
+
+def hosts_of(config: Config) -> HostsFile:
+    """The hosts that are known before any joins, as a hosts file says it. Raises ConfigError."""
+    from pipespec.cluster.deployment import host_here
+
+    if config.cluster.hosts is not None:
+        return load_hosts(config.cluster.hosts)
+    here = host_here(config.cluster)
+    return HostsFile("here", (here,), draft=next(iter(here.members)), spares=config.cluster.spares)
+
+
+def require_open(config: Config) -> None:
+    """Raise ConfigError if settings do not allow that hosts join."""
+    if config.cluster.groups is not None:
+        raise ConfigError("Hosts change the number of stages, so leave cluster.groups out.")
+    if config.transport.backend == NCCL:
+        raise ConfigError(
+            "Hosts that join are linked by gloo, so set transport.backend to auto or gloo."
+        )
+
+
+def opened(deployment: Deployment, door: Door) -> Deployment:
+    """The deployment of a cluster that hosts can join. Raises ConfigError."""
+    address = door.address or own_address(deployment.hosts)
+    if address is None:
+        try:
+            address = source_address(ANYWHERE, socket.AF_INET)
+        except OSError:
+            raise ConfigError(
+                "This machine has no default route, by which others could reach it; name its "
+                "address with --at."
+            ) from None
+    hosts = (
+        replace(host, address=address) if host.local and host.address == LOOPBACK else host
+        for host in deployment.hosts
+    )
+    return replace(deployment, open_to=address, hosts=tuple(hosts))
