@@ -17,7 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from pipespec.cli import cache, down, fetch, generate, invite, join, launch, serve, status, up
+from pipespec.cli import (
+    cache,
+    down,
+    fetch,
+    generate,
+    invite,
+    join,
+    launch,
+    serve,
+    status,
+    up,
+    upgrade,
+)
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
@@ -44,6 +56,7 @@ COMMANDS = (
     invite,
     join,
     serve,
+    upgrade,
     down,
     status,
 )

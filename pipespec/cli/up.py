@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import Door, add_door, invitation_to, sentences
+from pipespec.cli.upgrade import carry_out
+from pipespec.client import upgrade_status
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -161,6 +163,7 @@ def stay(
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
+        upgrade_status.remove(name)  # of one that has died
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
@@ -242,6 +245,8 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
         for fault in cluster.faults[num_logged:]:
             on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
         num_logged = len(cluster.faults)
+        if upgrade_status.is_asked(name):
+            carry_out(name, cluster)
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 

@@ -10,11 +10,13 @@ and, in a cluster that recovers, forks another one when a signal has ended it; t
 the host go on.
 
 The agent reads the version of the launcher's pipespec from standard input, one line, and ends
-unless it is its own; then its setup and its job; then one JSON object per line: {"kill": number,
+unless they have one protocol and, when the cluster starts, are the same; then its setup and its
+job; then one JSON object per line: {"kill": number,
 "pid": ...} ends a worker, of that process if one is named; any other object is a sign of life of
 the launcher. The end of standard input, or on
 a host behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON
-object per line to standard output: {"preparing": true} until it has forked a worker, then {"died":
+object per line to standard output: {"preparing": true} until it has forked a worker, the first
+with its version, then {"died":
 number, "pid": ..., "how": ...} and {"log": number, "line": ...}, and at last {"failed": sentence},
 {"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin; {} is a sign of
 life. All processes of the host hold that standard output, so it ends when the last of them is gone.
@@ -47,7 +49,7 @@ from pipespec.system.cores import SHARES_CORES, num_cores
 from pipespec.system.network_interfaces import interface_with, interfaces, resolve
 from pipespec.system.resource_limits import require_resources
 from pipespec.system.temporary_folder import PREFIX
-from pipespec.system.versions import own_version
+from pipespec.system.versions import has_own_protocol, own_version
 
 # Seconds without a message from the launcher after which a host behind SSH ends.
 SILENCE_S = 40.0
@@ -74,6 +76,7 @@ class AgentSetup:
         interface: its name, if the address does not identify it.
         lock: the name of the lock that one agent of the host holds; an older holder is ended.
         remote: whether the launcher is at the other end of an SSH connection.
+        restarted: whether the cluster runs already; the host may have another version by now.
     """
 
     directory: str | None
@@ -83,6 +86,7 @@ class AgentSetup:
     interface: str | None = None
     lock: str | None = None
     remote: bool = False
+    restarted: bool = False
 
 
 def make_directory() -> Path:
@@ -106,9 +110,13 @@ def main() -> None:
 
 
 def _main(stdin: BinaryIO) -> NoReturn:
-    check_version(stdin.readline().decode(errors="replace").strip())
+    launcher = stdin.readline().decode(errors="replace").strip()
+    if not has_own_protocol(launcher):  # nothing else that it sends need mean the same here
+        check_version(launcher)
     require_resources()
     setup: AgentSetup = pickle.load(stdin)
+    if not setup.restarted:
+        check_version(launcher)
     directory = Path(setup.directory) if setup.directory else make_directory()
     if setup.directory is None:
         _leftovers.append(directory)
@@ -116,7 +124,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
         if lock is not None:
             _leftovers.append(lock)
         _set_environment(setup, directory)
-        _send_message({"preparing": True})
+        _send_message({"preparing": True, "version": own_version()})
         signal.signal(signal.SIGTERM, _on_signal)
         torchrun: subprocess.Popen[bytes] | None = None
         try:
@@ -144,8 +152,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
 
 
 def check_version(launcher: str) -> None:
-    """Raise HostFailed unless the launcher's pipespec is ours: nothing else that it sends need mean
-    the same here."""
+    """Raise HostFailed unless the launcher's pipespec is ours."""
     if launcher != (own := own_version()):
         raise HostFailed(
             f"pipespec there is {own}, but that of the launcher is {launcher}; install the same on "

@@ -44,12 +44,13 @@ _SILENT_S, _BACK_S = 2.0, 5.0
 class WorkerDeath:
     """A worker was ended by a signal, and replaced.
 
-    `how` names the signal; `pid` is None where a whole host was lost.
+    `how` names the signal; `pid` is None where a whole host was lost, or `replaced`.
     """
 
     worker: str
     how: str
     pid: int | None
+    replaced: bool = False
 
 
 class Phase(Enum):
@@ -79,9 +80,9 @@ def _message(line: bytes) -> dict[str, Any] | None:
 class AgentHandle:
     """The agent of one host, and what it has reported.
 
-    Its listener, a thread per agent, writes `reached`, `ended_at`, the phase and the result.
-    The session's thread and the recovery's both start and stop agents, under one lock; only the
-    recovery kills workers and restarts lost agents.
+    Its listener, a thread per agent, writes `reached`, `version`, `ended_at`, the phase and the
+    result. The session's thread and the recovery's both start and stop agents, under one lock; only
+    the recovery kills workers and restarts lost agents, and only the session replaces them.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class AgentHandle:
         self.reached = False  # whether an agent of the host ever sent a message
         self._start()
 
-    def _start(self) -> None:
+    def _start(self, *, restarted: bool = False) -> None:
+        self.version: str | None = None  # of its pipespec, once it has reported it
         self._result: dict[str, Any] | None = None  # its outcome, as a message
         self.ended_at = math.inf  # when that was, or when its last message was read
         self._began = self._last_message_at = time.monotonic()
@@ -120,9 +122,9 @@ class AgentHandle:
             raise
         self._writing = threading.Lock()
         self._write(f"{own_version()}\n".encode())
-        self._send(self._setup())
+        self._send(self._setup(restarted=restarted))
 
-    def _setup(self) -> AgentSetup:
+    def _setup(self, *, restarted: bool) -> AgentSetup:
         return AgentSetup(
             directory=None if self._directory is None else str(self._directory),
             preload=self._modules,
@@ -131,6 +133,7 @@ class AgentHandle:
             interface=self.host.interface,
             lock=self._lock,
             remote=not self.host.local,
+            restarted=restarted,
         )
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -251,13 +254,24 @@ class AgentHandle:
         with self._changing:
             if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
                 return
-            self._end_processes()
-            self._remove_files()
-            for worker in self.host.workers:
-                self._deaths.put(WorkerDeath(worker, "its host was lost", None))
-            self._start()
-            assert self._job is not None, "only a host with a job is restarted"
-            self.start_workers(self._job, self._on_log)
+            self._restart("its host was lost")
+
+    def replace(self, host: Host) -> None:
+        """End the agent with its workers and start another one, with the Python and environment of
+        `host`, which is the same machine."""
+        with self._changing:
+            if not self._stopped:
+                self.host = host
+                self._restart("its host was replaced", replaced=True)
+
+    def _restart(self, how: str, *, replaced: bool = False) -> None:
+        self._end_processes()
+        self._remove_files()
+        for worker in self.host.workers:
+            self._deaths.put(WorkerDeath(worker, how, None, replaced))
+        self._start(restarted=True)
+        assert self._job is not None, "only a host with a job is restarted"
+        self.start_workers(self._job, self._on_log)
 
     def read_outcome(self) -> None:
         """Read the outcome of a host that has reported it, or has ended without a message."""
@@ -295,6 +309,7 @@ class AgentHandle:
                 self._back_since = now
             self._last_message_at = now
             self._phase = _phase(message)
+            self.version = message.get("version", self.version)
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 self._deaths.put(WorkerDeath(worker, message["how"], message["pid"]))

@@ -227,14 +227,15 @@ class Recovery:
         }
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
-            self._new_faults += 1
+            self._new_faults += not death.replaced
             self._latest_reason = f"{death.worker} ended ({death.how})"
+            kind = FaultKind.HOST_REPLACED if death.replaced else FaultKind.WORKER_ENDED
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
             if _is_death_of(death, self._pids):
-                reasons.append((FaultKind.WORKER_ENDED, self._latest_reason))
+                reasons.append((kind, self._latest_reason))
             elif _is_death_of(death, self._previous_pids):
-                self._stats.reclassify(FaultKind.WORKER_ENDED)
+                self._stats.reclassify(kind)
                 self._publish_faults()
         if len(joined) < len(self._assignment.workers):
             self._complete_since = None

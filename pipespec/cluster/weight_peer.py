@@ -20,7 +20,7 @@ from pipespec.config.hosts import Host
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed, ModelError
 from pipespec.system.network_interfaces import resolve
-from pipespec.system.versions import own_version
+from pipespec.system.versions import has_own_protocol, own_version
 
 MODULE = "pipespec.cluster.weight_host"
 # Seconds that a host's process may take to end.
@@ -85,8 +85,8 @@ class WeightPeer:
         return self._failure()
 
     def require_version(self) -> None:
-        """Raise HostFailed unless its pipespec is this one."""
-        if (version := self.call("hello")) != own_version():
+        """Raise HostFailed unless its pipespec and this one understand each other."""
+        if not has_own_protocol(version := self.call("hello")):
             raise HostFailed(
                 f"{self.name}: pipespec there is {version}, but that of the launcher is "
                 f"{own_version()}; install the same on all hosts"

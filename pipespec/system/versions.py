@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
 from pipespec.system.folders import resource_dir
 
+# The number of what the processes of a cluster send to one another: jobs and messages of agents,
+# calls of hosts for weights, batches, and what is in Redis. Raise it when a process of the version
+# before would not understand this one; tests/unit/system/test_protocol.py says when that may be.
+PROTOCOL = 1
 # How many characters of a hash are shown.
 SHORT = 8
 
@@ -32,7 +38,16 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
+@cache
 def own_version() -> str:
-    """The version of pipespec and a hash of its code, in one line, which must be equal in all
-    processes of a cluster."""
-    return f"{package_version('pipespec') or '(not installed)'}, code {code_hash()[:SHORT]}"
+    """The version of pipespec, its protocol and a hash of its code, in one line, as they were when
+    it was first asked for: the files of a running process may be replaced. All hosts of a cluster
+    start with the same."""
+    version = package_version("pipespec") or "(not installed)"
+    return f"{version}, protocol {PROTOCOL}, code {code_hash()[:SHORT]}"
+
+
+def has_own_protocol(version: str) -> bool:
+    """Whether pipespec of such a version can be in one cluster with this one."""
+    found = re.search(r", protocol (\d+), code ", version)
+    return found is not None and int(found[1]) == PROTOCOL

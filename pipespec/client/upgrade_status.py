@@ -1,0 +1,79 @@
+"""The file by which `pipespec upgrade` asks the launcher of a cluster to replace its hosts'
+processes, and by which the launcher reports what it has done.
+
+It is beside the entry of the cluster. The command writes it once; from then on the launcher does,
+until the upgrade is over.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from pipespec.client.registry import UPGRADE, folder, kept_folder
+from pipespec.errors import ConfigError
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.validation import Missing, Unreadable, from_fields, parse_json, read_text
+
+
+class UpgradePhase(StrEnum):
+    """How far an upgrade is."""
+
+    ASKED = "asked"
+    RUNNING = "running"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class HostUpgrade:
+    """A host that was replaced, its version, and the seconds that this took."""
+
+    host: str
+    version: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UpgradeStatus:
+    """An upgrade. `problem` says why it has ended early."""
+
+    phase: str = UpgradePhase.ASKED
+    done: tuple[HostUpgrade, ...] = ()
+    problem: str | None = None
+
+
+def write(name: str, status: UpgradeStatus) -> None:
+    """Write the status of the upgrade of a cluster. Raises ConfigError."""
+    with kept_folder():
+        write_atomically(file_of(name), json.dumps(asdict(status)).encode())
+
+
+def read(name: str) -> UpgradeStatus | None:
+    """The status; None: there is no upgrade. Raises ConfigError."""
+    file = file_of(name)
+    try:
+        return from_fields(UpgradeStatus, parse_json(read_text(file)))
+    except Missing:
+        return None
+    except Unreadable as error:
+        raise ConfigError(f"The file {str(file)!r} cannot be read ({error}); remove it.") from error
+
+
+def is_asked(name: str) -> bool:
+    """Whether a command waits for an upgrade to begin. Raises ConfigError."""
+    if not file_of(name).exists():
+        return False
+    status = read(name)
+    return status is not None and status.phase == UpgradePhase.ASKED
+
+
+def remove(name: str) -> None:
+    """Remove the file, if there is one."""
+    file_of(name).unlink(missing_ok=True)
+
+
+def file_of(name: str) -> Path:
+    """The file of a cluster's upgrade."""
+    return folder() / (name + UPGRADE)

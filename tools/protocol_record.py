@@ -1,0 +1,139 @@
+"""What the processes of a cluster send to one another, as a JSON file (`tests/data/protocol.json`).
+
+    python -m tools.protocol_record
+
+writes it. `tests/unit/system/test_protocol.py` compares it with the code: what another version may
+not understand needs another number (`PROTOCOL` in `pipespec/system/versions.py`), and the file is
+written anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipespec.cluster.agent import AgentSetup
+from pipespec.cluster.deployment import ControllerAddress, Deployment
+from pipespec.cluster.torchrun import WorkerJob
+from pipespec.cluster.weight_host import WeightHost
+from pipespec.config.choices import groups, options, read_choice
+from pipespec.controller import log_records, redis_keys
+from pipespec.sampling import wire_format
+from pipespec.system.folders import resource_dir
+from pipespec.system.versions import PROTOCOL
+from pipespec.transport import encryption, wire
+
+FILE = Path(__file__).parents[1] / "tests" / "data" / "protocol.json"
+# Modules that say how batches, records and keys are written.
+FORMATS: tuple[ModuleType, ...] = (wire, encryption, log_records, redis_keys, wire_format)
+# What is pickled for agents and their workers.
+PICKLED = (AgentSetup, WorkerJob, Deployment, ControllerAddress)
+HEX_DIGITS = 16
+
+
+def record() -> dict[str, Any]:
+    """The protocol as it is now."""
+    lua = {file.name: _digest(_code(file)) for file in sorted(resource_dir("lua").glob("*.lua"))}
+    calls = WeightHost.handlers(_Handlers())  # type: ignore[arg-type]
+    return {
+        "protocol": PROTOCOL,
+        "formats": {each.__name__: _digest(_statements(each)) for each in FORMATS},
+        "scripts": lua,
+        "calls": {name: str(inspect.signature(getattr(WeightHost, name))) for name in calls},
+        "types": {_name(cls): _fields(cls) for cls in sorted(_types(), key=_name)},
+    }
+
+
+class _Handlers:
+    """Gives each handler of a weight host its own function, without a host."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(WeightHost, name)
+
+
+def _types() -> set[type]:
+    """The dataclasses that are pickled, with those in their fields and those of all settings."""
+    found: set[type] = set()
+    waiting: list[Any] = [*PICKLED]
+    waiting += [read_choice(group, name).cls for group in groups() for name in options(group)]
+    while waiting:
+        cls = waiting.pop()
+        waiting += typing.get_args(cls)
+        if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls not in found:
+            found.add(cls)
+            waiting += (_hint(cls, field.name) for field in dataclasses.fields(cls))
+    return found
+
+
+def _hint(cls: type, field: str) -> Any:
+    """The type of a field, evaluated in the module of the class that has it; None where it is
+    imported for type checks alone, as are interfaces, whose classes are among the settings."""
+    owner = next(each for each in cls.__mro__ if field in inspect.get_annotations(each))
+    try:
+        return eval(
+            inspect.get_annotations(owner)[field], dict(vars(sys.modules[owner.__module__]))
+        )
+    except NameError:
+        return None
+
+
+def _fields(cls: type) -> dict[str, str]:
+    """The type of each field. One that an older object may lack, as its class has the default, is
+    marked."""
+    return {
+        field.name: f"{field.type}{' = default' if _has_default(cls, field) else ''}"
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+    }
+
+
+def _has_default(cls: type, field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING and not hasattr(cls, "__slots__")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _code(file: Path) -> str:
+    """A Lua script without its comments."""
+    lines = (re.sub(r"--.*", "", line).strip() for line in file.read_text().splitlines())
+    return "\n".join(filter(None, lines))
+
+
+def _statements(module: ModuleType) -> str:
+    """The statements of a module without docstrings and comments."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = list(_without_docstring(node.body))
+    return ast.unparse(tree)
+
+
+def _without_docstring(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if not docstring:
+            yield statement
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HEX_DIGITS]
+
+
+def main() -> None:
+    """Write the file."""
+    FILE.write_text(json.dumps(record(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
