@@ -21,7 +21,7 @@ from benchmarks.budgets.timed_stage import TimedStage, random_tree
 from benchmarks.common import experiment, rank_traces, run_options
 from benchmarks.common.checked_requests import CheckedRequest
 from benchmarks.common.rank_traces import Span, Trace
-from benchmarks.load import exact_texts, long_prompt, throughput
+from benchmarks.load import exact_texts, long_context, long_prompt, throughput
 from benchmarks.pipeline import bookkeeping, hits, methods, overhead, scaling, timeline
 from benchmarks.server import added_latency, clients
 from pipespec.config.compose import compose
@@ -423,6 +423,14 @@ def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_la
     assert window.worst_ms == 20.0
     both = throughput.merged([window, window])
     assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
+
+
+def test_pair_of_long_contexts_has_few_layers_and_room_for_every_token(tmp_path: Path) -> None:
+    overrides = long_context.shallow_pair(tmp_path, layers=4, positions=131072)
+    assert overrides == [f"model.target={tmp_path}/target", f"model.draft={tmp_path}/draft"]
+    target, draft = (inspect(tmp_path / name) for name in ("target", "draft"))
+    assert (target.num_layers, target.context) == (4, 131072)
+    assert (draft.num_layers, draft.context) == (3, 131072), "the draft has no more"
 
 
 def test_steps_and_gaps_between_two_moments_are_those_of_the_slowest_stage_and_of_the_answer():

@@ -94,6 +94,10 @@ class Chooser:
         return without or nearest  # type: ignore[return-value]
 
     @property
+    def _num_gpus(self) -> int:
+        return sum(device != "cpu" for devices in self.usable.values() for device in devices)
+
+    @property
     def _seeks_draft(self) -> bool:
         return self.given.proposer_is_free and self.given.may_draft
 
@@ -102,11 +106,12 @@ class Chooser:
     ) -> list[tuple[Candidate, tuple[str, ...]]]:
         """Targets of one size and settings for the format of their weights, those with most bits
         first."""
-        on_cpu = all(device == "cpu" for devices in self.usable.values() for device in devices)
         found = [
             (target, how)
             for target in targets
-            for how in (formats(target, on_cpu=on_cpu) if self.given.format_is_free else [()])
+            for how in (
+                formats(target, on_cpu=not self._num_gpus) if self.given.format_is_free else [()]
+            )
         ]
         return sorted(found, key=lambda each: -kept_bits(*each))
 
@@ -151,7 +156,7 @@ class Chooser:
         if self.given.value("model.context") is None:
             settings.append(f"model.context={min(self.context, target.info.context)}")
         found: list[Fit] = []
-        for layout in self.given.layouts(draft):
+        for layout in self.given.layouts(draft, self._num_gpus):
             tried = fit(self.given.without_models, (*settings, *layout), self.usable)
             if not tried.missing_bytes:
                 return tried

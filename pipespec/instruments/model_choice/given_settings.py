@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipespec.instruments.model_choice.candidates import Candidate
-from pipespec.system.devices import num_cuda
 
 SUFFIX = "proposer=suffix"
 _FORMAT = ("model.quantization", "model.dtype", "model.keep_quantized")
@@ -60,13 +59,14 @@ class GivenSettings:
             self.value("model.draft") != "null"
         )
 
-    def layouts(self, draft: Candidate | None) -> list[tuple[str, ...]]:
+    def layouts(self, draft: Candidate | None, num_gpus: int) -> list[tuple[str, ...]]:
         """Settings that say how many stages there are, best first: on a machine with GPUs one on
         each but that of the draft, or one on each; else one. Nothing, if it is given."""
         if any(self.value(key) is not None for key in _LAYOUT):
             return [()]
-        count = num_cuda()
-        found = [max(count, 1)] if draft is None or count < 2 else [count - 1, count]
+        found = [max(num_gpus, 1)]
+        if draft is not None and num_gpus > 1:
+            found.insert(0, num_gpus - 1)
         return [(f"cluster.stages={stages}",) for stages in found]
 
 

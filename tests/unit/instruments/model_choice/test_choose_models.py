@@ -155,3 +155,11 @@ def test_where_nothing_fits_the_model_that_lacks_least_is_named() -> None:
 def test_parallel_drafts_are_no_targets() -> None:
     with pytest.raises(ConfigError, match="can be a target"):
         choose((PARALLEL,))
+
+
+def test_machine_with_gpus_has_a_stage_on_each_but_that_of_the_draft_or_on_all() -> None:
+    settings = given(())
+    assert settings.layouts(DRAFT, 4) == [("cluster.stages=3",), ("cluster.stages=4",)]
+    assert settings.layouts(None, 4) == [("cluster.stages=4",)]
+    assert settings.layouts(DRAFT, 1) == settings.layouts(DRAFT, 0) == [("cluster.stages=1",)]
+    assert given(("cluster.stages=2",)).layouts(DRAFT, 4) == [()]
