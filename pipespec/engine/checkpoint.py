@@ -37,7 +37,8 @@ from pipespec.engine.quantization import (
 )
 from pipespec.engine.recurrence.sizes import RecurrentSizes
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
-from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
+from pipespec.engine.tp_cuts import share_heads
+from pipespec.engine.tp_divisibility import require_tp_divisible
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
@@ -167,10 +168,8 @@ class CheckpointInfo:
         if not self.tp_plan_splits_kv:
             return self.kv_size
         one = self.kv_size // self.kv_heads
-        return one * max(
-            len(local_kv_heads(self.heads, self.kv_heads, member, members))
-            for member in range(members)
-        )
+        shared = share_heads(self.heads, self.kv_heads, members)
+        return one * max(each.num_stored for each in shared)
 
     def kv_bytes(self, dtype: str, kv_dtype: str, members: int = 1) -> int:
         """Bytes of K and V of a token in one layer, on each of `members` devices at most; `dtype`
@@ -197,9 +196,9 @@ class CheckpointInfo:
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
         """Raise ModelError unless the layers can be divided among `members` devices."""
-        quantized = bool(self.quantization or self.dequantized_from or quantization)
+        requantized = bool(self.quantization or self.dequantized_from or quantization)
         require_tp_divisible(
-            self.path, self.model_type, self.has_tp_plan, self.heads, members, quantized=quantized
+            self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
         )
 
     def weight_format(self, quantization: str | None, keep: str, dtype: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,15 @@ from pipespec.engine.quantization import loading_options, stored_packing
 from pipespec.engine.safetensors_headers import CONFIG, Tensor, read_json
 from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import num_layers_of, sliced_class
-from pipespec.engine.tensor_parallel import TPGroup, finalize_shards, require_divisible, shard_model
+from pipespec.engine.tensor_parallel import (
+    TPGroup,
+    TPPlan,
+    drop_repeated_biases,
+    require_divisible,
+)
 from pipespec.engine.text_part import is_multimodal
+from pipespec.engine.tp_cuts import WHOLE_UNITS
+from pipespec.engine.tp_state import Member
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -51,9 +58,9 @@ def load(
     device: torch.device,
     progress: bool,
     group: TPGroup | None = None,
-) -> PreTrainedModel:
-    """The model's own class with the weights of `layers`, or with a tensor-parallel shard of them;
-    see `ModelSlice.load`."""
+) -> tuple[PreTrainedModel, TPPlan | None]:
+    """The model's own class with the weights of `layers`, or with a member's part of them, and how
+    the members divide it; see `ModelSlice.load`."""
     with lock, silence_warnings(), _log_level(progress):
         config = load_config(path)
         require_supported(config.model_type, path)
@@ -72,12 +79,12 @@ def load(
         }
         stored = getattr(config, "quantization_config", None)
         packing = stored_packing(path, stored)
-        prepare: Callable[[PreTrainedModel], None] | None = None
+        member: Member | None = None
         make: MakeLayer
         if group is not None:
-            quantized = gguf.is_gguf(path) or stored is not None or quantization is not None
-            require_divisible(config, path, group.size, quantized=quantized)
-            prepare = partial(shard_model, group=group)
+            requantized = gguf.is_gguf(path) or stored is not None or quantization is not None
+            require_divisible(config, path, group.size, requantized=requantized)
+            member = Member(group, WHOLE_UNITS)
         if gguf.is_gguf(path):
             computed = dtype or config.dtype or torch.float16
             plain, blocks = gguf.lazy_state(path, computed)
@@ -98,14 +105,15 @@ def load(
                 config, sliced_class(config, layers, keep), state, dtype, options
             )
             kept_weights.fill(model, kept, device, packing.format)
-        elif is_multimodal(read_json(path / CONFIG)):
+        elif member is not None or is_multimodal(read_json(path / CONFIG)):
             state = packed_checkpoint.stored_state(path, parts)
             more = loading_options(config, quantization, dtype)
+            prepare = None if member is None else partial(member.prepare, state)
             model_class = sliced_class(config, layers, prepare)
             model, loaded = _plain(config, model_class, state, dtype, options | more)
         else:
             with loadable(path, parts) as folder:
-                model, loaded = sliced_class(config, layers, prepare).from_pretrained(
+                model, loaded = sliced_class(config, layers).from_pretrained(
                     folder,
                     config=config,
                     dtype=dtype if dtype is not None else "auto",
@@ -113,14 +121,14 @@ def load(
                     **loading_options(config, quantization, dtype),
                 )
     _require_all(path, loaded)
-    if group is not None:
-        finalize_shards(model, group)
+    if member is not None:
+        drop_repeated_biases(model, member.group, member.plan)
     if dtype is not None and model.dtype != dtype:
         raise ModelError(
             f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
             "model.dtype out"
         )
-    return model
+    return model, None if member is None else member.plan
 
 
 def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int:

@@ -36,7 +36,7 @@ from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
-from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
+from pipespec.engine.tensor_parallel import TPGroup, TPPlan
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -63,9 +63,10 @@ class ModelSlice:
         *,
         batch_invariant: bool = False,
         group: TPGroup | None = None,
+        tp_plan: TPPlan | None = None,
         kv_dtype: str = KV_PLAIN,
     ):
-        """Wrap a model that `loading.load` returned.
+        """Wrap a model that `loading.load` returned, and of a member of a group how it is divided.
 
         `batch_invariant`: on a CPU, make the result of a row independent of its batch, also in
         bfloat16. `kv_dtype`: one of KV_DTYPES; K and V in 8 bits are read by SDPA alone."""
@@ -88,7 +89,9 @@ class ModelSlice:
         self._slice = hook.SliceBackend(
             given or select.make_backend(select.SDPA, self.device, num_slots)
         )
-        kv_heads = None if group is None else select_kv_heads(config, group)
+        kv_heads = None
+        if group is not None and tp_plan is not None and tp_plan.heads is not None:
+            kv_heads = tp_plan.heads[group.rank].selected
         self._attentions = [
             state
             for index, layer in enumerate(self._base.layers)
@@ -160,7 +163,7 @@ class ModelSlice:
                 tensors are missing or have another shape, or the quantised checkpoint does not
                 support `dtype`.
         """
-        model = loading.load(
+        model, tp_plan = loading.load(
             Path(path),
             layers,
             dtype=dtype,
@@ -177,6 +180,7 @@ class ModelSlice:
             attention,
             batch_invariant=batch_invariant,
             group=group,
+            tp_plan=tp_plan,
             kv_dtype=kv_dtype,
         )
 
@@ -272,7 +276,7 @@ class ModelSlice:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention of each layer, for self-tests and measurements."""
-        return [state.layer for state in self._attentions]
+        return [state.layer for state in self._attentions if state.pool is not None]
 
     @property
     def num_kv_bytes(self) -> int:

@@ -1,32 +1,50 @@
 """Tensor parallelism: several devices of a host compute every layer of a slice together.
 
-Transformers' tensor-parallel plan of an architecture says along which side each matrix is divided,
-and its loader reads only the member's shard of each tensor. The collectives are ours, as a sum must
-not depend on the batch (`sum_parts`) and must work with any `TPGroup`: by the plan, the output of a
-module is summed over the members, or their parts are concatenated. Embedding, norms and output head
-are whole on every member, so all members have the same hidden states.
+Transformers' tensor-parallel plan of an architecture says along which side each matrix is divided;
+`tp_cuts` says where. A member's model has matrices of the size of its parts, and what is read of
+each tensor of the files is its part. The collectives are ours, as a sum must not depend on the
+batch (`sum_parts`) and must work with any `TPGroup`: by the plan, the output of a module is summed
+over the members, or their parts are concatenated. Norms are whole on every member, so all members
+have the same hidden states.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from pipespec.engine.attention.variants import is_attention
+from pipespec.engine.expert_loop import use_loop
+from pipespec.engine.tp_cuts import (
+    ALIGNMENT,
+    IN,
+    OUT,
+    WHOLE_UNITS,
+    Cut,
+    CutUnits,
+    HeadShare,
+    head_unit,
+    share,
+    share_heads,
+)
 from pipespec.engine.tp_divisibility import (
+    COLWISE,
     GATHERED,
     LOCAL,
+    PACKED,
+    ROWWISE,
     SPLIT,
     SUMMED,
     has_plan,
-    local_kv_heads,
     require_tp_divisible,
 )
 from pipespec.errors import ModelError
@@ -34,11 +52,12 @@ from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 _QUERY_NORM = ".q_norm.weight"
-_ALIGNMENT = 16
+# Bytes of which a row of an expert must be a multiple for torch's grouped product.
+_GROUPED_PRODUCT = 16
 _KV = (".k_proj", ".v_proj")
+_BIAS = ".bias"
 
 
 class TPGroup(Protocol):
@@ -114,68 +133,122 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     return result
 
 
-def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quantized: bool) -> None:
-    """Raise ModelError unless the layers of a model can be divided among `size` members."""
-    divisible = has_plan(config)
-    require_tp_divisible(
-        path,
-        config.model_type,
-        divisible,
-        config.num_attention_heads if divisible else 1,
-        size,
-        quantized=quantized,
+def gather_columns(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> Tensor:
+    """The columns of all members, `[..., their own]` -> `[..., all]`, which have `parts` of
+    them."""
+    most = max(part.size for part in parts)
+    gathered = group.gather(functional.pad(mine, (0, most - mine.shape[-1])))
+    return torch.cat(
+        [each[..., : part.size] for each, part in zip(gathered, parts, strict=True)], -1
     )
 
 
-def shard_model(model: PreTrainedModel, group: TPGroup) -> None:
-    """Before the weights load: shard the parameters for this member, and add the collectives to the
-    modules of the layers.
+def require_divisible(
+    config: PretrainedConfig, path: Path, size: int, *, requantized: bool
+) -> None:
+    """Raise ModelError unless the layers of a model can be divided among `size` members;
+    `requantized`: see `require_tp_divisible`."""
+    require_tp_divisible(path, config.model_type, has_plan(config), size, requantized=requantized)
 
-    Raises ModelError if a member's part of the experts of a mixture cannot be multiplied, or if
-    every head has a norm of its own, which no plan divides.
+
+# --- where tensors are cut ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TPPlan:
+    """How the members of a group divide a model.
+
+    Attributes:
+        rules: of the plan of Transformers, by the names of modules and parameters of the layers.
+        cuts: the cuts of all members of each parameter that is divided.
+        heads: of all members, if attention is divided by heads.
     """
-    mesh = _Mesh(group)
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+
+    rules: Mapping[str, str]
+    cuts: Mapping[str, Sequence[Cut]]
+    heads: Sequence[HeadShare] | None
+
+
+def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) -> TPPlan:
+    """How `size` members divide a model whose stored matrices have these units. Raises ModelError
+    if every head has a norm of its own, which no plan divides."""
+    parameters = dict(model.named_parameters())
     if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
         raise ModelError(
             f"{model.config.name_or_path} has a norm for every attention head, which "
-            f"{group.size} devices cannot divide; make each device a stage of its own"
+            f"{size} devices cannot divide; make each device a stage of its own"
         )
-    for name, rule in _plan(model, group.size).items():
-        if name in parameters:
-            owner, _, parameter = name.rpartition(".")
-            ALL_PARALLEL_STYLES[rule].shard_param(modules[owner], parameter, mesh)
-            part = modules[owner].get_parameter(parameter)
-            if isinstance(part, DTensor) and part.ndim == 3:
-                _require_aligned(part.to_local(), group.size)
-        else:
-            _add_collectives(modules[name], rule, group)
+    rules = _rules(model)
+    divided = {
+        name: (each, rules[name])
+        for name, each in parameters.items()
+        if (rule := rules.get(name)) in COLWISE or (rule in ROWWISE and not name.endswith(_BIAS))
+    }
+    by_heads = {name: each for name, each in divided.items() if _is_of_heads(model, name, each[1])}
+    heads = _share_heads(model.config, by_heads, size, units)
+    found = {}
+    for name, (parameter, rule) in divided.items():
+        side, total = _side_of(parameter, rule)
+        if name in by_heads:
+            assert heads is not None
+            kv = _is_kv(name)
+            width = total // (
+                _num_kv_heads(model.config) if kv else model.config.num_attention_heads
+            )
+            parts = [each.kv_heads if kv else each.heads for each in heads]
+            found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
+            continue
+        unit = {GATHERED: units.rows, SPLIT: units.columns}.get(rule)
+        if unit is None:
+            unit = math.lcm(ALIGNMENT, units.rows, units.columns)
+        found[name] = [Cut(side, p.start, p.stop, total) for p in share(total, unit, size)]
+    return TPPlan(rules, found, heads)
 
 
-def finalize_shards(model: PreTrainedModel, group: TPGroup) -> None:
-    """After the weights are loaded: turn shards into plain tensors, and leave each bias that is
-    added to a sum on member 0 only."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                local = nn.Parameter(parameter.to_local().detach(), requires_grad=False)
-                setattr(module, name, local)
-    if group.rank:
-        rules = _plan(model, group.size)
-        for name, module in model.named_modules():
-            if rules.get(name) in SUMMED and isinstance(module, nn.Linear):
-                module.register_parameter("bias", None)
+def _rules(model: PreTrainedModel) -> dict[str, str]:
+    """The rules of the modules and parameters of the layers."""
+    rules = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
+    unknown = set(rules.values()) - {*SUMMED, GATHERED, *LOCAL}
+    assert not unknown, f"unknown rules: {unknown}"
+    expanded: dict[str, str] = model._expand_parallel_plan(rules)
+    return expanded
 
 
-def select_kv_heads(config: PretrainedConfig, group: TPGroup) -> tuple[int, ...] | None:
-    """The KV heads that this member's query heads attend to, one for each equal run of them.
+def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:
+    """The side of a parameter that a rule divides, and how many rows or columns it has."""
+    side = IN if rule in ROWWISE else OUT
+    matrices = 2 if rule == PACKED and parameter.ndim > 1 else 1
+    return side, parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
 
-    None: exactly those that the member has, as they were divided like the query heads.
-    """
-    heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
-    if not (_splits_kv(config.base_model_tp_plan) and kv_heads % group.size):
+
+def _is_of_heads(model: PreTrainedModel, name: str, rule: str) -> bool:
+    """Whether a parameter is divided by heads."""
+    owner = name.rpartition(".")[0].rpartition(".")[0]
+    return rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner))
+
+
+def _is_kv(name: str) -> bool:
+    return name.rpartition(".")[0].endswith(_KV)
+
+
+def _share_heads(
+    config: PretrainedConfig,
+    by_heads: Mapping[str, tuple[Tensor, str]],
+    size: int,
+    units: CutUnits,
+) -> list[HeadShare] | None:
+    """The heads of all members, given the parameters that are divided by them."""
+    if not by_heads:
         return None
-    return local_kv_heads(heads, kv_heads, group.rank, group.size)
+    sides = {name: _side_of(*each) for name, each in by_heads.items() if not name.endswith(_BIAS)}
+    undivided = {
+        name: (total, units.rows if side == OUT else units.columns)
+        for name, (side, total) in sides.items()
+    }
+    heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
+    unit = head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
+    kv_unit = head_unit(kv_heads, (each for name, each in undivided.items() if _is_kv(name)))
+    return share_heads(heads, kv_heads, size, unit, kv_unit)
 
 
 def _num_kv_heads(config: PretrainedConfig) -> int:
@@ -183,72 +256,67 @@ def _num_kv_heads(config: PretrainedConfig) -> int:
     return config.num_attention_heads if found is None else found
 
 
-def _splits_kv(plan: Mapping[str, str]) -> bool:
-    return any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items())
+# --- a member's part ---------------------------------------------------------------------------
 
 
-def _plan(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """The rules of the modules and parameters of the layers."""
-    whole_kv = _num_kv_heads(model.config) % size != 0
-    rules = {
-        name: rule
-        for name, rule in model.tp_plan.items()
-        if ".layers." in name and not (whole_kv and rule == "colwise" and name.endswith(_KV))
-    }
-    unknown = set(rules.values()) - {*SUMMED, GATHERED, *LOCAL}
-    assert not unknown, f"unknown rules: {unknown}"
-    expanded: dict[str, str] = model._expand_parallel_plan(rules)
-    return expanded
+def shard_model(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
+    """Before the weights load: make the parameters as large as the parts of this member, and add
+    the collectives to the modules of the layers."""
+    for name, parts in plan.cuts.items():
+        owner, _, parameter = name.rpartition(".")
+        module, mine = model.get_submodule(owner), parts[group.rank]
+        whole = module.get_parameter(parameter)
+        part = nn.Parameter(whole.new_empty(mine.shape(whole.shape)), requires_grad=False)
+        module.register_parameter(parameter, part)
+        if isinstance(module, nn.Linear):
+            if mine.side == OUT:
+                module.out_features = mine.size
+            else:
+                module.in_features = mine.size
+        elif part.ndim == 3 and any(
+            side == 0 or side * part.itemsize % _GROUPED_PRODUCT for side in part.shape[1:]
+        ):
+            use_loop(module)
+        parent = model.get_submodule(owner.rpartition(".")[0])
+        if mine.side == IN and not mine.size and is_attention(parent):
+            setattr(parent, "forward", partial(_attend_with_no_heads, module))  # noqa: B010
+    for name, module in model.named_modules():
+        if (rule := plan.rules.get(name)) is not None:
+            _add_collectives(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
 
 
-def _require_aligned(experts: Tensor, size: int) -> None:
-    """Raise ModelError unless rows are multiples of 16 bytes, as torch's grouped product
-    requires."""
-    sides = experts.shape[1:]
-    if any(side == 0 or side * experts.itemsize % _ALIGNMENT for side in sides):
-        raise ModelError(
-            f"the experts of the model cannot be divided among {size} devices: parts of "
-            f"{sides[0]} by {sides[1]} are no multiples of {_ALIGNMENT} bytes; take another number"
-        )
+def _attend_with_no_heads(
+    output: nn.Module, hidden_states: Tensor, **more: Any
+) -> tuple[Tensor | None, ...]:
+    """The forward pass of the attention of a member that has no heads, given its last matrix."""
+    found = output(hidden_states[..., :0])
+    # Where layers share what an indexer chooses, their attention returns that too.
+    return (found, None, None) if "prev_topk_indices" in more else (found, None)
 
 
-def _add_collectives(module: nn.Module, rule: str, group: TPGroup) -> None:
-    """Add the collective of its rule to a module's forward pass."""
-    rank, size = group.rank, group.size
+def drop_repeated_biases(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
+    """After the weights are loaded: leave each bias that is added to a sum on member 0 only."""
+    if group.rank:
+        for name, module in model.named_modules():
+            if plan.rules.get(name) in SUMMED and getattr(module, "bias", None) is not None:
+                module.bias = None
+
+
+def _add_collectives(module: nn.Module, rule: str, group: TPGroup, parts: Sequence[Cut]) -> None:
+    """Add the collective of its rule to a module's forward pass, given the parts of all members."""
     if rule == SPLIT:
+        mine = parts[group.rank]
 
         def part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             whole, *rest = inputs
-            width = -(-whole.shape[-1] // size)
-            return whole[..., rank * width : (rank + 1) * width], *rest
+            return whole[..., mine.start : mine.stop], *rest
 
         module.register_forward_pre_hook(part)
     if rule in SUMMED:
         module.register_forward_hook(lambda _, __, output: sum_parts(group.gather(output)))
     elif rule == GATHERED:
-        width: int = module.out_features  # type: ignore[assignment]
 
         def whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            # The last members' parts are shorter if the width is not divisible.
-            output = functional.pad(output, (0, -(-width // size) - output.shape[-1]))
-            return torch.cat(list(group.gather(output)), -1)[..., :width]
+            return gather_columns(group, output, parts)
 
         module.register_forward_hook(whole)
-
-
-class _Mesh(DeviceMesh):
-    """The device mesh by which Transformers shards tensors: a rank without connections."""
-
-    def __init__(self, group: TPGroup):
-        with torch.device("cpu"):  # the model is created on the device "meta"
-            members = torch.arange(group.size)
-            super().__init__("cpu", members, _init_backend=False, _rank=group.rank)
-        self._member = group.rank
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return self._member
-
-    # Torch's equality ignores the rank, so that its caches would return the shard of another member
-    # of the same process.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__

@@ -10,10 +10,14 @@ from pipespec.errors import ModelError
 
 # Rules of the supported architectures' plans: modules whose outputs are summed, whose input is
 # split too, whose outputs are concatenated, and those without a collective.
-SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 SPLIT = "rowwise_split_input"
+ROWWISE = ("rowwise", SPLIT)
+SUMMED = (*ROWWISE, "moe_tp_experts")
 GATHERED = "colwise_gather_output"
-LOCAL = ("colwise", "packed_colwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
+# Of gate and up of a mixture, one after the other in a matrix.
+PACKED = "packed_colwise"
+COLWISE = ("colwise", PACKED, GATHERED)
+LOCAL = ("colwise", PACKED, "mla_kv_a_proj", "replicated_with_grad_allreduce")
 
 
 # Types whose layers differ in the number of their heads, which one plan cannot divide.
@@ -31,32 +35,24 @@ def has_plan(config: Any) -> bool:
 
 
 def require_tp_divisible(
-    path: Path, model_type: str, has_tp_plan: bool, heads: int, members: int, *, quantized: bool
+    path: Path, model_type: str, has_tp_plan: bool, members: int, *, requantized: bool
 ) -> None:
-    """Raise ModelError unless the layers of a model can be divided among `members` devices;
-    `has_tp_plan`: see `has_plan`."""
+    """Raise ModelError unless the layers of a model can be divided among `members` devices.
+
+    Args:
+        has_tp_plan: see `has_plan`.
+        requantized: its weights are quantised while they load, or by a package that reads matrices
+            as a whole.
+    """
     if not has_tp_plan:
         raise ModelError(
             f"{path} cannot be computed by {members} devices together: Transformers has no "
             f"tensor-parallel plan for {model_type} with known rules; make each device a stage of "
             "its own"
         )
-    if quantized:
+    if requantized:
         raise ModelError(
-            f"the weights of {path} are quantised, and parts of a matrix would be rounded "
-            f"differently from the whole; {members} devices together need plain weights"
+            f"{members} devices cannot compute {path} together: its matrices are quantised as a "
+            "whole, by a package or while they load, and a part would get other scales; take plain "
+            "weights, or AWQ, GPTQ, compressed-tensors packed, FP8 or GGUF"
         )
-    if heads % members:
-        raise ModelError(
-            f"the {heads} attention heads of {path} cannot be divided among {members} devices; "
-            "take a number that divides them"
-        )
-
-
-def local_kv_heads(heads: int, kv_heads: int, member: int, members: int) -> tuple[int, ...]:
-    """The KV heads that a member's query heads attend to, one for each equal run of them."""
-    mine = heads // members
-    own = [head * kv_heads // heads for head in range(member * mine, (member + 1) * mine)]
-    distinct = sorted(set(own))
-    even = len({own.count(head) for head in distinct}) == 1
-    return tuple(distinct if even else own)

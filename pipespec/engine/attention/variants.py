@@ -42,11 +42,13 @@ class QueryTemperature:
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder layer, in the order in which it calls them."""
-    return [
-        each
-        for each in layer.modules()
-        if (name := type(each).__name__).endswith(_ATTENTION) and not name.endswith(_LINEAR)
-    ]
+    return [each for each in layer.modules() if is_attention(each)]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module attends to K and V."""
+    name = type(module).__name__
+    return name.endswith(_ATTENTION) and not name.endswith(_LINEAR)
 
 
 def chunk_of(config: Any, index: int) -> int | None:

@@ -1,0 +1,139 @@
+"""Which part of each tensor a tensor-parallel member has. Pure.
+
+Heads, columns of an MLP and rows of the vocabulary are shared in whole units, such as groups of
+weights with one scale, so the parts of the members need not be equal; one may be empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# The sides of a matrix `[out, in]`. A bias `[out]` is cut like the rows of its matrix.
+OUT, IN = "out", "in"
+# Columns of an MLP and rows of the vocabulary are shared in multiples of this, of which every
+# plain type makes a multiple of 16 bytes, as fast products require.
+ALIGNMENT = 8
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutUnits:
+    """How many consecutive rows and columns of the stored matrices cannot be divided: groups with
+    one scale, words that hold several weights."""
+
+    rows: int = 1
+    columns: int = 1
+
+    def __or__(self, other: CutUnits) -> CutUnits:
+        """The units of two kinds of matrices together."""
+        return CutUnits(math.lcm(self.rows, other.rows), math.lcm(self.columns, other.columns))
+
+
+WHOLE_UNITS = CutUnits()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part `start` to `stop` of the `total` rows (`side` OUT) or columns (IN) of a matrix."""
+
+    side: str
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def size(self) -> int:
+        """How many rows or columns the part has."""
+        return self.stop - self.start
+
+    def dimension(self, shape: Sequence[int]) -> int:
+        """The dimension that is cut, of a bias, a matrix, or a stack of matrices."""
+        return max(len(shape) - 2, 0) if self.side == OUT else len(shape) - 1
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of a tensor of this shape, which may hold several matrices one
+        after the other."""
+        dim = self.dimension(whole)
+        assert whole[dim] % self.total == 0, "whole matrices"
+        return (*whole[:dim], whole[dim] // self.total * self.size, *whole[dim + 1 :])
+
+    def indices(self, whole: Sequence[int]) -> list[Index]:
+        """Where the part is in such a tensor: an index for each of the matrices."""
+        dim = self.dimension(whole)
+        before = (slice(None),) * dim
+        return [
+            (*before, slice(at + self.start, at + self.stop))
+            for at in range(0, whole[dim], self.total)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The heads of a member.
+
+    Attributes:
+        heads: its query heads.
+        kv_heads: KV heads of which it has the weights; members may have some in common.
+        selected: those of them, counted from the first, to which equal runs of its query heads
+            attend; None: all of them.
+    """
+
+    heads: range
+    kv_heads: range
+    selected: tuple[int, ...] | None
+
+    @property
+    def num_stored(self) -> int:
+        """KV heads of which the member keeps K and V."""
+        return len(self.kv_heads) if self.selected is None else len(self.selected)
+
+
+def share(total: int, unit: int, members: int) -> list[range]:
+    """The part of each member of `total`: whole units but for the last of all, and one unit more
+    for the first members where they are no multiple."""
+    units = -(-total // unit)
+    counts = [units // members + (member < units % members) for member in range(members)]
+    starts = [sum(counts[:member]) * unit for member in range(members)]
+    stops = [*starts[1:], total]
+    return [
+        range(min(start, total), min(stop, total))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def share_heads(
+    heads: int, kv_heads: int, members: int, unit: int = 1, kv_unit: int = 1
+) -> list[HeadShare]:
+    """The heads of each member; `unit` query heads and `kv_unit` KV heads cannot be divided.
+
+    The query heads of a KV head stay together if all members have some then. Otherwise KV heads
+    are on several members.
+    """
+    together = math.lcm(unit, -(-heads // kv_heads))
+    if -(-heads // together) < members:
+        together = unit
+    found = []
+    for mine in share(heads, together, members):
+        attended = [head * kv_heads // heads for head in mine]
+        distinct = sorted(set(attended))
+        if len({attended.count(head) for head in distinct}) <= 1:
+            attended = distinct
+        held = range(0)
+        if distinct:
+            start = distinct[0] // kv_unit * kv_unit
+            held = range(start, min(-(-(distinct[-1] + 1) // kv_unit) * kv_unit, kv_heads))
+        selected = tuple(head - held.start for head in attended)
+        found.append(HeadShare(mine, held, None if attended == [*held] else selected))
+    return found
+
+
+def head_unit(heads: int, matrices: Iterable[tuple[int, int]]) -> int:
+    """How many of `heads` heads cannot be divided, given, of each matrix that is divided by them,
+    how many rows or columns it has and how many of these cannot be divided."""
+    found = 1
+    for total, unit in matrices:
+        found = math.lcm(found, unit // math.gcd(unit, total // heads))
+    return found
