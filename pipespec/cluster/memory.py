@@ -63,10 +63,14 @@ def device_of(deployment: Deployment, rank: int, *, mid: bool = False) -> str:
     return deployment.mid_device if mid else deployment.devices[rank]
 
 
-def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+def required_bytes(
+    deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
+) -> Counter[str]:
     """Bytes that a rank certainly uses on its device, by setting or WEIGHTS.
 
-    `mid`: those of the mid-size model alone.
+    Args:
+        mid: those of the mid-size model alone.
+        member: those of this one of the tensor-parallel members that compute the rank.
     """
     info = model_of(deployment, rank, mid=mid)
     if info is None:
@@ -92,7 +96,7 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
     device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
-    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
+    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members, member)
     return found
 
 
@@ -195,29 +199,39 @@ def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
 
 
 def weight_bytes(
-    deployment: Deployment, info: CheckpointInfo, device: str, layers: range, members: int = 1
+    deployment: Deployment,
+    info: CheckpointInfo,
+    device: str,
+    layers: range,
+    members: int = 1,
+    member: int = 0,
 ) -> int:
-    """Bytes of weights that loading these layers, or one of `members` parts of them, certainly uses
-    on a device."""
+    """Bytes of weights that loading these layers, or the part of a member of them, certainly uses
+    on a device. Of all members the first has most."""
     held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
     mapped = whole and held is None and info.dequantized_from is None and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
-    return held_bytes(deployment, info, layers, members)
+    return held_bytes(deployment, info, layers, members, member)
 
 
 def held_bytes(
-    deployment: Deployment, info: CheckpointInfo, layers: range, members: int = 1
+    deployment: Deployment,
+    info: CheckpointInfo,
+    layers: range,
+    members: int = 1,
+    member: int = 0,
 ) -> int:
     """Bytes of the weights of these layers, with embedding and head where they belong to them, or
-    of one of `members` parts of them; those that are mapped from files count too."""
-    sizes = info.loaded(deployment.dtype_of(info), deployment.weight_format(info))
+    of the part of a member of them; those that are mapped from files count too."""
+    dtype = deployment.dtype_of(info)
+    whole = info.loaded(dtype, deployment.weight_format(info))
+    sizes = info.loaded_part(whole, members, member, dtype)
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
-    of_layers = info.layer_bytes(sizes, members)[layers.start : layers.stop]
-    return sum(of_layers) + embedding + last * sizes.head
+    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
 
 
 def free_bytes(device: str) -> int:
@@ -260,8 +274,9 @@ def require_memory(
     for rank in ranks:
         require_kv(deployment, rank)
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
-        for device in (deployment.devices[rank], *map(deployment.device_of, others)):
-            by_device[device] += required_bytes(deployment, rank)
+        devices = (deployment.devices[rank], *map(deployment.device_of, others))
+        for member, device in enumerate(devices):
+            by_device[device] += required_bytes(deployment, rank, member=member)
         if rank == 0 and deployment.mid is not None:
             by_device[deployment.mid_device] += required_bytes(deployment, 0, mid=True)
     for device, wanted in by_device.items():

@@ -29,6 +29,7 @@ from pipespec.engine.model_path import resolve
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.quantization import (
     COMPILER,
+    COMPRESSED_PACKAGE,
     DEQUANTISED_FORMATS,
     KEPT_FORMATS,
     PACKED_METHODS,
@@ -37,8 +38,8 @@ from pipespec.engine.quantization import (
 )
 from pipespec.engine.recurrence.sizes import RecurrentSizes
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
-from pipespec.engine.tp_cuts import share_heads
 from pipespec.engine.tp_divisibility import require_tp_divisible
+from pipespec.engine.tp_shares import tp_shares
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
@@ -154,22 +155,31 @@ class CheckpointInfo:
             )
         return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
 
-    def layer_bytes(self, sizes: Sizes, members: int) -> tuple[int, ...]:
-        """The least bytes of each layer on each of `members` tensor-parallel devices, given the
-        `sizes` of the whole: matrices are divided, norms are not."""
-        parts = zip(sizes.layers, self.stored.layers, self.matrix_bytes, strict=True)
-        return tuple(
-            int(size * (1 - matrices / stored * (1 - 1 / members)))
-            for size, stored, matrices in parts
+    def loaded_part(self, sizes: Sizes, members: int, member: int, dtype: str) -> Sizes:
+        """The sizes in memory of the part of one of `members` tensor-parallel devices, given the
+        `sizes` of the whole: matrices, embedding and head are divided, norms are not."""
+        if members == 1:
+            return sizes
+        shares, item = tp_shares(self.path, members), ITEM_BYTES[self.compute_dtype(dtype)]
+        layers = tuple(
+            common * item + int((size - common * item) * parts[member] / (divided or 1))
+            for size, common, divided, parts in zip(
+                sizes.layers, shares.common, shares.divided, shares.parts, strict=True
+            )
         )
+        rows = shares.vocabulary[member]
+        # The head's norm is whole.
+        norm = self.hidden_size * item if sizes.head else 0
+        embedding, head = (
+            whole * rows // self.vocab_size for whole in (sizes.embedding, sizes.head - norm)
+        )
+        return Sizes(layers, embedding, head + norm)
 
     def kv_size_per_member(self, members: int) -> int:
         """`kv_size` on each of `members` tensor-parallel devices, at most."""
-        if not self.tp_plan_splits_kv:
+        if members == 1 or not self.tp_plan_splits_kv:
             return self.kv_size
-        one = self.kv_size // self.kv_heads
-        shared = share_heads(self.heads, self.kv_heads, members)
-        return one * max(each.num_stored for each in shared)
+        return self.kv_size // self.kv_heads * max(tp_shares(self.path, members).kv_heads)
 
     def kv_bytes(self, dtype: str, kv_dtype: str, members: int = 1) -> int:
         """Bytes of K and V of a token in one layer, on each of `members` devices at most; `dtype`
@@ -196,7 +206,8 @@ class CheckpointInfo:
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
         """Raise ModelError unless the layers can be divided among `members` devices."""
-        requantized = bool(self.quantization or self.dequantized_from or quantization)
+        whole = self.package == COMPRESSED_PACKAGE
+        requantized = whole or self.quantization is not None or quantization is not None
         require_tp_divisible(
             self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
         )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.row_blocks import ROWS, block_product, blocks_of, widest_block
 
 # Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs
@@ -38,14 +39,17 @@ def _scratch(rows: int, inputs: int, like: Tensor) -> Tensor:
 
 
 class DequantisedLinear(nn.Module, ABC):
-    """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files.
+    """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files or a
+    `part` of it.
 
     It has no weights until `fill`; `bias` is loaded like that of any layer.
     """
 
+    part: Part
+
     def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
         super().__init__()
-        self.source = source
+        self.source, self.part = source, WHOLE
         self.out_features, self.in_features = out_features, in_features
         self.bias = bias
         self.width = 0  # columns that share a scale

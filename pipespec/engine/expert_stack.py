@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pipespec.engine.expert_loop import use_loop
 from pipespec.engine.row_blocks import linear_in_blocks
+from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError
 
 # Makes a layer without weights: of the name of a matrix in the files, its rows and columns, and a
@@ -81,10 +82,12 @@ class ExpertMatrix:
 _PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
 
 
-def replace_experts(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
+def replace_experts(
+    model: nn.Module, names: Iterable[str], make: MakeLayer, cuts: Mapping[str, Cut] = NO_CUTS
+) -> None:
     """Let the mixtures of a model have their experts, of these names in the files, as layers that
-    `make` makes. A stack of which none is named stays as it is. Raises ModelError if a mixture is
-    of another form."""
+    `make` makes. A stack of which none is named stays as it is; `cuts` as in
+    `kept_weights.replace`. Raises ModelError if a mixture is of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
     stacked: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -94,7 +97,7 @@ def replace_experts(model: nn.Module, names: Iterable[str], make: MakeLayer) -> 
             stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
     for path, module in list(model.named_modules()):
         if (found := _MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
-            _replace_stacks(module, by_layer[int(found[1])], path, make)
+            _replace_stacks(module, by_layer[int(found[1])], path, make, cuts)
         elif path in stacked:
             _replace_transposed(module, stacked[path], make)
 
@@ -111,7 +114,11 @@ def _replace_transposed(
 
 
 def _replace_stacks(
-    module: nn.Module, held: Mapping[tuple[int, str], str], path: str, make: MakeLayer
+    module: nn.Module,
+    held: Mapping[tuple[int, str], str],
+    path: str,
+    make: MakeLayer,
+    cuts: Mapping[str, Cut],
 ) -> None:
     for stack, of_parts in _STACKS.items():
         if not any((0, name) in held for names in of_parts for name in names):
@@ -119,12 +126,18 @@ def _replace_stacks(
         plain = getattr(module, stack, None)
         if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
             raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
+        if not plain.numel():
+            continue
         count, out, inputs = plain.shape
         delattr(module, stack)
         experts = []
         for expert in range(count):
             sources = [held[expert, _name(held, expert, names, path)] for names in of_parts]
-            experts.append([make(source, out // len(sources), inputs) for source in sources])
+            layers = [make(source, out // len(sources), inputs) for source in sources]
+            if (cut := cuts.get(f"{path}.{stack}")) is not None:
+                for layer in layers:
+                    layer.part = cut.part  # type: ignore[assignment]
+            experts.append(layers)
         setattr(module, stack, ExpertStack(experts))
     use_loop(module)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.row_parts import require_shape, row_parts
 
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
@@ -37,17 +38,18 @@ class Int4Weights(Protocol):
 
 class Int4Linear(nn.Module):
     """A linear layer whose weights `[out, in]` are 4-bit integers, the matrix `source` of the
-    files.
+    files or a `part` of it.
 
     It has no weights until `fill`; `bias` is loaded like that of any layer.
     """
 
+    part: Part
     packed: Tensor
     scale_and_zero: Tensor
 
     def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
         super().__init__()
-        self.source = source
+        self.source, self.part = source, WHOLE
         self.out_features, self.in_features = out_features, in_features
         self.bias = bias
         self.width = 0  # of a group

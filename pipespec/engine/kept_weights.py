@@ -18,12 +18,14 @@ from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8 import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.row_parts import row_parts
+from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
 
@@ -47,9 +49,14 @@ LAYERS: Mapping[str, MakeLayer] = {
 }
 
 
-def replace(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
+def replace(
+    model: nn.Module, names: Iterable[str], make: MakeLayer, cuts: Mapping[str, Cut] = NO_CUTS
+) -> None:
     """Let `make` make the layers of the matrices with these names in the files, where the model has
-    them. Raises ModelError."""
+    them.
+
+    `cuts`: of the parameters of which the model has a part; those without rows or columns stay as
+    they are. Raises ModelError."""
     names = list(names)
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -57,15 +64,17 @@ def replace(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
             plain = model.get_submodule(name)
         except AttributeError:  # belongs to another slice
             continue
-        if isinstance(plain, nn.Linear):
+        if isinstance(plain, nn.Linear) and plain.weight.numel():
             kept = make(name, plain.out_features, plain.in_features, plain.bias)
+            if (cut := cuts.get(f"{name}.weight")) is not None:
+                kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
-    replace_experts(model, names, make)
+    replace_experts(model, names, make, cuts)
 
 
 def fill(
     model: PreTrainedModel,
-    weights: Mapping[str, Callable[[], StoredWeights]],
+    weights: Mapping[str, Callable[[Part], StoredWeights]],
     device: torch.device,
     form: str,
 ) -> None:
@@ -79,7 +88,7 @@ def fill(
     for module in model.modules():
         if not isinstance(module, Int4Linear | DequantisedLinear):
             continue
-        read: Any = weights[module.source]()
+        read: Any = weights[module.source](module.part)
         try:
             module.fill(read, device)
         except ModelError as error:
@@ -118,11 +127,11 @@ def self_test_error(
     bias, layer.bias = layer.bias, None
     try:
         with torch.inference_mode():
-            whole = layer(rows)
+            whole = layer.forward(rows)  # without the collectives of tensor-parallel members
             if not whole.isfinite().all():
                 return "its products are not finite"
             for size in TEST_BATCH_SIZES:
-                if not torch.equal(layer(rows[:size]), whole[:size]):
+                if not torch.equal(layer.forward(rows[:size]), whole[:size]):
                     return f"a row differs in a batch of {size}"
             heap.release()  # what the products have freed
             exact, expected = rows.float(), torch.empty_like(whole, dtype=torch.float32)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipespec.engine import block_linear, kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
 from pipespec.engine.expert_stack import MakeLayer
 from pipespec.engine.formats import gguf, packed_checkpoint
-from pipespec.engine.formats.lazy import LazyTensor
+from pipespec.engine.formats.lazy import LazyTensor, Part
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
 from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import loading_options, stored_packing
+from pipespec.engine.quantization import QUANTIZATIONS, loading_options, stored_packing
 from pipespec.engine.safetensors_headers import CONFIG, Tensor, read_json
 from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import num_layers_of, sliced_class
@@ -31,7 +32,7 @@ from pipespec.engine.tensor_parallel import (
     require_divisible,
 )
 from pipespec.engine.text_part import is_multimodal
-from pipespec.engine.tp_cuts import WHOLE_UNITS
+from pipespec.engine.tp_shares import units_of
 from pipespec.engine.tp_state import Member
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
@@ -80,37 +81,39 @@ def load(
         stored = getattr(config, "quantization_config", None)
         packing = stored_packing(path, stored)
         member: Member | None = None
-        make: MakeLayer
         if group is not None:
-            requantized = gguf.is_gguf(path) or stored is not None or quantization is not None
+            requantized = (stored is not None and packing is None) or quantization in QUANTIZATIONS
             require_divisible(config, path, group.size, requantized=requantized)
-            member = Member(group, WHOLE_UNITS)
+            member = Member(group, units_of(path, stored))
+
+        def model_class(
+            state: MutableMapping[str, Any], names: Iterable[str] = (), make: MakeLayer = nn.Linear
+        ) -> type[PreTrainedModel]:
+            """For weights of this state dict; `make` makes the layers of these matrices."""
+            keep = partial(kept_weights.replace, names=tuple(names), make=make)
+            prepare = keep if member is None else partial(member.prepare, state, keep)
+            return sliced_class(config, layers, prepare)
+
         if gguf.is_gguf(path):
             computed = dtype or config.dtype or torch.float16
-            plain, blocks = gguf.lazy_state(path, computed)
+            state, blocks = gguf.lazy_state(path, computed)
             kinds = gguf.header(path).kept if quantization == gguf.GGUF else {}
             make = partial(block_linear.make_linear, kinds, computed)
-            keep = partial(kept_weights.replace, names=tuple(kinds), make=make)
-            model, loaded = _plain(
-                config, sliced_class(config, layers, keep), plain, dtype, options
-            )
+            model, loaded = _plain(config, model_class(state, kinds, make), state, dtype, options)
             kept_weights.fill(model, blocks, device, gguf.GGUF)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
-            names = tuple(kept) if quantization == packing.format else ()
-            make = kept_weights.LAYERS[packing.format]
-            keep = partial(kept_weights.replace, names=names, make=make)
+            names = kept if quantization == packing.format else ()
+            of_format = kept_weights.LAYERS[packing.format]
             model, loaded = _plain(
-                config, sliced_class(config, layers, keep), state, dtype, options
+                config, model_class(state, names, of_format), state, dtype, options
             )
             kept_weights.fill(model, kept, device, packing.format)
         elif member is not None or is_multimodal(read_json(path / CONFIG)):
             state = packed_checkpoint.stored_state(path, parts)
             more = loading_options(config, quantization, dtype)
-            prepare = None if member is None else partial(member.prepare, state)
-            model_class = sliced_class(config, layers, prepare)
-            model, loaded = _plain(config, model_class, state, dtype, options | more)
+            model, loaded = _plain(config, model_class(state), state, dtype, options | more)
         else:
             with loadable(path, parts) as folder:
                 model, loaded = sliced_class(config, layers).from_pretrained(
@@ -140,7 +143,7 @@ def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int
     layers would be left out.
     """
 
-    def empty(tensor: Tensor) -> torch.Tensor:
+    def empty(tensor: Tensor, _: Part) -> torch.Tensor:
         return torch.empty(tensor.shape, device="meta")
 
     with lock, silence_warnings(), _log_level(progress=False):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,15 +36,24 @@ from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
-from pipespec.engine.tensor_parallel import TPGroup, TPPlan
+from pipespec.engine.tensor_parallel import TPGroup, TPPlan, gather_columns
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Called with the inputs and the plan of a batch.
-BatchCallback = Callable[[Tensor, AttentionPlan], None]
+
+class Driver(Protocol):
+    """Lets the other members of a group compute what this one computes."""
+
+    def __call__(self, inputs: Tensor, plan: AttentionPlan) -> None:
+        """A batch, before it is computed."""
+        ...
+
+    def logits(self, hidden: Tensor) -> None:
+        """Hidden states, before their logits are computed."""
+        ...
 
 
 class ModelSlice:
@@ -112,8 +121,8 @@ class ModelSlice:
         self.experts = ExpertCounts(self._base)
         self._graphs = SliceGraphs()
         self._compiled: Compute | None = None
-        self.group = group
-        self._driver: BatchCallback | None = None
+        self.group, self._tp_plan = group, tp_plan
+        self._driver: Driver | None = None
         self._allocate()
         # The name of the backend, and a sentence for each optimisation that is not used.
         self.attention, self.refused = "given", list[str]()
@@ -220,8 +229,8 @@ class ModelSlice:
         """The attention backend of its layers."""
         return self._slice.attention
 
-    def set_driver(self, call: BatchCallback | None) -> None:
-        """Call this with every batch from now on, before it is computed; None: stop."""
+    def set_driver(self, call: Driver | None) -> None:
+        """Call this with every batch and before logits from now on; None: stop."""
         self._driver = call
 
     def adopt_backend(self, name: str) -> None:
@@ -380,8 +389,8 @@ class ModelSlice:
     def capture_head(
         self, buckets: Sequence[int], capture: CaptureFunction = capture_cuda_graph
     ) -> None:
-        """The same for the output head of the last slice, whatever its attention; no other member
-        of a group takes part."""
+        """The same for the output head of the last slice, or this member's part of it, whatever its
+        attention; no other member takes part."""
         if self.is_last:
             examples = [self._random_hidden(rows) for rows in sorted(buckets)]
             self.refused += self._graphs.capture_heads(self._head, examples, capture)
@@ -406,10 +415,18 @@ class ModelSlice:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
+        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`.
+
+        A group needs all members for it, of which each computes those of a part of the vocabulary.
+        """
         assert self.is_last, "only the last slice has a head"
+        if self._driver is not None:
+            self._driver.logits(hidden)
         replayed = self._graphs.logits(hidden)
-        return self._head(hidden) if replayed is None else replayed
+        found = self._head(hidden) if replayed is None else replayed
+        if self.group is None or self._tp_plan is None:
+            return found
+        return gather_columns(self.group, found, self._tp_plan.vocabulary)
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)

@@ -7,6 +7,7 @@ two or four times as many where a row has the same bits in these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -88,7 +89,7 @@ def _test_size(size: int, weights: Tensor) -> bool:
 
 def linear_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear`, computed in blocks of rows: `[..., in]` -> `[..., out]`."""
-    rows = x.reshape(-1, weight.shape[1])
+    rows = x.reshape(math.prod(x.shape[:-1]), weight.shape[1])  # which may be 0
     product = torch.cat([functional.linear(block, weight, bias) for block in blocks_of(rows)])
     return product[: len(rows)].view(*x.shape[:-1], len(weight))
 

@@ -53,6 +53,8 @@ from pipespec.system.silence_warnings import silence_warnings
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
 
+# The rule of an embedding of which a member has the rows of some tokens.
+EMBEDDING = "embedding"
 _QUERY_NORM = ".q_norm.weight"
 # Bytes of which a row of an expert must be a multiple for torch's grouped product.
 _GROUPED_PRODUCT = 16
@@ -162,11 +164,13 @@ class TPPlan:
         rules: of the plan of Transformers, by the names of modules and parameters of the layers.
         cuts: the cuts of all members of each parameter that is divided.
         heads: of all members, if attention is divided by heads.
+        vocabulary: the tokens of all members, of embedding and output head.
     """
 
     rules: Mapping[str, str]
     cuts: Mapping[str, Sequence[Cut]]
     heads: Sequence[HeadShare] | None
+    vocabulary: Sequence[Cut]
 
 
 def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) -> TPPlan:
@@ -193,7 +197,7 @@ def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) 
             assert heads is not None
             kv = _is_kv(name)
             width = total // (
-                _num_kv_heads(model.config) if kv else model.config.num_attention_heads
+                num_kv_heads(model.config) if kv else model.config.num_attention_heads
             )
             parts = [each.kv_heads if kv else each.heads for each in heads]
             found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
@@ -202,7 +206,17 @@ def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) 
         if unit is None:
             unit = math.lcm(ALIGNMENT, units.rows, units.columns)
         found[name] = [Cut(side, p.start, p.stop, total) for p in share(total, unit, size)]
-    return TPPlan(rules, found, heads)
+    rows = model.config.vocab_size
+    tokens = share(rows, math.lcm(ALIGNMENT, units.rows), size)
+    vocabulary = [Cut(OUT, part.start, part.stop, rows) for part in tokens]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is embedding or module is head:  # without parameters in another slice
+            names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
+            found |= dict.fromkeys(names, vocabulary)
+            if module is embedding and names:
+                rules[name] = EMBEDDING
+    return TPPlan(rules, found, heads, vocabulary)
 
 
 def _rules(model: PreTrainedModel) -> dict[str, str]:
@@ -245,13 +259,14 @@ def _share_heads(
         name: (total, units.rows if side == OUT else units.columns)
         for name, (side, total) in sides.items()
     }
-    heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
     unit = head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
     kv_unit = head_unit(kv_heads, (each for name, each in undivided.items() if _is_kv(name)))
     return share_heads(heads, kv_heads, size, unit, kv_unit)
 
 
-def _num_kv_heads(config: PretrainedConfig) -> int:
+def num_kv_heads(config: PretrainedConfig) -> int:
+    """The KV heads of a layer."""
     found: int | None = getattr(config, "num_key_value_heads", None)
     return config.num_attention_heads if found is None else found
 
@@ -259,12 +274,11 @@ def _num_kv_heads(config: PretrainedConfig) -> int:
 # --- a member's part ---------------------------------------------------------------------------
 
 
-def shard_model(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
-    """Before the weights load: make the parameters as large as the parts of this member, and add
-    the collectives to the modules of the layers."""
-    for name, parts in plan.cuts.items():
+def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
+    """Before the weights load: make the parameters as large as a member's parts of them."""
+    for name, mine in cuts.items():
         owner, _, parameter = name.rpartition(".")
-        module, mine = model.get_submodule(owner), parts[group.rank]
+        module = model.get_submodule(owner)
         whole = module.get_parameter(parameter)
         part = nn.Parameter(whole.new_empty(mine.shape(whole.shape)), requires_grad=False)
         module.register_parameter(parameter, part)
@@ -273,16 +287,26 @@ def shard_model(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
                 module.out_features = mine.size
             else:
                 module.in_features = mine.size
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings, module.padding_idx = mine.size, None
         elif part.ndim == 3 and any(
             side == 0 or side * part.itemsize % _GROUPED_PRODUCT for side in part.shape[1:]
         ):
             use_loop(module)
-        parent = model.get_submodule(owner.rpartition(".")[0])
-        if mine.side == IN and not mine.size and is_attention(parent):
-            setattr(parent, "forward", partial(_attend_with_no_heads, module))  # noqa: B010
+
+
+def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
+    """Let the modules of a model with this member's parts communicate in their forward passes."""
+    for name, parts in plan.cuts.items():
+        owner = name.rpartition(".")[0]
+        attention = model.get_submodule(owner.rpartition(".")[0])
+        last = parts[group.rank].side == IN and is_attention(attention)
+        if last and not parts[group.rank].size:
+            forward = partial(_attend_with_no_heads, model.get_submodule(owner))
+            setattr(attention, "forward", forward)  # noqa: B010
     for name, module in model.named_modules():
         if (rule := plan.rules.get(name)) is not None:
-            _add_collectives(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
+            _add_collective(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
 
 
 def _attend_with_no_heads(
@@ -302,9 +326,11 @@ def drop_repeated_biases(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -
                 module.bias = None
 
 
-def _add_collectives(module: nn.Module, rule: str, group: TPGroup, parts: Sequence[Cut]) -> None:
+def _add_collective(module: nn.Module, rule: str, group: TPGroup, parts: Sequence[Cut]) -> None:
     """Add the collective of its rule to a module's forward pass, given the parts of all members."""
-    if rule == SPLIT:
+    if rule == EMBEDDING:
+        _add_lookup(module, group, parts)
+    elif rule == SPLIT:
         mine = parts[group.rank]
 
         def part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -320,3 +346,24 @@ def _add_collectives(module: nn.Module, rule: str, group: TPGroup, parts: Sequen
             return gather_columns(group, output, parts)
 
         module.register_forward_hook(whole)
+
+
+def _add_lookup(module: Any, group: TPGroup, parts: Sequence[Cut]) -> None:
+    """Let an embedding of some tokens return the rows of all. Of each row one member's numbers are
+    not zero, so their sum is exact."""
+    mine = parts[group.rank]
+    others: list[Tensor] = []
+
+    def localise(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids, *rest = inputs
+        others[:] = [(ids < mine.start) | (ids >= mine.stop)]
+        return (ids - mine.start).masked_fill(others[0], 0), *rest
+
+    def add(_: nn.Module, __: Any, found: Tensor) -> Tensor:
+        return sum_parts(group.gather(found.masked_fill(others[0].unsqueeze(-1), 0)))
+
+    if not mine.size:
+        none = lambda ids: module.weight.new_zeros(*ids.shape, module.weight.shape[1])  # noqa: E731
+        setattr(module, "forward", none)  # noqa: B010
+    module.register_forward_pre_hook(localise)
+    module.register_forward_hook(add)

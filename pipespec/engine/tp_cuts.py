@@ -7,7 +7,7 @@ weights with one scale, so the parts of the members need not be equal; one may b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # The sides of a matrix `[out, in]`. A bias `[out]` is cut like the rows of its matrix.
@@ -49,6 +49,12 @@ class Cut:
         """How many rows or columns the part has."""
         return self.stop - self.start
 
+    @property
+    def part(self) -> tuple[slice, slice]:
+        """Rows and columns of the matrix."""
+        mine = slice(self.start, self.stop)
+        return (mine, slice(None)) if self.side == OUT else (slice(None), mine)
+
     def dimension(self, shape: Sequence[int]) -> int:
         """The dimension that is cut, of a bias, a matrix, or a stack of matrices."""
         return max(len(shape) - 2, 0) if self.side == OUT else len(shape) - 1
@@ -68,6 +74,10 @@ class Cut:
             (*before, slice(at + self.start, at + self.stop))
             for at in range(0, whole[dim], self.total)
         ]
+
+
+# Of a model that is not divided, by the names of parameters.
+NO_CUTS: Mapping[str, Cut] = {}
 
 
 @dataclass(frozen=True, slots=True)

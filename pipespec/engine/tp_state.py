@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from pipespec.engine.formats.lazy import DTYPES
-from pipespec.engine.tensor_parallel import TPGroup, TPPlan, plan_cuts, shard_model
+from pipespec.engine.tensor_parallel import (
+    TPGroup,
+    TPPlan,
+    add_collectives,
+    plan_cuts,
+    shrink,
+)
 from pipespec.engine.tp_cuts import Cut, CutUnits
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -75,10 +81,17 @@ class Member:
     def __init__(self, group: TPGroup, units: CutUnits):
         self.group, self.units = group, units
 
-    def prepare(self, state: MutableMapping[str, Any], model: PreTrainedModel) -> None:
-        """Make this member's part of a model whose weights will be loaded from this state dict.
-        Raises ModelError."""
+    def prepare(
+        self,
+        state: MutableMapping[str, Any],
+        keep: Callable[..., None],
+        model: PreTrainedModel,
+    ) -> None:
+        """Make this member's part of a model whose weights will be loaded from this state dict;
+        `keep` replaces layers of a model, given its `cuts`. Raises ModelError."""
         self.plan = plan_cuts(model, self.group.size, self.units)
         mine = {name: parts[self.group.rank] for name, parts in self.plan.cuts.items()}
         cut_state(model, state, mine)
-        shard_model(model, self.group, self.plan)
+        shrink(model, mine)
+        keep(model, cuts=mine)
+        add_collectives(model, self.group, self.plan)

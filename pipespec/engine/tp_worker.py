@@ -5,8 +5,9 @@ verdicts and slots; the attention plan contains slot ids. Of the page table, whi
 only changes are sent.
 
 A message has 4 int64 (numbers of rows, segments, tree keys, and new page entries), then int64
-columns in the order of `_columns`, then the inputs, then the mask. An empty message ends the
-workers.
+columns in the order of `_columns`, then the inputs, then the mask. Before logits, a message of
+two int64 has LOGITS and the number of rows; their hidden states are gathered, as they may be on
+devices. An empty message ends the workers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.tensor_parallel import TPGroup
 
 _INTS = 4
+LOGITS = -1
 
 
 class TPBroadcastGroup(TPGroup, Protocol):
@@ -68,7 +70,12 @@ def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:
     """Compute the batches of member 0 until it ends. Raises `RankFailed`."""
     pages = _Pages()
     while len(message := group.receive()):
-        model.forward(*_unpack(message, model, pages))
+        kind, rows = message[:16].view(torch.int64).tolist()
+        if kind == LOGITS:
+            none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+            model.logits(group.gather(none)[0])
+        else:
+            model.forward(*_unpack(message, model, pages))
 
 
 class TPDriver:
@@ -81,6 +88,11 @@ class TPDriver:
     def __call__(self, inputs: Tensor, plan: AttentionPlan) -> None:
         """Broadcast a batch to the workers. Raises `RankFailed`."""
         self._group.broadcast(_pack(inputs, plan, self._pages))
+
+    def logits(self, hidden: Tensor) -> None:
+        """Let the workers compute the logits of hidden states. Raises `RankFailed`."""
+        self._group.broadcast(_bytes(np.array([LOGITS, len(hidden)])))
+        self._group.gather(hidden)
 
     def end(self) -> None:
         """End the workers. Raises `RankFailed`."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
 from pipespec.engine.formats.mxfp4 import MXFP4, Fp4Weights
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 
 NVFP4 = "nvfp4"
@@ -59,6 +61,11 @@ class Fp4Packing(MatrixPacking):
             f"scale for {self.group} of them; fetch the checkpoint again"
         )
 
+    @property
+    def units(self) -> CutUnits:
+        """See `MatrixPacking`."""
+        return CutUnits(columns=self.group)
+
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix can stay packed."""
         return LAYER.search(name) is not None
@@ -67,9 +74,11 @@ class Fp4Packing(MatrixPacking):
         """Bytes of a matrix that stays packed."""
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def read(self, name: str, load: Load) -> Fp4Weights:
+    def read(self, name: str, load: Load, part: Part = WHOLE) -> Fp4Weights:
         """See `MatrixPacking`."""
-        pairs, scales = load(name + PACKED), load(name + SCALE)
+        rows, columns = part
+        pairs = load(name + PACKED, rows, per(columns, 2))
+        scales = load(name + SCALE, rows, per(columns, self.group))
         assert pairs is not None and scales is not None, "the headers contain them"
         by_group = pairs.view(len(pairs), -1, self.group // 2)
         if self.kind == "MXFP4":

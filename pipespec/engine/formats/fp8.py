@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import WEIGHT, Load, MatrixPacking
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
 
@@ -144,6 +145,12 @@ class Fp8Packing(MatrixPacking):
             )
         return height, width
 
+    @property
+    def units(self) -> CutUnits:
+        """See `MatrixPacking`."""
+        height, width = self.block or (1, 1)
+        return CutUnits(height, math.lcm(width, 2))  # see `keeps`
+
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix can stay in 8 bits."""
         return len(shape) == 2 and shape[1] % 2 == 0 and LAYER.search(name) is not None
@@ -153,14 +160,20 @@ class Fp8Packing(MatrixPacking):
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
 
-    def read(self, name: str, load: Load) -> Fp8Weights:
+    def read(self, name: str, load: Load, part: Part = WHOLE) -> Fp8Weights:
         """See `MatrixPacking`."""
-        codes = load(name + WEIGHT)
-        scales = next(found for each in SCALES if (found := load(name + each)) is not None)
-        assert codes is not None, "the headers contain it"
-        height, width = self._blocks(name, tuple(codes.shape), tuple(scales.shape))
-        rows = -(-codes.shape[0] // height)
-        return Fp8Weights(codes, scales.float().reshape(rows, -1), height, width)
+        rows, columns = part
+        codes = load(name + WEIGHT, rows, columns)
+        of_scales = next(name + each for each in SCALES if load.shape(name + each) is not None)
+        whole, shape = load.shape(name + WEIGHT), load.shape(of_scales)
+        assert whole is not None and shape is not None, "the headers contain them"
+        height, width = self._blocks(name, whole, shape)
+        blocks = (per(rows, height), per(columns, width))
+        scales = load(of_scales, *(blocks[: len(shape)] if math.prod(shape) > 1 else ()))
+        assert codes is not None and scales is not None, "the headers contain them"
+        height, width = (min(pair) for pair in zip((height, width), codes.shape, strict=True))
+        of_rows = -(-codes.shape[0] // height)
+        return Fp8Weights(codes, scales.float().reshape(of_rows, -1), height, width)
 
 
 def fp8_packing(path: Path, config: Mapping[str, Any]) -> Fp8Packing | None:

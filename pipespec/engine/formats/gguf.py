@@ -28,6 +28,7 @@ from pipespec.engine.formats.gguf_metadata import (
     partner_of,
 )
 from pipespec.engine.formats.gguf_tensors import (
+    LATENT,
     ROWS,
     TRANSPOSED,
     Stored,
@@ -35,7 +36,7 @@ from pipespec.engine.formats.gguf_tensors import (
     joined,
     stored_matrix,
 )
-from pipespec.engine.formats.lazy import STORED, LazyTensor
+from pipespec.engine.formats.lazy import STORED, WHOLE, LazyTensor, Part, part_shape, per
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
@@ -43,6 +44,7 @@ from pipespec.engine.precision import name_of
 from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.cache import cached_call
 
@@ -197,53 +199,83 @@ def identity(path: Path) -> dict[str, Any]:
     return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
 
 
+def units(path: Path) -> CutUnits:
+    """How many rows and columns of the matrices of the layers cannot be divided. Raises
+    ModelError."""
+    found, sizes = header(path), block_sizes(path)
+    from gguf import GGMLQuantizationType
+
+    columns = {
+        sizes[GGMLQuantizationType[found.type_of[theirs]].value][0]
+        for name, each in found.stored.items()
+        if LAYER.search(name) and len(each.shape) > 1
+        for theirs in each.names
+    }
+    return CutUnits(INT4_OUT_MULTIPLE if found.kept else 1, math.lcm(*columns))
+
+
 def lazy_state(
     path: Path, dtype: torch.dtype
-) -> tuple[dict[str, LazyTensor], dict[str, Callable[[], BlockWeights]]]:
+) -> tuple[dict[str, LazyTensor], dict[str, Callable[[Part], BlockWeights]]]:
     """The tensors as a state dict; each is dequantised when it is read, to float32. Matrices of no
     layer, which are the largest, become `dtype`; models may have some of a layer in float32.
 
-    The second mapping reads the matrices that can stay as they are, as blocks.
+    The second mapping reads the matrices that can stay as they are, or parts of them, as blocks.
     """
+    import numpy as np
     import torch
 
-    found, reader = header(path), _reader(path)
+    found, reader, sizes = header(path), _reader(path), block_sizes(path)
     raw = {tensor.name: tensor for tensor in reader.tensors}
     heads = found.settings["num_attention_heads"]
     of = {".attn_q.": heads, ".attn_k.": found.settings.get("num_key_value_heads") or heads}
 
-    def rows(stored: Stored, theirs: str) -> np.ndarray:
-        """The rows of a tensor as they are stored, in Hugging Face's order."""
+    def read(stored: Stored, theirs: str, part: Part) -> np.ndarray:
+        """Rows and columns of a tensor as they are stored, the rows in Hugging Face's order."""
         data = raw[theirs].data
         if stored.expert is not None:
             data = data[stored.expert]
-        for part in found.permuted:
-            if part in theirs:
-                data = _halves(data, of[part])
-        return data
+        if part != WHOLE:
+            assert stored.form in (ROWS, LATENT), (
+                "no tensor-parallel plan divides transposed stacks"
+            )
+        if stored.form == LATENT:
+            return data[per(part[0], stored.shape[0] // len(data))]
+        rows, columns = part
+        if columns != slice(None):
+            size, num_bytes = sizes[raw[theirs].tensor_type.value]
+            blocks = per(columns, size)
+            scale = num_bytes if data.dtype == np.uint8 else 1  # else numbers
+            data = data[..., blocks.start * scale : blocks.stop * scale]
+        for name in found.permuted:
+            if name in theirs:
+                return data[_halves(np.arange(len(data)), of[name])[rows]]
+        return data[rows]
 
-    def dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def dense(stored: Stored, dtype: torch.dtype, part: Part) -> torch.Tensor:
         from gguf import dequantize
 
         if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
             name = stored.names[0]
-            weights = torch.empty(stored.shape, dtype=dtype)
-            _dequantise(rows(stored, name), raw[name].tensor_type, weights)
+            weights = torch.empty(part_shape(stored.shape, part), dtype=dtype)
+            _dequantise(read(stored, name, part), raw[name].tensor_type, weights)
             return weights
         parts = [
-            dequantize(rows(stored, theirs), raw[theirs].tensor_type) for theirs in stored.names
+            dequantize(read(stored, theirs, part), raw[theirs].tensor_type)
+            for theirs in stored.names
         ]
         numbers = joined(stored.form, parts)
         if found.shifted and stored.names[0].endswith("norm.weight"):
             numbers = numbers - 1
         if not numbers.flags.writeable:
             numbers = numbers.copy()
-        return torch.from_numpy(numbers).reshape(stored.shape)
+        shape = stored.shape if part == WHOLE else numbers.shape
+        return torch.from_numpy(numbers).reshape(shape)
 
-    def blocks(stored: Stored, kind: str) -> BlockWeights:
+    def blocks(stored: Stored, kind: str, part: Part) -> BlockWeights:
         from pipespec.engine.formats.gguf_blocks import BlockWeights
 
-        found = in_turns([rows(stored, theirs) for theirs in stored.names])
+        found = in_turns([read(stored, theirs, part) for theirs in stored.names])
         if not found.flags.writeable:  # it is the file's
             found = found.copy()
         return BlockWeights(torch.from_numpy(found), kind)
@@ -254,7 +286,7 @@ def lazy_state(
         state[name] = LazyTensor(
             each.shape, STORED[name_of(as_read)], partial(dense, each, as_read)
         )
-    kept: dict[str, Callable[[], BlockWeights]] = {
+    kept: dict[str, Callable[[Part], BlockWeights]] = {
         name: partial(blocks, stored_matrix(found.stored, name), kind)
         for name, kind in found.kept.items()
     }

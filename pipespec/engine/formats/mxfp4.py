@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
 from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
@@ -126,6 +128,11 @@ class Mxfp4Packing(MatrixPacking):
         experts, out, groups, _ = blocks.shape
         return experts, groups * GROUP, out
 
+    @property
+    def units(self) -> CutUnits:
+        """See `MatrixPacking`."""
+        return CutUnits(columns=GROUP)
+
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a stack can stay packed."""
         return True
@@ -134,17 +141,19 @@ class Mxfp4Packing(MatrixPacking):
         """Bytes of a stack that stays packed."""
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
 
-    def read(self, name: str, load: Load) -> Mxfp4Experts:
-        """See `MatrixPacking`."""
+    def read(self, name: str, load: Load, part: Part = WHOLE) -> Mxfp4Experts:
+        """See `MatrixPacking`; as a whole."""
+        assert part == WHOLE, "no tensor-parallel plan divides transposed stacks"
         return Mxfp4Experts(load(name + BLOCKS), load(name + SCALES))
 
     def readers(
         self, name: str, shape: tuple[int, ...], load: Load
-    ) -> dict[str, Callable[[], Any]]:
+    ) -> dict[str, Callable[[Part], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
 
-        def read(number: int) -> Fp4Weights:
-            part = slice(number, number + 1)
-            return Mxfp4Experts(load(name + BLOCKS, part), load(name + SCALES, part)).expert(0)
+        def read(number: int, part: Part) -> Fp4Weights:
+            one, (rows, columns) = slice(number, number + 1), part
+            index = (one, rows, per(columns, GROUP))
+            return Mxfp4Experts(load(name + BLOCKS, *index), load(name + SCALES, *index)).expert(0)
 
         return {f"{name}.{number}": partial(read, number) for number in range(shape[0])}

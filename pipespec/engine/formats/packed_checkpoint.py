@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.fp4 import Fp4Packing
 from pipespec.engine.formats.fp8 import Fp8Packing, Fp8Weights
-from pipespec.engine.formats.lazy import DTYPES, LazyTensor
+from pipespec.engine.formats.lazy import DTYPES, LazyTensor, Part
 from pipespec.engine.formats.mxfp4 import Fp4Weights, Mxfp4Packing
 from pipespec.engine.formats.packing import Packing
 from pipespec.engine.precision import ITEM_BYTES
@@ -129,15 +129,34 @@ def stored_state(path: Path, parts: Collection[str]) -> dict[str, Any]:
     return state
 
 
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The tensors of open files; see `matrix_packing.Load`."""
+
+    tensors: Mapping[str, Tensor]
+    where: Mapping[str, Any]
+
+    def __call__(self, name: str, *index: slice) -> Any:
+        if name not in self.where:
+            return None
+        stored_as = self.tensors[name].stored_as
+        if all(each == slice(None) for each in index):
+            return self.where[name].get_tensor(stored_as)
+        return self.where[name].get_slice(stored_as)[index]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.tensors[name].shape if name in self.tensors else None
+
+
 def lazy_state(
     path: Path, packing: AnyPacking, parts: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Callable[[], StoredWeights]]]:
+) -> tuple[dict[str, Any], dict[str, Callable[[Part], StoredWeights]]]:
     """The tensors of these parts (`slice_tensors`) as a state dict of plain weights, which are
     read lazily.
 
-    The second mapping reads the matrices that can stay in their few bits. The files are open for
-    as long as either is referred to: a load that fails leaves threads of Transformers that still
-    read.
+    The second mapping reads the matrices that can stay in their few bits, or parts of them. The
+    files are open for as long as either is referred to: a load that fails leaves threads of
+    Transformers that still read.
     """
     from safetensors import safe_open
 
@@ -148,17 +167,9 @@ def lazy_state(
         if wanted:
             where |= dict.fromkeys(wanted, safe_open(file, framework="pt"))
             tensors |= wanted
-
-    def load(name: str, part: slice | None = None) -> Any:
-        if name not in where:
-            return None
-        stored_as = tensors[name].stored_as
-        if part is None:
-            return where[name].get_tensor(stored_as)
-        return where[name].get_slice(stored_as)[part]
-
+    load = _Files(tensors, where)
     state: dict[str, Any] = {}
-    kept: dict[str, Callable[[], StoredWeights]] = {}
+    kept: dict[str, Callable[[Part], StoredWeights]] = {}
     plain = as_plain(path, tensors, packing)
     packed = set(packing.matrices(tensors))
     for name, each in plain.items():
@@ -173,5 +184,5 @@ def lazy_state(
     return state, kept
 
 
-def _dense(read: Callable[[], Any]) -> Any:
-    return read().dense()
+def _dense(read: Callable[[Part], Any], part: Part) -> Any:
+    return read(part).dense()

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
 
@@ -34,7 +36,7 @@ WORD = 32  # bits of the integers into which codes are packed
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
 # Formats of compressed-tensors that are not packed, which Transformers dequantises.
-WHOLE = ("naive-quantized", "int-quantized")
+NOT_PACKED = ("naive-quantized", "int-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class Packing(MatrixPacking):
         """The type of matrices once unpacked, as safetensors names it; None: that of their
         scales."""
         return None
+
+    @property
+    def units(self) -> CutUnits:
+        """See `MatrixPacking`."""
+        per_word = WORD // self.bits
+        return CutUnits(
+            math.lcm(per_word, INT4_OUT_MULTIPLE),
+            math.lcm(per_word, 1 if self.reordered else self.group or 1),
+        )
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix can stay packed."""
@@ -130,42 +141,54 @@ class Packing(MatrixPacking):
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
 
-    def read(self, name: str, load: Load) -> GroupedWeights:
+    def read(self, name: str, load: Load, part: Part = WHOLE) -> GroupedWeights:
         """See `MatrixPacking`."""
         import torch
 
         from pipespec.engine.formats.groups import GroupedWeights, unpack
 
-        def need(part: str) -> torch.Tensor:
-            found = load(name + part)
+        def need(suffix: str, *index: slice) -> torch.Tensor:
+            found = load(name + suffix, *index)
             assert found is not None, "the headers contain it"
             return found
 
-        words = need(self.suffix)
+        rows, columns = part
+        per_word = WORD // self.bits
+        words, of_rows = per(columns, per_word), per(rows, per_word)
+        first = columns.start or 0
+        order = load(name + (".weight_g_idx" if self.method == COMPRESSED else ".g_idx"), columns)
+        if order is not None:
+            in_order = (first + torch.arange(len(order))) // (self.group or first + len(order))
+            none = bool((order < 0).any())  # -1: none (compressed-tensors)
+            order = None if none or torch.equal(order.long(), in_order) else order.long()
+        # With an order of their own, the columns may be of any groups.
+        groups = per(columns, self.group) if order is None else slice(None)
         if self.method == COMPRESSED:
-            codes, scales = unpack(words, self.bits, 1), need(".weight_scale")
-            packed = load(name + ".weight_zero_point")
+            codes = unpack(need(self.suffix, rows, words), self.bits, 1)
+            scales = need(".weight_scale", rows, groups)
+            packed = load(name + ".weight_zero_point", of_rows, groups)
             middle = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
             zeros = middle if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
-            order = load(name + ".weight_g_idx")
         else:
-            scales = need(".scales").T
+            scales = need(".scales", groups, rows).T
+            packed = need(".qzeros", groups, of_rows)
             if self.method == AWQ:
-                codes = unpack(words, self.bits, 1, AWQ_ORDER).T
-                zeros = unpack(need(".qzeros"), self.bits, 1, AWQ_ORDER).T
+                codes = unpack(need(self.suffix, columns, of_rows), self.bits, 1, AWQ_ORDER).T
+                zeros = unpack(packed, self.bits, 1, AWQ_ORDER).T
             else:
-                codes = unpack(words, self.bits, 0).T
-                zeros = unpack(need(".qzeros"), self.bits, 1)[:, : codes.shape[0]].T
-            order = load(name + ".g_idx")
-        inputs, groups = codes.shape[1], scales.shape[1]
+                codes = unpack(need(self.suffix, words, rows), self.bits, 0).T
+                zeros = unpack(packed, self.bits, 1)[:, : codes.shape[0]].T
+        inputs = codes.shape[1]
         group_of = torch.arange(inputs) // (self.group or inputs)
-        if order is not None and bool((order >= 0).all()):  # -1: none (compressed-tensors)
-            group_of = order.long()
-            if len(group_of) != inputs or int(group_of.max()) >= groups:
+        if order is not None:
+            group_of = order
+            if len(group_of) != inputs or int(group_of.max()) >= scales.shape[1]:
                 raise ModelError(
                     f"the order of the inputs of {name} names groups that do not exist; fetch the "
                     "checkpoint again"
                 )
+            used = slice(int(group_of.min()), int(group_of.max()) + 1)
+            scales, zeros, group_of = scales[:, used], zeros[:, used], group_of - used.start
         zeros = zeros.to(torch.int16) + self.plus  # not wrapped: may be 16 for 4 bits
         return GroupedWeights(codes.contiguous(), scales.contiguous(), zeros.contiguous(), group_of)
 
@@ -245,7 +268,7 @@ def _compressed(path: Path, config: Mapping[str, Any]) -> Packing:
 def is_whole(config: Mapping[str, Any]) -> bool:
     """Whether the files are quantised by compressed-tensors without packing, so that Transformers
     dequantises them."""
-    return config.get("quant_method") == COMPRESSED and str(config.get("format")) in WHOLE
+    return config.get("quant_method") == COMPRESSED and str(config.get("format")) in NOT_PACKED
 
 
 def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     deployment = planned("cluster.tensor_parallel=2", *settings)
     part = rank_components.load_model(deployment, rank, tp_rank=TPRank(1, 2))
     assert part is not None
-    assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
+    assert required_bytes(deployment, rank, member=1)[WEIGHTS] == part.num_weight_bytes
     slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
     assert slot * part.num_slots == part.num_kv_bytes
     whole = rank_components.load_model(planned(*settings), rank)

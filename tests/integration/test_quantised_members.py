@@ -1,0 +1,193 @@
+"""Tensor-parallel members that share weights of few bits: on the boundaries of their groups."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.errors import ModelError
+from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers.members import together
+from tests.helpers.models import NUM_LAYERS, build
+from tools.rig import fp4_files, fp8_files, gguf_files, packing
+
+PROMPT = torch.arange(20, 33)
+NEW_TOKENS = 12
+# Columns of an MLP are 6 groups of 32, heads of attention are of one group each.
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+
+
+def _packed(kind: str) -> Callable[[Path, str], Path]:
+    def make(folder: Path, model_type: str) -> Path:
+        source = build(model_type, folder / "source", **SIZES)
+        packing.pack(source, folder / "packed", folder / "plain", packing.KINDS[kind])
+        return folder / "packed"
+
+    return make
+
+
+def _fp8(kind: str) -> Callable[[Path, str], Path]:
+    def make(folder: Path, model_type: str) -> Path:
+        # Blocks of 128 by 128: one for all four heads but the last, three for an MLP.
+        source = build(model_type, folder / "source", hidden_size=160, intermediate_size=288)
+        fp8_files.write(source, folder / "packed", folder / "plain", fp8_files.KINDS[kind])
+        return folder / "packed"
+
+    return make
+
+
+def _fp4(form: str) -> Callable[[Path, str], Path]:
+    def make(folder: Path, model_type: str) -> Path:
+        source = build(model_type, folder / "source", **SIZES)
+        fp4_files.pack(source, folder / "packed", folder / "plain", form)
+        return folder / "packed"
+
+    return make
+
+
+def _gguf(stored: Type) -> Callable[[Path, str], Path]:
+    def make(folder: Path, model_type: str) -> Path:
+        wide = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+        source = build(model_type, folder / "source", **wide)
+        type_of = lambda name: Type.F16 if "embed" in name else stored  # noqa: E731
+        return gguf_files.write(source, folder / "it.gguf", model_type, type_of)
+
+    return make
+
+
+FORMATS: dict[str, Callable[[Path, str], Path]] = {
+    **{kind: _packed(kind) for kind in packing.KINDS},
+    **{f"fp8 {kind}": _fp8(kind) for kind in fp8_files.KINDS},
+    **{form: _fp4(form) for form in fp4_files.FORMS},
+    **{f"gguf {kind.name}": _gguf(kind) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0)},
+}
+# One of each way in which parts are read, and experts.
+OFTEN = (
+    *(("awq", "mixtral"), ("gptq", "llama"), ("gptq reordered", "llama")),
+    *(("compressed asymmetric", "llama"), ("fp8 deepseek", "llama"), ("nvfp4", "llama")),
+    *(("fp8 compressed channel", "llama"), ("gguf Q4_K", "llama"), ("gguf Q8_0", "mixtral")),
+)
+
+
+def _load(
+    path: Path, num_slices: int, group: TPProcessGroup | None = None, **how: Any
+) -> list[ModelSlice]:
+    size = NUM_LAYERS // num_slices
+    return [
+        ModelSlice.load(path, range(start, start + size), num_slots=64, group=group, **how)
+        for start in range(0, NUM_LAYERS, size)
+    ]
+
+
+def _tokens(slices: list[ModelSlice], chunk: int) -> list[int]:
+    """The answer to the prompt, which is computed so many rows at a time."""
+    slots, ids, found, cached = np.arange(64), PROMPT, list[int](), 0
+    while len(found) < NEW_TOKENS:
+        for rows in ids.split(chunk):
+            plan = causal_plan(slots[:cached], slots[cached : cached + len(rows)])
+            hidden: Tensor = rows
+            for part in slices:
+                hidden = part.forward(hidden, torch.arange(cached, cached + len(rows)), plan)
+            cached += len(rows)
+        ids = slices[-1].logits(hidden)[-1].argmax()[None]
+        found.append(int(ids))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "model_type"),
+    [
+        case if case in OFTEN else pytest.param(*case, marks=pytest.mark.long)
+        for case in ((form, model) for form in FORMATS for model in ("llama", "mixtral"))
+    ],
+)
+def test_members_share_weights_of_few_bits(tmp_path, form, model_type, long):
+    """Dequantised, they have the tokens of the whole; kept in few bits, one text for all slices and
+    batches. The memory of each is foretold."""
+    path = FORMATS[form](tmp_path, model_type)
+    info = inspect(path)
+    whole = _tokens(_load(path, 1, dtype=torch.float32), chunk=5)
+    kept = info.weight_format(None, "auto", "bfloat16")
+    for size in (2, 3, 5) if long else (3,):
+
+        def member(group: TPProcessGroup) -> tuple[list[list[int]], list[int]]:
+            plain = _load(path, 2, group, dtype=torch.float32)
+            tokens = [_tokens(plain, chunk=5)]
+            how = {"dtype": torch.bfloat16, "quantization": kept}
+            (one,) = _load(path, 1, group, **how)
+            tokens += [_tokens([one], chunk=13), _tokens(_load(path, 2, group, **how), chunk=1)]
+            return tokens, [sum(each.num_weight_bytes for each in plain), one.num_weight_bytes]
+
+        found = together(size, member)
+        texts, _ = found[0]
+        assert [tokens for tokens, _ in found] == [texts] * size, "the members agree"
+        assert texts[0] == whole
+        if kept is not None:
+            assert texts[1] == texts[2]
+        for number, (_, held) in enumerate(found):
+            for dtype, form_held, num_bytes in zip(
+                ("float32", "bfloat16"), (None, kept), held, strict=True
+            ):
+                of_whole = info.loaded(dtype, form_held)
+                foretold = info.loaded_part(of_whole, size, number, dtype).total
+                assert num_bytes <= 1.1 * foretold, (size, number, dtype)
+
+
+def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
+    """Where no head or group is on both."""
+    path = build("llama", tmp_path / "source", hidden_size=64, head_dim=32, intermediate_size=256)
+    packing.pack(path, tmp_path / "packed", tmp_path / "plain", packing.KINDS["awq"])
+    how = {"dtype": torch.bfloat16, "quantization": "int4"}
+    whole = inspect(tmp_path / "packed").loaded("bfloat16", "int4").total
+    for held in together(2, lambda g: _load(tmp_path / "packed", 1, g, **how)[0].num_weight_bytes):
+        assert held <= 1.1 * whole / 2
+
+
+def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
+    """Neither rows nor columns: the first member has the same weights if those are other bits."""
+    path = FORMATS["awq"](tmp_path, "llama")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(path, damaged)
+    tensors = load_file(path / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if not name.endswith((".qweight", ".qzeros", ".scales")):
+            continue
+        others = tensor[:, tensor.shape[1] // 2 :]
+        if ".o_proj" in name or ".down_proj" in name:
+            others = tensor[len(tensor) // 2 :]
+        noise = torch.randint(0, 2**14, others.shape, generator=random)
+        others.copy_(noise.to(tensor.dtype))
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+
+    def state(group: TPProcessGroup, kept: str | None) -> list[dict[str, Tensor]]:
+        held = [
+            _load(each, 1, group, dtype=torch.bfloat16, quantization=kept)[0]
+            for each in (path, path if group.rank else damaged)
+        ]
+        return [dict(each._base.state_dict()) for each in held]
+
+    for kept in ("int4", None):
+        intact, other = together(2, lambda group, kept=kept: state(group, kept))[0]
+        assert len(intact) > 4 * NUM_LAYERS
+        assert all(torch.equal(tensor, other[name]) for name, tensor in intact.items())
+
+
+def test_numbers_that_are_not_packed_are_refused(tmp_path):
+    path = FORMATS["compressed 8 bits"](tmp_path, "llama")
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("pack-quantized", "int-quantized"))
+    with pytest.raises(ModelError, match=r"2 devices cannot compute .* as a whole"):
+        together(2, lambda group: _load(path, 1, group))
