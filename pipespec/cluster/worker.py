@@ -46,7 +46,7 @@ from pipespec.transport.distributed import FOREVER, DistributedTransport
 from pipespec.transport.rendezvous_store import RendezvousStore
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 from pipespec.transport.transport import Transport
-from pipespec.transport.transport_settings import GLOO, NCCL
+from pipespec.transport.transport_settings import GLOO, NCCL, YES
 
 # Seconds between two checks whether all ranks have joined.
 LOOK_S = 0.5
@@ -365,6 +365,12 @@ def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
                     held.heartbeat.check(where.epoch)
                 store.set(first, "")
         devices = [*map(held.deployment.device_of, members)]
-        nccl = can_use_nccl(devices) and held.deployment.config.transport.backend != GLOO
-        group = PrefixStore(f"member/{held.rank}", store)
-        yield TPProcessGroup(group, member, len(members), devices[member] if nccl else None)
+        transport = held.deployment.config.transport
+        nccl = can_use_nccl(devices) and transport.backend != GLOO
+        yield TPProcessGroup(
+            PrefixStore(f"member/{held.rank}", store),
+            member,
+            len(members),
+            devices[member] if nccl else None,
+            symmetric=transport.symmetric_memory == YES,
+        )
