@@ -36,7 +36,7 @@ from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
-from pipespec.engine.tensor_parallel import TPGroup, TPPlan, gather_columns
+from pipespec.engine.tensor_parallel import TPGroup, TPPlan, gather_best, gather_columns
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -53,6 +53,10 @@ class Driver(Protocol):
 
     def logits(self, hidden: Tensor) -> None:
         """Hidden states, before their logits are computed."""
+        ...
+
+    def best_tokens(self, hidden: Tensor) -> None:
+        """Hidden states, before the tokens with the largest logits are."""
         ...
 
 
@@ -419,14 +423,32 @@ class ModelSlice:
 
         A group needs all members for it, of which each computes those of a part of the vocabulary.
         """
-        assert self.is_last, "only the last slice has a head"
         if self._driver is not None:
             self._driver.logits(hidden)
-        replayed = self._graphs.logits(hidden)
-        found = self._head(hidden) if replayed is None else replayed
+        found = self._own_logits(hidden)
         if self.group is None or self._tp_plan is None:
             return found
         return gather_columns(self.group, found, self._tp_plan.vocabulary)
+
+    @torch.inference_mode()
+    def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of the `logits` of each row, and its token: `[k]` each, NaN if a logit is.
+
+        The members of a group exchange no more than these.
+        """
+        if self._driver is not None:
+            self._driver.best_tokens(hidden)
+        found = self._own_logits(hidden)
+        if self.group is None or self._tp_plan is None:
+            best = found.max(-1)
+            return best.values, best.indices
+        return gather_best(self.group, found, self._tp_plan.vocabulary)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """The logits of this member's part of the vocabulary."""
+        assert self.is_last, "only the last slice has a head"
+        replayed = self._graphs.logits(hidden)
+        return self._head(hidden) if replayed is None else replayed
 
     def _head(self, hidden: Tensor) -> Tensor:
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)

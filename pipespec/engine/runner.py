@@ -30,7 +30,7 @@ from pipespec.engine.kv_allocator import KVSlotAllocator, PageTable
 from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.sampling.sampling_state import SamplingState
-from pipespec.sampling.verifier import AcceptedPath, verify_batch
+from pipespec.sampling.verifier import AcceptedPath, verify_batch, verify_plain_greedy
 
 # Prompt rows whose logits are computed together, as those of a long prompt take gigabytes.
 SCORED_ROWS = 64
@@ -208,10 +208,11 @@ class SliceRunner:
                 state.set_text(self.tokens(sequence))
         decided = [self.lineages[sequence].decided for sequence in paths]
         assert decided == [each.length for each in states], "a sampling state has missed a token"
-        verify_batch(
-            [*zip(states, paths.values(), strict=True)],
-            self._logits(batch, np.concatenate(path_rows)),
-        )
+        parts, rows = [*zip(states, paths.values(), strict=True)], np.concatenate(path_rows)
+        if all(state.sampling.is_plain_greedy for state in states):
+            verify_plain_greedy(parts, *self.model.best_tokens(self._hidden(batch, rows)))
+        else:
+            verify_batch(parts, self.model.logits(self._hidden(batch, rows)))
         return [
             Verdict(sequence, base, tuple(path.tokens), tuple(path.logprobs), path.failure)
             for (sequence, path), base in zip(paths.items(), decided, strict=True)
@@ -232,17 +233,17 @@ class SliceRunner:
             for start in range(0, len(decided), SCORED_ROWS):
                 mine = decided[start : start + SCORED_ROWS]
                 logprobs = state.score_prompt(
-                    batch.rows[mine, TOKEN].tolist(), self._logits(batch, mine)
+                    batch.rows[mine, TOKEN].tolist(),
+                    self.model.logits(self._hidden(batch, mine)),
                 )
                 if not state.prompt_failed:
                     found.append((sequence, logprobs))
         return found
 
-    def _logits(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
-        """The logits of some rows of a computed batch, `[k, vocab]`."""
+    def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
+        """The hidden states of some rows of a computed batch, `[k, hidden]`."""
         assert batch.hidden is not None
-        wanted = to_device(rows, batch.hidden.device)
-        return self.model.logits(batch.hidden.index_select(0, wanted))
+        return batch.hidden.index_select(0, to_device(rows, batch.hidden.device))
 
     def discard(self, rows: np.ndarray) -> None:
         """Remove computed nodes, rows `[k, 6]`, given with all nodes below them, and free their

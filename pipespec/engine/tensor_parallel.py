@@ -146,6 +146,20 @@ def gather_columns(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> Tensor
     )
 
 
+def gather_best(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> tuple[Tensor, Tensor]:
+    """The largest number of each row of the columns of all members, and the first column that has
+    it, given this member's `[rows, its own]`. A NaN is the largest number."""
+    part = parts[group.rank]
+    values, columns = mine.new_full((len(mine),), -torch.inf), mine.new_zeros(len(mine))
+    if part.size:
+        values, columns = mine.max(-1)
+    # In float64 as it holds all logits and tokens.
+    own = torch.stack((values.double(), columns.double() + part.start))
+    best, places = torch.stack(list(group.gather(own))).unbind(1)
+    largest, member = best.max(0)
+    return largest, places.gather(0, member[None])[0].long()
+
+
 def require_divisible(
     config: PretrainedConfig, path: Path, size: int, *, requantized: bool
 ) -> None:

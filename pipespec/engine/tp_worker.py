@@ -6,8 +6,8 @@ only changes are sent.
 
 A message has 4 int64 (numbers of rows, segments, tree keys, and new page entries), then int64
 columns in the order of `_columns`, then the inputs, then the mask. Before logits, a message of
-two int64 has LOGITS and the number of rows; their hidden states are gathered, as they may be on
-devices. An empty message ends the workers.
+two int64 has LOGITS or BEST_TOKENS and the number of rows; their hidden states are gathered, as
+they may be on devices. An empty message ends the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.tensor_parallel import TPGroup
 
 _INTS = 4
-LOGITS = -1
+LOGITS, BEST_TOKENS = -1, -2
 
 
 class TPBroadcastGroup(TPGroup, Protocol):
@@ -71,9 +71,10 @@ def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:
     pages = _Pages()
     while len(message := group.receive()):
         kind, rows = message[:16].view(torch.int64).tolist()
-        if kind == LOGITS:
+        if kind in (LOGITS, BEST_TOKENS):
             none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
-            model.logits(group.gather(none)[0])
+            compute = model.logits if kind == LOGITS else model.best_tokens
+            compute(group.gather(none)[0])
         else:
             model.forward(*_unpack(message, model, pages))
 
@@ -91,7 +92,14 @@ class TPDriver:
 
     def logits(self, hidden: Tensor) -> None:
         """Let the workers compute the logits of hidden states. Raises `RankFailed`."""
-        self._group.broadcast(_bytes(np.array([LOGITS, len(hidden)])))
+        self._send_hidden(LOGITS, hidden)
+
+    def best_tokens(self, hidden: Tensor) -> None:
+        """The same of the tokens with the largest logits. Raises `RankFailed`."""
+        self._send_hidden(BEST_TOKENS, hidden)
+
+    def _send_hidden(self, kind: int, hidden: Tensor) -> None:
+        self._group.broadcast(_bytes(np.array([kind, len(hidden)])))
         self._group.gather(hidden)
 
     def end(self) -> None:

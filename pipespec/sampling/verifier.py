@@ -79,22 +79,24 @@ def verify_batch(parts: Sequence[Part], logits: Tensor) -> None:
         first_row[path], row = row, row + len(path.nodes)
         if state.prompt_failed:
             path.fail(NOT_FINITE)
-    _verify_plain_greedy(
-        [each for each in parts if each[0].sampling.is_plain_greedy], logits, first_row
-    )
+    greedy = [each for each in parts if each[0].sampling.is_plain_greedy]
+    rows = [first_row[path] + i for _, path in greedy for i in range(len(path.nodes))]
+    if rows:
+        best = select_rows(logits, rows).max(-1)
+        verify_plain_greedy(greedy, best.values, best.indices)
     others = [each for each in parts if not each[0].sampling.is_plain_greedy]
     while others := [(state, path) for state, path in others if _continues(state, path)]:
         rows = [first_row[path] + path.row for _, path in others if path.row is not None]
         _decide_next(others, select_rows(logits, rows))
 
 
-def _verify_plain_greedy(
-    parts: Sequence[Part], logits: Tensor, first_row: dict[AcceptedPath, int]
-) -> None:
-    """Extend paths that are decided by the arg-max of unadjusted logits, for all rows at once."""
-    rows = [first_row[path] + i for _, path in parts for i in range(len(path.nodes))]
-    best = iter(_argmax(select_rows(logits, rows)) if rows else ())
+def verify_plain_greedy(parts: Sequence[Part], values: Tensor, tokens: Tensor) -> None:
+    """The same for paths that are decided by the arg-max of unadjusted logits, given the largest
+    logit of each of their rows and its token, `[rows]`."""
+    best = iter(_finite(values, tokens))
     for state, path in parts:
+        if state.prompt_failed:
+            path.fail(NOT_FINITE)
         by_row = [next(best) for _ in path.nodes]
         while path.row is not None:
             token = by_row[path.row]
@@ -177,7 +179,11 @@ def _add_logprobs(parts: Sequence[Part], logits: Tensor, tokens: list[int | None
 def _argmax(logits: Tensor) -> list[int | None]:
     """The arg-max of each row `[rows, vocab]`; None: it is not finite, as where a row has a NaN."""
     best = logits.max(-1)
+    return _finite(best.values, best.indices)
+
+
+def _finite(values: Tensor, tokens: Tensor) -> list[int | None]:
+    """The tokens whose logits are finite, else None."""
     # NumPy has no bfloat16.
-    values, tokens = to_host(best.values.double(), best.indices)
-    found = zip(values.tolist(), tokens.tolist(), strict=True)
+    found = zip(*(each.tolist() for each in to_host(values.double(), tokens)), strict=True)
     return [token if math.isfinite(value) else None for value, token in found]

@@ -1,5 +1,5 @@
 """A draft of two workers, which compute every layer together, stages of two and one of a single
-worker; one cluster for all tests."""
+worker; and a quantised target in stages of three and two. One cluster each for all tests."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import assert_private, listening, visit
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
+from tools.rig import packing
 from tools.rig.cluster import reference
 
 TOKENS = 24
@@ -40,6 +41,9 @@ DEVICES = "[[cpu, cpu], [cpu, cpu], cpu, [cpu, cpu]]"
 HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]\ndraft: box/0"
 WORKERS = [f"box/{number}" for number in range(7)]
 OF_THE_DRAFT, FOLLOWER, LEADER = WORKERS[1], WORKERS[3], WORKERS[5]
+# Of the quantised target: the head, and two stages.
+UNEQUAL = "[cpu, [cpu, cpu, cpu], [cpu, cpu]]"
+UNEQUAL_WORKERS = [f"box/{number}" for number in range(6)]
 SETTINGS = (
     "cluster.patience_s=600",
     "model.dtype=float32",
@@ -94,11 +98,11 @@ def answers(
     return found
 
 
-def pids(cluster: Running) -> dict[str, int]:
+def pids(cluster: Running, workers: list[str] = WORKERS) -> dict[str, int]:
     """The processes of all workers."""
     with Membership(cluster.cluster.url, cluster.cluster.namespace) as shared:
-        until(lambda: len(shared.alive(WORKERS)) == len(WORKERS))
-        return shared.alive(WORKERS)
+        until(lambda: len(shared.alive(workers)) == len(workers))
+        return shared.alive(workers)
 
 
 def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
@@ -145,11 +149,69 @@ def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, e
     ],
 )
 def test_the_same_text_though_a_member_is_lost(cluster, prompts, expected, worker, how):
-    before, faults = pids(cluster), len(cluster.cluster.faults)
+    assert_survives(cluster, WORKERS, prompts, expected, worker, how)
+
+
+def assert_survives(
+    cluster: Running,
+    workers: list[str],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    worker: str,
+    how: signal.Signals,
+) -> None:
+    """The answers are the expected ones though this worker is lost meanwhile."""
+    before, faults = pids(cluster, workers), len(cluster.cluster.faults)
     fault = lambda: os.kill(before[worker], how)  # noqa: E731
     assert answers(cluster, prompts, fault=fault) == expected
     until(lambda: len(cluster.cluster.faults) > faults, what="nobody noticed")
-    until(lambda: pids(cluster)[worker] != before[worker], what="nobody took its place")
+    until(lambda: pids(cluster, workers)[worker] != before[worker], what="nobody took its place")
     others = {name: pid for name, pid in before.items() if name != worker}
-    assert others.items() <= pids(cluster).items(), "the others keep their weights"
+    assert others.items() <= pids(cluster, workers).items(), "the others keep their weights"
     assert answers(cluster, prompts[:1]) == expected[:1]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("quantised")
+    target = folder / "target"
+    packing.pack(resource_dir("demo") / "target", target, folder / "plain", packing.KINDS["awq"])
+    file = folder / "box.yaml"
+    file.write_text(HOSTS.replace(DEVICES, UNEQUAL))
+    settings = [each for each in SETTINGS if not each.startswith("model.dtype")]
+    overrides = (f"cluster={file}", f"model.target={target}", "model.dtype=bfloat16", *settings)
+    with running(decide(composed(overrides, WAYS))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def of_quantised(quantised: Running, prompts: list[list[int]]) -> list[list[int]]:
+    """The answers of the quantised target, without draft tokens."""
+    return answers(quantised, prompts, "policy=root")
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == OFTEN[0] else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
+)
+def test_members_share_a_quantised_target(quantised, prompts, of_quantised, way):
+    """In four bits, by groups of which one of three members has more; one text for all policies."""
+    assert quantised.cluster.deployment.weight_format(quantised.cluster.deployment.target) == "int4"
+    assert len({tuple(tokens) for tokens in of_quantised}) > len(prompts) // 2
+    assert answers(quantised, prompts, way) == of_quantised
+
+
+@pytest.mark.parametrize(
+    ("worker", "how"),
+    [
+        (UNEQUAL_WORKERS[3], signal.SIGKILL),
+        *(
+            pytest.param(worker, how, marks=pytest.mark.long)
+            for worker in UNEQUAL_WORKERS[1:]
+            for how in (signal.SIGKILL, signal.SIGSTOP)
+        ),
+    ],
+)
+def test_the_same_quantised_text_though_a_member_is_lost(
+    quantised, prompts, of_quantised, worker, how
+):
+    assert_survives(quantised, UNEQUAL_WORKERS, prompts, of_quantised, worker, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from pipespec.engine.graphs import capture_cuda_graph
-from pipespec.engine.tensor_parallel import sum_parts
+from pipespec.engine.tensor_parallel import gather_best, sum_parts
+from pipespec.engine.tp_cuts import OUT, Cut
 from pipespec.errors import RankFailed
 from pipespec.transport.tp_group import PIECE, TPProcessGroup, can_use_nccl
 from tests.helpers.members import together
@@ -112,3 +114,22 @@ def test_wait_for_a_first_member_that_ended_fails():
         return "told"
 
     assert together(2, member) == ["ended", "told"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    numbers=st.lists(st.sampled_from([0.0, 1.0, 2.0, math.inf, math.nan]), min_size=5, max_size=5)
+)
+def test_members_find_the_largest_logit_of_all_as_one_does(numbers):
+    """The first of several, also beside a member that has none of them."""
+    logits = torch.tensor([numbers, numbers[::-1]], dtype=torch.bfloat16)
+    parts = [Cut(OUT, 0, 3, 5), Cut(OUT, 3, 5, 5), Cut(OUT, 5, 5, 5)]
+    expected = logits.max(-1)
+
+    def best(group: TPProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        part = parts[group.rank]
+        return gather_best(group, logits[:, part.start : part.stop], parts)
+
+    for values, tokens in together(3, best):
+        assert torch.equal(values.nan_to_num(-1.0), expected.values.double().nan_to_num(-1.0))
+        assert torch.equal(tokens, expected.indices)
