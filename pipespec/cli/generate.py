@@ -86,15 +86,15 @@ def decode(
 
     from pipespec.cli.fetch import with_weights
     from pipespec.cluster.deployment import decide
-    from pipespec.cluster.held_weights import summary
+    from pipespec.cluster.held_weights import groups, summary
     from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 
     deployment = decide(compose(settings))  # errors before slow imports
     check_deployment(deployment, stays=False)
     deployment = with_weights(deployment)
-    if (weights := summary(deployment)) is not None:
-        show(weights, stderr=True)
+    for line in filter(None, (summary(deployment), groups(deployment))):
+        show(line, stderr=True)
     with progress("loading") as (on_loaded,):
         return _decode_here(deployment, prompt, on_text, on_loaded)
 

@@ -159,7 +159,7 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.held_weights import summary
+        from pipespec.cluster.held_weights import groups, summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
@@ -169,8 +169,8 @@ def stay(
                 storing_requests(name, config, settings) as (kept, on_ready),
                 planned(name, kept, measure=measure, door=door) as (deployment, entrance),
             ):
-                if (weights := summary(deployment)) is not None:
-                    show(weights, stderr=True)
+                for line in filter(None, (summary(deployment), groups(deployment))):
+                    show(line, stderr=True)
                 if config.controller.data is None:
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"

@@ -17,10 +17,28 @@ def summary(deployment: Deployment) -> str | None:
     if not any(info.few_bits for _, info in deployment.models):
         return None
     held = "; ".join(
-        f"{name} {size_text(size)} ({_format(deployment, info)})"
-        for name, info, size in _ranks(deployment)
+        f"{name} {size_text(_whole(deployment, info, rank))} ({_format(deployment, info)})"
+        for name, info, rank in _ranks(deployment)
     )
     return f"Weights: {held}."
+
+
+def groups(deployment: Deployment) -> str | None:
+    """A line with what each device of a group takes of the weights of its rank at most, and what of
+    a rank is on several of its devices; None: each rank has a device of its own."""
+    found = []
+    for name, info, rank in _ranks(deployment):
+        members = memory.members_of(deployment, rank, mid=info is deployment.mid)
+        if members == 1:
+            continue
+        layers = memory.layers_of(deployment, info, rank)
+        size = memory.held_bytes(deployment, info, layers, members)
+        weights, kv_heads = info.repeated(members, layers, deployment.dtype_of(info))
+        repeated = f"{size_text(weights)} of norms and other weights on each"
+        if kv_heads:
+            repeated += f", and {kv_heads} KV head{'s' * (kv_heads > 1)} of each layer once more"
+        found.append(f"{name} {size_text(size)} on each of {members} ({repeated})")
+    return f"Devices of a group hold at most: {'; '.join(found)}." if found else None
 
 
 def expanded(deployment: Deployment) -> str | None:
@@ -57,14 +75,17 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
     return f"{become}, as 4 bits are multiplied in {KEPT_DTYPE} alone"
 
 
+def _whole(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
+    """Bytes of the weights of one of a rank's models, on all its devices together."""
+    return memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+
+
 def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
-    """Name, model and bytes of the weights of each rank's models."""
+    """Name, model and number of each rank, for each of its models."""
     for rank in range(deployment.num_ranks):
         for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
             info = memory.model_of(deployment, rank, mid=mid)
             if info is None:
                 continue
             name = f"stage {rank}" if rank else "mid-size model" if mid else "draft"
-            layers = memory.layers_of(deployment, info, rank)
-            members = memory.members_of(deployment, rank, mid=mid)
-            yield name, info, memory.held_bytes(deployment, info, layers, members)
+            yield name, info, rank

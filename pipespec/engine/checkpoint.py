@@ -175,6 +175,16 @@ class CheckpointInfo:
         )
         return Sizes(layers, embedding, head + norm)
 
+    def repeated(self, members: int, layers: range, dtype: str) -> tuple[int, int]:
+        """What each of `members` tensor-parallel devices has of these layers though others have it
+        too: bytes of weights; and how many KV heads of a layer they keep together beyond those that
+        it has."""
+        shares, item = tp_shares(self.path, members), ITEM_BYTES[self.compute_dtype(dtype)]
+        weights = sum(shares.common[layers.start : layers.stop]) * item
+        split = self.tp_plan_splits_kv
+        kept = sum(shares.kv_heads) if split else members * self.kv_heads
+        return weights, kept - self.kv_heads
+
     def kv_size_per_member(self, members: int) -> int:
         """`kv_size` on each of `members` tensor-parallel devices, at most."""
         if members == 1 or not self.tp_plan_splits_kv:

@@ -10,6 +10,7 @@ import pytest
 
 from pipespec.cluster import rank_components
 from pipespec.cluster.deployment import Deployment, decide
+from pipespec.cluster.held_weights import groups
 from pipespec.cluster.memory import (
     SLOT_BYTES,
     UNLIMITED,
@@ -74,6 +75,24 @@ def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     assert slot * part.num_slots == part.num_kv_bytes
     whole = rank_components.load_model(planned(*settings), rank)
     assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
+
+
+def test_what_devices_of_a_group_hold_and_what_several_of_them_have_is_said() -> None:
+    """Of three devices one has two heads, so that two have the same KV head."""
+    settings = ("model.dtype=bfloat16", "model.context=64", "cluster.draft_tensor_parallel=1")
+    assert groups(planned(*settings)) is None
+    deployment = planned("cluster.tensor_parallel=3", *settings)
+    line = groups(deployment)
+    assert line is not None and "stage 2" in line and "draft" not in line
+    assert line.count("on each of 3") == line.count("and 1 KV head of each layer once more") == 2
+    parts = [
+        rank_components.load_model(deployment, 1, tp_rank=TPRank(member, 3)) for member in range(3)
+    ]
+    for member, part in enumerate(parts):
+        assert part is not None
+        foretold = required_bytes(deployment, 1, member=member)[WEIGHTS]
+        assert part.num_weight_bytes == pytest.approx(foretold, rel=0.001)
+        assert part.num_kv_bytes <= part.num_slots * slot_bytes(deployment, deployment.target, 1)
 
 
 def test_every_member_counts_on_its_device() -> None:
