@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from pipespec.core import SamplingParams
 from pipespec.engine.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
@@ -28,6 +30,7 @@ from pipespec.engine.text_part import text_names
 from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
+from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.kinds import ATTENDING, SHARED, by_kind
 from tests.helpers.members import RecordableGroup, together
@@ -199,6 +202,20 @@ def test_members_sum_once_where_attention_and_mlp_are_parallel(tmp_path, kind, c
         return tokens, (len(shapes) - 2 * batches) / batches / part.num_layers
 
     assert together(2, member) == [(expected, sums)] * 2
+
+
+def test_members_draw_the_tokens_that_one_draws(checkpoint):
+    """From the logits of all parts of the vocabulary, with the noise of seed and position."""
+    path, prompt = checkpoint("llama"), _random_tokens(13, seed=1)
+    expected = [_drawn(_load(path, 1), prompt, seed) for seed in (1, 2)]
+    assert expected[0] != expected[1]
+    members = together(
+        3,
+        lambda group: [
+            _drawn(part, prompt, seed) for part in [_load(path, 1, group)] for seed in (1, 2)
+        ],
+    )
+    assert members == [expected] * 3
 
 
 def test_a_member_reads_no_other_part_of_the_files(tmp_path):
@@ -594,7 +611,25 @@ def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: Attenti
 
 
 def _greedy(slices: list[ModelSlice], prompt: Tensor, chunk: int) -> list[int]:
-    """Prefill `prompt` in chunks, then decode `NEW_TOKENS` tokens one by one."""
+    return _decode(slices, prompt, chunk, lambda logits, _: int(logits.argmax()))
+
+
+def _drawn(slices: list[ModelSlice], prompt: Tensor, seed: int) -> list[int]:
+    sampling = [SamplingParams(temperature=0.8, top_p=0.95, seed=seed)]
+
+    def choose(logits: Tensor, position: int) -> int:
+        (token,) = draw(logits[None].double(), sampling, [position])
+        assert token is not None
+        return token
+
+    return _decode(slices, prompt, 5, choose)
+
+
+def _decode(
+    slices: list[ModelSlice], prompt: Tensor, chunk: int, choose: Callable[[Tensor, int], int]
+) -> list[int]:
+    """Prefill `prompt` in chunks, then decode `NEW_TOKENS` tokens one by one, which are chosen by
+    logits and position."""
     slots = np.random.default_rng(4).permutation(NUM_SLOTS)
     ids, tokens, num_cached = prompt, [], 0
     while len(tokens) < NEW_TOKENS:
@@ -603,8 +638,8 @@ def _greedy(slices: list[ModelSlice], prompt: Tensor, chunk: int) -> list[int]:
             plan = causal_plan(slots[:num_cached], slots[num_cached:end])
             logits = _run(slices, rows, torch.arange(num_cached, end), plan)
             num_cached = end
-        ids = logits[-1].argmax()[None]
-        tokens.append(int(ids))
+        tokens.append(choose(logits[-1], num_cached))
+        ids = torch.tensor(tokens[-1:])
     return tokens
 
 

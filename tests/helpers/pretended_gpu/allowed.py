@@ -19,7 +19,7 @@ ALLOWED = {
     "pipespec/head/proposers/draft_model.py:DraftModelProposer._by_foresight": (
         "the same, for sequences that are sampled"
     ),
-    "pipespec/sampling/verifier.py:_argmax": "the verdict, once in a step",
+    "pipespec/sampling/verifier.py:_finite": "the verdict, once in a step",
     "pipespec/sampling/draw.py:draw": (
         "the verdict of sequences that are sampled, once for each token of the longest accepted "
         "path: what is drawn decides which row is next"
