@@ -9,10 +9,14 @@ import pytest
 from tests.helpers.imports import slow_imports
 
 
+NO_REDIS = ["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def known() -> None:
-    """What Transformers says of the demo pair is known from the first command on."""
-    slow_imports("plan", "--stages", "2", "--tokens", "20", "--widths", "4")
+    """The first command that reads the demo pair's configs caches what Transformers makes of
+    them."""
+    slow_imports(*NO_REDIS, code=2)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +31,7 @@ def known() -> None:
         (["compare", "--help"], 0),
         (["compare", "--prompt", "a", "policy=root", "policy=level policy.width=-1"], 2),
         (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
-        (["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"], 2),
+        (NO_REDIS, 2),
         (["up", "--name", "/"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
