@@ -23,7 +23,7 @@ from pipespec.errors import ControllerError, Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError, cluster_unavailable
 from pipespec.server.metrics import Metrics
-from pipespec.server.open_requests import RequestOrigin
+from pipespec.server.open_requests import OpenRequests, RequestOrigin
 from pipespec.server.response_stream import EventStream
 from pipespec.text import token_text
 
@@ -50,12 +50,12 @@ class Dashboard:
         client: AsyncClient,
         metrics: Metrics,
         cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
-        origins: Callable[[bytes], dict[int, RequestOrigin]],
+        open_requests: OpenRequests,
     ):
         self._client = client
         self._metrics = metrics
         self._cluster_status = cluster_status
-        self._origins = origins  # of the open requests with the API key of this digest
+        self._open = open_requests
         self._num_pages = 0
         self._ending = False
         self._texts: dict[int, str] = {}  # of tokens that were shown
@@ -70,6 +70,12 @@ class Dashboard:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{MAX_PAGES} pages are watching, and no more may; close one.",
+            )
+        if request is not None and not self._open.may_watch(request, api_key_digest):
+            raise ApiError(
+                HTTPStatus.NOT_FOUND,
+                f"This server has no open request {request} with your API key.",
+                param="request",
             )
         events = self._events(request, api_key_digest)
         return EventStream(events, headers={"Cache-Control": "no-store"})
@@ -95,6 +101,8 @@ class Dashboard:
             while not self._ending:
                 if running is not self._client.running:  # the name belongs to another cluster now
                     await watch.close()
+                    if request is not None and not self._open.may_watch(request, api_key_digest):
+                        request = None
                     running, watch = self._client.running, self._client.watch(request)
                     self._texts.clear()
                 due = time.monotonic() + SNAPSHOT_S
@@ -121,8 +129,10 @@ class Dashboard:
         if status is not None:
             with suppress(Unreachable):
                 unfinished = await self._client.unfinished(MAX_LISTED)
-                origins = self._origins(api_key_digest)
-                requests = [_listed(each, origins.get(each.request)) for each in unfinished]
+                origins = self._open.origins(api_key_digest)
+                for each in unfinished:
+                    watchable = self._open.may_watch(each.request, api_key_digest)
+                    requests.append(_listed(each, origins.get(each.request), watchable))
         served = self._client.served
         return {
             "at": time.monotonic(),
@@ -177,9 +187,9 @@ def steps_event(
     return {"steps": rows, "tree": shown}
 
 
-def _listed(request: Unfinished, origin: RequestOrigin | None) -> dict[str, Any]:
-    """A request in the list; None: it came from elsewhere, or with another API key."""
-    return asdict(request) | (origin.shown if origin else {})
+def _listed(request: Unfinished, origin: RequestOrigin | None, watchable: bool) -> dict[str, Any]:
+    """A request in the list; `origin` None: it came from elsewhere, or with another API key."""
+    return asdict(request) | {"watchable": watchable} | (origin.shown if origin else {})
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

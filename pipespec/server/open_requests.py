@@ -1,7 +1,7 @@
 """Where a server's open requests come from, for the dashboard.
 
-Only this server knows that: it is in no log, and is forgotten when the request ends. A request is
-described to those alone who send the API key with which it came.
+Only this server knows that: it is in no log, and is forgotten when the request ends. A request and
+its tokens are shown only to clients that send the API key with which it came.
 """
 
 from __future__ import annotations
@@ -74,3 +74,8 @@ class OpenRequests:
             if hmac.compare_digest(origin.api_key_digest, api_key_digest)
             for number in stream.numbers
         }
+
+    def may_watch(self, number: int, api_key_digest: bytes) -> bool:
+        """Whether the tokens of a request may be shown to a client with this API key: if the server
+        asks for keys, only those of open requests that came here with the same one."""
+        return not api_key_digest or number in self.origins(api_key_digest)

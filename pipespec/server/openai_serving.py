@@ -96,7 +96,7 @@ class OpenAIServing:
         self._context = self._context_of(client.running)
         workers.start_one(self._context)
         self._open = OpenRequests()
-        self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open.origins)
+        self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
 
     @property
     def context(self) -> PreparationContext:

@@ -17,7 +17,7 @@ export class Requests {
     const body = byId("requests").tBodies[0];
     const rows = keep(body, requests.map((each) => each.request), (request) => this.#row(request));
     this.#since = new Map(requests.map(({ request }) => [request, this.#since.get(request) ?? now]));
-    for (const { request, taken, length, prompt, client, agent, preview } of requests) {
+    for (const { request, taken, length, prompt, client, agent, preview, watchable } of requests) {
       const row = rows.get(String(request));
       const [, from, state, asked, answer, age] = row.cells;
       const origin = [client, agent].filter(Boolean).join(" · ");
@@ -28,8 +28,10 @@ export class Requests {
       write(asked, prompt === null ? "–" : count(prompt));
       write(answer, prompt === null ? `${count(length)} in all` : count(length - prompt));
       write(age, `${Math.round((now - this.#since.get(request)) / 1000)} s`);
+      row.querySelector(".watch").hidden = !watchable;
       row.querySelector(".watch").setAttribute("aria-pressed", String(request === this.watched));
     }
+    byId("requests").hidden = !requests.length;
     byId("none-open").hidden = requests.length > 0;
   }
 

@@ -63,6 +63,7 @@ export class Stream {
       return;
     }
     if (!reply.ok) {
+      if (reply.status === 404) this.#request = null; // it has ended, so go on without its tree
       this.#retry((await reply.json()).error.message);
       return;
     }

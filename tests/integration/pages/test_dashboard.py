@@ -288,6 +288,7 @@ def test_page_shows_a_new_epoch_and_continues(
     assert "Ended: epoch" in view.text("#log")
 
 
+@pytest.mark.long
 def test_page_stays_fluent_with_many_requests(server: Server, view: View) -> None:
     with Asking(server, 32, max_tokens=400):
         view.wait("document.querySelectorAll('#requests tbody tr').length === 32")
@@ -361,11 +362,17 @@ def test_hostile_names_and_texts_stay_text_and_are_shown_to_their_key_alone(
     with serving(place, *arguments, model=hostile) as server:
         views = [View(browser, server.url, key=key) for key in (KEY, "other")]
         with Asking(server, 1, prompt=hostile):
-            for view in views:
-                view.page.wait_for_selector("#requests .watch").click()
-                view.page.wait_for_selector("#tree svg")
+            views[0].page.wait_for_selector("#requests .watch").click()
+            views[0].page.wait_for_selector("#tree svg")
             assert origins(views[0]) == [("127.0.0.1", hostile)]
+            views[1].page.wait_for_selector("#requests .cancel")
             assert origins(views[1]) == [("by another server, or with another key", "")]
+            assert views[1].page.is_hidden("#requests .watch")
+            request = views[0].page.get_attribute("#tree svg", "data-request")
+            path = f"{server.url}/events?request={request}"
+            refused = httpx2.get(path, headers={"X-Api-Key": "other"})
+            assert refused.status_code == 404
+            assert f"no open request {request} with your API key" in refused.text
             for view in views:
                 assert view.text("#model") == hostile
                 assert view.page.locator("main img, main script, header img").count() == 0

@@ -38,9 +38,11 @@ def test_origin_is_shown_to_the_key_of_its_request_alone() -> None:
     }
     assert [*requests.origins(b"b")] == [3]
     assert requests.origins(b"") == {}
+    watched = [requests.may_watch(number, key) for key in (b"a", b"") for number in (1, 3, 4)]
+    assert watched == [True, False, False, True, True, True]
     requests.discard(mine)
     requests.discard(mine)
-    assert requests.origins(b"a") == {}
+    assert requests.origins(b"a") == {} and not requests.may_watch(1, b"a")
     assert [*requests] == [others]
 
 
