@@ -65,7 +65,7 @@ async function fetched(path, options) {
 }
 
 async function refusal(reply) {
-  if (reply.status === 401) return new Problem("This server wants an API key; enter it above.", true);
+  if (reply.status === 401) return new Problem("This server needs an API key; enter it above.", true);
   const after = reply.headers.get("Retry-After");
   if (reply.status === 429) {
     return new Problem(`Too many requests are waiting; try again in ${after ?? "some"} seconds.`);

@@ -238,9 +238,9 @@ function choose(conversation) {
 }
 
 function changedElsewhere(id) {
-  if (id === current.id) current = conversations.get(id) ?? newConversation();
-  if (id === current.id) showAll();
-  else showState();
+  if (id !== current.id) return showState();
+  current = conversations.get(id) ?? newConversation();
+  showAll();
 }
 
 /** Tell the user something, and what can be done about it; without: nothing any more. */
@@ -306,8 +306,18 @@ field.addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+  if (event.key !== "Escape") return;
+  if (running.has(current.id)) stop();
+  else if (byId("sidebar").classList.contains("shown")) leave(showList, "show-list");
+  else if (!byId("settings").hidden) leave(showSettings, "show-settings");
 });
+
+/** Hide a panel, and go back to the button that shows it. */
+function leave(show, button) {
+  show(false);
+  byId(button).focus();
+}
+
 onClick("stop", () => {
   stop();
   field.focus();

@@ -117,7 +117,7 @@ const NAMES = {
   diff: "patch",
 };
 const BY_NAME = new Map(
-  Object.entries(NAMES).flatMap(([name, more]) => [name, ...more.split(" ")].map((each) => [each, LANGUAGES[name]])),
+  Object.entries(NAMES).flatMap(([name, more]) => `${name} ${more}`.trim().split(" ").map((each) => [each, LANGUAGES[name]])),
 );
 const LONGEST = 50_000; // characters; longer code stays plain
 const patterns = new Map(); // by language, once used

@@ -172,8 +172,8 @@ class Reader {
     const found = this.#match(ADDRESS);
     if (!found) return false;
     // A bracket or a stop after an address is not part of it, unless the bracket was opened in it.
-    let address = found[0].replace(/[.,:;!?*_~\]]+$/, "");
-    if (address.endsWith(")") && !address.includes("(")) address = address.replace(/\)+$/, "");
+    let address = withoutEnd(found[0], ".,:;!?*_~]");
+    if (!address.includes("(")) address = withoutEnd(address, ")");
     const href = webAddress(address);
     if (href !== null) return this.#add({ tag: "a", href, children: [address] }, address.length);
     this.#plain += found[0];
@@ -275,8 +275,13 @@ function destination(text, from) {
 
 /** Of a text that goes on: without markers at its end, of which it is not known what they are. */
 function withoutMarkers(text) {
+  return withoutEnd(text, "*_~`[");
+}
+
+/** A text without these characters at its end. */
+function withoutEnd(text, characters) {
   let end = text.length;
-  while (end && "*_~`[".includes(text[end - 1])) end -= 1;
+  while (end && characters.includes(text[end - 1])) end -= 1;
   return text.slice(0, end);
 }
 

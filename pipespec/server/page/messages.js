@@ -123,6 +123,6 @@ export function figuresOf({ figures, stopped, reason }, open) {
     words.push(`${figures.tokens} tokens`, `first after ${figures.first.toFixed(2)} s`);
   }
   if (stopped) words.push("stopped");
-  if (reason === "length" && !open) words.push("cut at the most tokens");
+  if (reason === "length" && !open) words.push("cut off at the token limit");
   return words.join(" · ");
 }

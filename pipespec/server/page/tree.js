@@ -56,7 +56,7 @@ export class TreeView {
     write(
       this.words,
       `Request ${tree.request}, step ${tree.step}: ${tree.size} ${tree.size > 1 ? "nodes" : "node"}${shown}, ${fed.length} in ` +
-        `flight; accepted since it was drawn before: ${tree.accepted.length}, pruned: ${pruned}.`,
+        `flight; accepted since the last drawing: ${tree.accepted.length}, pruned: ${pruned}.`,
     );
   }
 
@@ -111,7 +111,7 @@ export class TreeView {
     const kinds = {
       root: "the last accepted token",
       flight: `in flight, about stage ${stage}`,
-      waiting: "not fed",
+      waiting: "not scheduled",
       accepted: "accepted",
       pruned: "pruned",
     };

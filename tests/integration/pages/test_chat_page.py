@@ -118,7 +118,7 @@ def test_chat_by_keyboard_streams_the_servers_text(
     page.get_by_label("API key").wait_for()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
-    page.get_by_role("status").get_by_text("This server wants an API key").wait_for()
+    page.get_by_role("status").get_by_text("This server needs an API key").wait_for()
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")
     page.get_by_label("API key").wait_for(state="hidden")
@@ -139,9 +139,14 @@ def test_chat_by_keyboard_streams_the_servers_text(
     assert view.text("#announcement") == f"Answer: {text}"
     figures = view.text(".figures")
     assert "tokens per second" in figures and "24 tokens" in figures
-    assert "cut at the most tokens" in figures
+    assert "cut off at the token limit" in figures
     assert page.evaluate("document.activeElement.id") == "message"
     check_controls(page, least=14)
+    page.click("#show-settings")
+    page.get_by_label("System prompt").focus()
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#settings")
+    assert page.evaluate("document.activeElement.id") == "show-settings"
     for name in ("Tree", "Conversations", "New conversation"):
         page.get_by_role("button", name=name, exact=True).click()
     assert view.text("h2#title") == "New conversation"
@@ -201,6 +206,14 @@ def test_conversations_are_kept_renamed_exported_and_deleted(view: View) -> None
     page.click("#delete")
     page.reload()
     assert titles.all_inner_texts() == ["Second question"]
+    titles.first.click()
+    assert page.locator(".message").count() == 2
+    another_tab = page.context.new_page()
+    another_tab.goto(page.url)
+    another_tab.locator("#conversations button").click()
+    another_tab.click("#delete")
+    view.wait("document.querySelectorAll('.message').length === 0")
+    assert view.text("h2#title") == "New conversation"
 
 
 def test_errors_are_sentences_and_the_answer_can_be_tried_again(view: View) -> None:
@@ -266,8 +279,9 @@ def test_hostile_answers_stay_text(view: View) -> None:
     direction = "getComputedStyle([...document.querySelectorAll('.markdown p')].at(-1)).direction"
     assert page.evaluate(direction) == "rtl"
     assert view.text(".message.user .plain") == HOSTILE
-    # A long text that opens everything and closes nothing is drawn too.
-    replying(view, *(4_000 * ["**[`_![](https://<a|>\n- 1. "]))
+    # A long text that opens everything and closes nothing is drawn too, and a long address.
+    address = f"https://a{100_000 * '.'}b "
+    replying(view, address, *(4_000 * ["**[`_![](https://<a|>\n- 1. "]))
     page.get_by_role("button", name="Regenerate").click()
     assert "https" in answered(view)
 
@@ -356,7 +370,8 @@ def test_code_is_coloured_by_its_language(view: View) -> None:
         ['"a#b"', "string"],
         ["1.5", "number"],
     ]
-    assert view.page.evaluate(script, [code, "unheard-of"]) == []
+    for unknown in ("unheard-of", ""):
+        assert view.page.evaluate(script, [code, unknown]) == []
     assert view.page.evaluate(script, ["SELECT a -- b", "sql"]) == [
         ["SELECT", "keyword"],
         ["-- b", "comment"],
