@@ -195,8 +195,8 @@ class AsyncRequestLog:
         return found
 
     async def forget_conversation(self, name: str) -> bool:
-        """Keeps nothing under a name any more; whether there was anything. It counts towards the
-        bound until its turn comes, as one whose time is over."""
+        """Deletes what was kept under a name; whether there was anything. Its bytes count towards
+        the bound until it would have been the oldest one, as those of an expired one do."""
         command = ("DEL", f"{self._keys.conversations}:{name}")
         return bool(await self._patiently(self._pipe, command))
 

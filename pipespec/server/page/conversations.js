@@ -20,8 +20,8 @@ export function titleOf({ title, messages }) {
 export class Conversations {
   #all = new Map();
 
-  /** `changed(id)`: another tab has changed a conversation; one of which `isOpen(id)` stays as it is
-   * here. `problem(sentence)`: one is not kept. */
+  /** `changed(id)` is called when another tab has changed a conversation, unless `isOpen(id)`: that
+   * one stays as it is here. `problem(sentence)` is called when one cannot be kept. */
   constructor({ isOpen, changed, problem }) {
     this.problem = problem;
     for (const key of this.#keys()) this.#load(key);

@@ -102,8 +102,8 @@ def forced_json_family(name: str | None) -> ParserFamily:
     return ParserFamily(ForcedJson, (), new_id)
 
 
-# Texts of a template that reveal its family, all of them; the first row that fits. None: its calls
-# resemble those of a family below, which would not find them.
+# Texts of a template that reveal its family, all of them; the first row that fits. None: calls that
+# no parser reads, although the texts of a row below fit too.
 _SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
     ("mistral", ("[TOOL_CALLS]",)),

@@ -116,7 +116,7 @@ def test_chat_by_keyboard_streams_the_servers_text(
     view = opened("/chat", key=None, viewport={"width": 400, "height": 800}, color_scheme="dark")
     page = view.page
     page.get_by_label("API key").wait_for()
-    page.keyboard.type("wrong")
+    page.keyboard.type("wrong–ключ")
     page.keyboard.press("Enter")
     page.get_by_role("status").get_by_text("This server needs an API key").wait_for()
     page.keyboard.type(KEY)

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.imports import slow_imports
 
-
 NO_REDIS = ["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"]
 
 
