@@ -204,9 +204,10 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
         def together(times: Iterable[Number]) -> Number:
             return max(times) / len(members) + 2 * found["sum_ms"]
 
-        stage["layer_ms"] = together(times["layer_ms"] for times in of_each)
-        by_kind = zip(*(times.get("kind_ms", ()) for times in of_each), strict=False)
-        stage["kind_ms"] = [together(times) for times in by_kind]
+        if of_each:
+            stage["layer_ms"] = together(times["layer_ms"] for times in of_each)
+            by_kind = zip(*(times.get("kind_ms", ()) for times in of_each), strict=False)
+            stage["kind_ms"] = [together(times) for times in by_kind]
     return Worker(
         name,
         **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},

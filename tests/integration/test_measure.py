@@ -256,10 +256,19 @@ def test_devices_of_a_host_are_divided_between_draft_and_target(
     assert answer["hosts"] == {"devices": ["cpu", "cpu"], "draft": "alpha/0"}
     assert main([*arguments, str(one), *SETTINGS]) == 0
     assert "devices: [cpu, cpu]" in capsys.readouterr().out
+    three = tmp_path / "three.yaml"
+    three.write_text(text.replace("[cpu,", "[cpu, cpu,"))
     one.write_text(text + "draft: alpha/1\n")
-    for file, said in ((hosts_file, "has 2"), (one, "says already (draft)")):
-        assert main([*arguments, str(file), *SETTINGS]) == 2
+    for file, more, said in (
+        (hosts_file, SETTINGS, "has 2"),
+        (one, SETTINGS, "says already (draft)"),
+        (three, ["policy.width=9"], "rows a batch, but 9"),
+    ):
+        assert main([*arguments, str(file), *more]) == 2
         assert said in capsys.readouterr().err
+    stored(figures, tmp_path)  # in the same file
+    assert main([*arguments, str(three), *SETTINGS]) == 2
+    assert "measured without --groups" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])

@@ -158,7 +158,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             "--gpus."
         )
 
-    if arguments.devices or arguments.target_group_ms or arguments.draft_group_ms:
+    groups = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
+    if any(given is not None for given in groups):
         from pipespec.instruments.commands import plan_groups
 
         return plan_groups.run_plan(arguments)

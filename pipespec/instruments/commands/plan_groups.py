@@ -33,7 +33,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     from pipespec.instruments.plan.machine_profile import Profile
 
-    if not (arguments.target_group_ms and arguments.draft_group_ms and arguments.devices):
+    given = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
+    if any(each is None for each in given):
         raise ConfigError(
             "--devices, --target-group-ms and --draft-group-ms belong together: so many devices "
             "are divided by the times of groups of them."
@@ -76,6 +77,12 @@ def run_partition(
     from pipespec.instruments.plan.group_splits import divisions, predict_divisions
 
     (host,) = hosts_file.hosts
+    first = figures.members.get(host.workers[0], {})
+    if len(host.devices) > 2 and "sum_ms" not in first:
+        raise ConfigError(
+            "The figures were measured without --groups, so they lack the time in which devices "
+            "of a group add up; measure again with `pipespec partition --groups --json`."
+        )
     with progress("simulating"):
         found = predict_divisions(
             divisions(len(host.devices)),
@@ -138,7 +145,7 @@ def _machine(
     hosts_file: HostsFile, figures: Figures, config: Config, division: Division
 ) -> Machine | None:
     """The times of a division, of the layout that `partition` would choose; None: it does not
-    fit."""
+    fit. Raises ConfigError if the figures are of something else."""
     from pipespec.instruments.emulation.machine import TimeCurve
     from pipespec.instruments.plan.pipeline_times import Machine
     from pipespec.placement.measurements import problem
@@ -148,8 +155,9 @@ def _machine(
     divided = replace(
         hosts_file, hosts=(replace(host, groups=division.sizes),), draft=host.workers[0]
     )
+    measured = problem(divided, figures, config)
     try:
-        placement = plan_slices(problem(divided, figures, config))
+        placement = plan_slices(measured)
     except ConfigError:
         return None
     head_ms, *stages = placement.rank_ms

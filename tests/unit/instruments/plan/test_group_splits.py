@@ -80,6 +80,7 @@ def test_command_divides_devices_by_given_times(capsys: pytest.CaptureFixture[st
     for wrong, said in (
         (times[:2], "belong together"),
         ([times[0], "2:a", *times[2:]], "--target-group-ms is '2:a'"),
+        (["--devices", "0", *times], "--devices is 0"),
     ):
         assert main([*asked, *wrong]) == 2
         assert said in capsys.readouterr().err
