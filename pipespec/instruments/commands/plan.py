@@ -158,8 +158,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             "--gpus."
         )
 
-    groups = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
-    if any(given is not None for given in groups):
+    divided = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
+    if any(given is not None for given in divided):
         from pipespec.instruments.commands import plan_groups
 
         return plan_groups.run_plan(arguments)

@@ -77,8 +77,8 @@ def run_partition(
     from pipespec.instruments.plan.group_splits import divisions, predict_divisions
 
     (host,) = hosts_file.hosts
-    first = figures.members.get(host.workers[0], {})
-    if len(host.devices) > 2 and "sum_ms" not in first:
+    measured = figures.members.get(host.workers[0])
+    if len(host.devices) > 2 and measured is not None and "sum_ms" not in measured:
         raise ConfigError(
             "The figures were measured without --groups, so they lack the time in which devices "
             "of a group add up; measure again with `pipespec partition --groups --json`."

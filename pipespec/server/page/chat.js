@@ -160,9 +160,7 @@ function announce({ content, problem, stopped }) {
   write(byId("announcement"), problem ?? (stopped ? "Stopped." : `Answer: ${text}`));
 }
 
-function stop() {
-  running.get(current.id)?.controller.abort();
-}
+const stop = () => running.get(current.id)?.controller.abort();
 
 // --- what is shown ------------------------------------------------------------------------------
 
@@ -280,9 +278,7 @@ function fit() {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
-function onClick(id, action) {
-  byId(id).addEventListener("click", action);
-}
+const onClick = (id, action) => byId(id).addEventListener("click", action);
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
