@@ -65,6 +65,10 @@ class FaultStats:
         if self._down_since is None:
             self._down_since = fault.at_s
 
+    def ended(self, epoch: int) -> bool:
+        """Whether the newest fault ends this epoch."""
+        return bool(self.faults) and self.faults[-1].epoch == epoch
+
     def reclassify(self, kind: FaultKind) -> None:
         """Set the kind of the newest fault, once it is known why a link broke."""
         if not self._counted and self.faults[-1].kind is FaultKind.LINK_BROKE:

@@ -18,8 +18,6 @@ Threads share state by these rules:
 - The session's thread sends `stop`, an event. The listeners of the agents send deaths, by the queue
   `WorkerGroup.deaths`. `AgentHandle` says which of its fields its listener writes; what starts and
   ends an agent holds a lock, as both the session and the recovery do it.
-- In a worker, the thread of `Heartbeat` hands over epochs under its condition, and ends the links
-  of an epoch that is over. Everything else belongs to the worker's main thread.
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from pipespec.cluster.agent_handle import WorkerDeath
 from pipespec.cluster.cluster_state import ClusterState, LayoutChange
 from pipespec.cluster.fault_stats import Fault, FaultKind, FaultStats
+from pipespec.cluster.joined_pids import JoinedPids
+from pipespec.cluster.progress import MAX_FAULTS, STABLE_S, Progress
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.replanning import WeightsPending
 from pipespec.cluster.worker_group import WorkerGroup
@@ -51,10 +50,6 @@ LOOK_S = 0.1
 # A worker that has its weights joins within milliseconds, or after a few batches that it times:
 # within so many times the longest time of a step.
 JOIN_STEPS = 2
-# So many faults in a row end the cluster, unless a token was decided in between, or all ranks
-# had joined for so many seconds.
-MAX_FAULTS = 16
-STABLE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -100,20 +95,11 @@ class Recovery:
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
         self._preparing_at = 0.0  # when the host of a lost worker was last seen to start
-        self._faults_in_a_row = 0  # since a token was decided
-        self._new_faults = 0  # since `_give_up_without_progress` looked
+        self._progress = Progress(stall_s)
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
-        self._progress: tuple[object, ...] = ()  # changes as long as the cluster works
-        self._progress_at = time.monotonic()
-        self._num_finished = 0  # requests so far
-        self._lengths: dict[int, int] = {}  # in tokens, of every sequence that was admitted
-        # Process ids of the workers that joined this epoch, and of those that joined the last one.
-        self._pids: dict[str, int] = {}
-        self._previous_pids: dict[str, int] = {}
-        # Those of the workers that have joined an epoch of this assignment, with these weights.
-        self._loaded_pids: dict[str, int] = {}
+        self._pids = JoinedPids()
         self._begun_at = time.monotonic()  # when this epoch began
         self._plain = False  # whether weights must be dequantised, as of this epoch
         self._assignment = assignment  # of the next epoch, where it differs from `state`
@@ -171,7 +157,7 @@ class Recovery:
         while not self._stop.is_set():
             try:
                 with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
-                    if self._epoch_has_fault():
+                    if self._stats.ended(self._state.epoch):
                         self._begin_next_epoch(shared)
                     while not self._stop.is_set():
                         reached = time.monotonic()
@@ -214,30 +200,22 @@ class Recovery:
             for each in found
             if not each.start_failed
         ]
-        deaths = self._deaths()
-        joined = shared.attached(self._state.epoch)
-        self._pids = {
-            worker: joined[rank]
-            for rank, worker in enumerate(self._assignment.workers)
-            if rank in joined
-        } | {
-            worker: pid
-            for worker, pid in shared.followers(self._state.epoch).items()
-            if worker in self._assignment.everyone
-        }
+        reported = self._workers.deaths
+        deaths = [reported.get() for _ in range(reported.qsize())]
+        num_joined = self._pids.update(shared, self._state.epoch, self._assignment)
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
-            self._new_faults += not death.replaced
+            self._progress.new_faults += not death.replaced
             self._latest_reason = f"{death.worker} ended ({death.how})"
             kind = FaultKind.HOST_REPLACED if death.replaced else FaultKind.WORKER_ENDED
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
-            if _is_death_of(death, self._pids):
+            if self._pids.has_joined(death):
                 reasons.append((kind, self._latest_reason))
-            elif _is_death_of(death, self._previous_pids):
+            elif self._pids.had_joined(death):
                 self._stats.reclassify(kind)
                 self._publish_faults()
-        if len(joined) < len(self._assignment.workers):
+        if num_joined < len(self._assignment.workers):
             self._complete_since = None
         elif self._complete_since is None:
             self._complete_since = time.monotonic()
@@ -248,13 +226,12 @@ class Recovery:
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} has not renewed its lease")
             for worker in self._newly_silent(shared)
-            if worker in self._pids
+            if worker in self._pids.current
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
-        if self._stalls(shared):
+        if self._progress.stalls(shared, self._state.epoch, complete=self._state.complete):
             stalled = f"no step was completed for {self._stall_s:g} seconds"
             reasons.append((FaultKind.STEP_STALLED, stalled))
-        self._loaded_pids |= self._pids
         self._kill_hung()
         self._workers.restart_lost_hosts()
         self._update_counts(shared)
@@ -262,7 +239,7 @@ class Recovery:
             self._record_fault(*reasons[0])
         if reasons or self._must_replace():
             self._begin_next_epoch(shared)
-        elif self._new_faults:
+        elif self._progress.new_faults:
             self._give_up_without_progress(shared)
         elif self._change is not None and self._leases.alive.issuperset(
             self._change.assignment.everyone
@@ -279,9 +256,14 @@ class Recovery:
 
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
         log.info("epoch %d: %s", self._state.epoch, change.reason)
-        self._change, self._assignment = None, change.assignment
+        before, self._assignment = self._assignment, change.assignment
+        try:
+            self._begin_epoch(shared)
+        except Unreachable:  # it is made once Redis is back
+            self._assignment = before
+            raise
+        self._change = None
         self._state = replace(self._state, away=frozenset())
-        self._begin_epoch(shared)
         change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:
@@ -294,22 +276,6 @@ class Recovery:
         if self._stats.counts != self._published_counts:
             shared.count(self._stats.counts)
             self._published_counts = Counter(self._stats.counts)
-
-    def _stalls(self, shared: Membership) -> bool:
-        """Whether a request is running and all ranks have joined, but no step is completed: two
-        ranks may have lost each other, while both still reach Redis."""
-        now, complete, epoch = time.monotonic(), self._complete_since is not None, self._state.epoch
-        progress = (epoch, complete, shared.oldest_step(epoch), shared.progress())
-        if progress != self._progress or not complete or shared.idle():
-            self._progress, self._progress_at = progress, now
-        return now - self._progress_at > self._stall_s
-
-    def _deaths(self) -> list[WorkerDeath]:
-        assert self._workers is not None
-        found: list[WorkerDeath] = []
-        while not self._workers.deaths.empty():
-            found.append(self._workers.deaths.get())
-        return found
 
     def _newly_silent(self, shared: Membership) -> list[str]:
         """Workers whose lease has expired since the last call; one that stays silent is killed."""
@@ -329,18 +295,10 @@ class Recovery:
         assert self._workers is not None
         if time.monotonic() - self._begun_at < JOIN_STEPS * self._stall_s:
             return
-        for rank in range(len(self._assignment.workers)):
-            leader, *followers = self._assignment.members(rank)
-            late = [each for each in followers if each not in self._pids]
-            # The leader of a group joins after its followers.
-            for worker in late or {leader} - self._pids.keys():
-                pid = self._loaded_pids.get(worker, 0)
-                if pid == self._leases.pid(worker) and self._workers.kill(
-                    worker, self._begun_at, pid
-                ):
-                    log.info("%s renews its lease, but does not join: it is killed", worker)
-                    del self._loaded_pids[worker]  # a worker is killed once
-                    self._previous_pids.pop(worker, None)
+        for worker, pid in self._pids.late(self._assignment).items():
+            if pid == self._leases.pid(worker) and self._workers.kill(worker, self._begun_at, pid):
+                log.info("%s renews its lease, but does not join: it is killed", worker)
+                self._pids.note_kill(worker)
 
     def _must_replace(self) -> bool:
         """Whether a worker of the assignment has been away for too long and others can replace it;
@@ -371,13 +329,9 @@ class Recovery:
         self._record_fault(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
-    def _epoch_has_fault(self) -> bool:
-        faults = self._stats.faults
-        return bool(faults) and faults[-1].epoch == self._state.epoch
-
     def _record_fault(self, kind: FaultKind, reason: str) -> None:
         """Keep the first reason why an epoch must end."""
-        if not self._epoch_has_fault():
+        if not self._stats.ended(self._state.epoch):
             epoch = self._state.epoch
             self._stats.record_fault(Fault(epoch, kind, reason, time.monotonic()))
             self._publish_faults()
@@ -387,7 +341,7 @@ class Recovery:
         self._state = replace(self._state, faults=tuple(self._stats.faults))
 
     def _begin_next_epoch(self, shared: Membership) -> None:
-        self._new_faults += 1
+        self._progress.new_faults += 1
         self._latest_reason = self._stats.faults[-1].reason
         shared.note_fault(self._state.epoch, self._latest_reason)
         self._give_up_without_progress(shared)
@@ -402,35 +356,24 @@ class Recovery:
         begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
         if begun <= self._state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
-        if self._assignment != self._state.assignment or plain != self._plain:
-            self._loaded_pids.clear()  # the workers load other weights
+        loads = self._assignment != self._state.assignment or plain != self._plain
         self._plain, self._begun_at = plain, time.monotonic()
         self._state = replace(self._state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
-        self._previous_pids, self._pids = self._pids, {}
+        self._pids.begin_epoch(loads=loads)
         log.info("epoch %d begins", begun)
 
     def _give_up_without_progress(self, shared: Membership) -> None:
         """Give up after too many faults in a row between which no token was decided."""
-        finished, lengths = shared.finished(), dict(shared.progress())
-        # A sequence that is admitted again is no progress; a new token is.
-        grown = any(length > self._lengths.get(n, length) for n, length in lengths.items())
         since = self._complete_since
-        stalled = self._epoch_has_fault() and self._stats.faults[-1].kind is FaultKind.STEP_STALLED
+        stalled = (
+            self._stats.ended(self._state.epoch)
+            and self._stats.faults[-1].kind is FaultKind.STEP_STALLED
+        )
         stable = since is not None and time.monotonic() - since > STABLE_S and not stalled
-        if grown or stable or finished > self._num_finished:
-            self._faults_in_a_row = 0
-        self._num_finished, self._lengths = finished, self._lengths | lengths
-        self._faults_in_a_row += self._new_faults
-        self._new_faults = 0
-        if self._faults_in_a_row > MAX_FAULTS:
+        if self._progress.too_many_faults(shared, stable=stable):
             self._give_up(f"{self._latest_reason}; {MAX_FAULTS} faults without a new token.")
 
     def _give_up(self, reason: str) -> None:
         self._state = replace(self._state, failure=reason)
         self._stop.set()
-
-
-def _is_death_of(death: WorkerDeath, pids: Mapping[str, int]) -> bool:
-    """Whether the process that died is one of these."""
-    return death.worker in pids and death.pid in (None, pids[death.worker])
