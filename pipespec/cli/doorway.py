@@ -15,7 +15,7 @@ from pipespec.cluster.host_changes import MeasuredHost, measured, with_hosts
 from pipespec.cluster.join_server import JoinServer
 from pipespec.cluster.look_after_host import LOOK_S, look_after_host
 from pipespec.cluster.redis_setup import own_address
-from pipespec.config.hosts import Host, HostsFile, load_hosts
+from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.instruments.diagnostics.measure_hosts import measure_joined
 from pipespec.placement.costs import Problem
@@ -62,22 +62,33 @@ class Doorway:
 
         Raises ConfigError if the target does not fit.
         """
-        if self._door.hosts <= len(deployment.hosts):
+        count = self._door.hosts - len(deployment.hosts)
+        if count <= 0:
             return deployment
-        found: list[tuple[Host, MeasuredHost]] = []
-        self._invite(self._door.hosts - len(deployment.hosts))
-        while len(found) < self._door.hosts - len(deployment.hosts):
-            session = self._early.get()
+        found: dict[HostSession, MeasuredHost] = {}
+        self._invite(count)
+        while True:
+            for gone in [each for each in found if each.dismissed]:
+                del found[gone]
+                self._on_log(gone.host.name, "it has left before the cluster began")
+                self._invite(1)
+            if len(found) == count:
+                break
+            try:
+                session = self._early.get(timeout=LOOK_S)
+            except queue.Empty:
+                continue
             try:
                 session.tell("the host is measured")
-                found.append((session.host, measured(session.host, deployment, measure_joined)))
+                found[session] = measured(session.host, deployment, measure_joined)
                 session.tell("the cluster begins once all hosts are there")
-                self._with_it.add(session.host.name)
             except PipespecError as error:
                 self._on_log(session.host.name, f"it does not join: {error}")
                 session.dismiss(f"this host does not join: {error}", failed=True)
                 self._invite(1)
-        return replace(with_hosts(deployment, found, problem), changes=0)
+        hosts = [(session.host, each) for session, each in found.items()]
+        self._with_it = {host.name for host, _ in hosts}
+        return replace(with_hosts(deployment, hosts, problem), changes=0)
 
     def begin(self, cluster: ClusterSession) -> None:
         """The cluster has begun; others may join it."""

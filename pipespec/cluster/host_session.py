@@ -40,6 +40,11 @@ class HostSession:
         self._over = False
 
     @property
+    def dismissed(self) -> bool:
+        """Whether it was told to end."""
+        return self._over
+
+    @property
     def lost_s(self) -> float:
         """For how many seconds there has been no connection; 0: there is one."""
         return 0.0 if self._link is not None else time.monotonic() - self._lost_at

@@ -44,6 +44,7 @@ MOST_LINE_BYTES = 2**16
 CONNECT_S, PROVING_S, SENDING_S = 5.0, 10.0, 60.0
 NONCE_BYTES = 32
 LAUNCHER, HOST = "launcher", "host"
+NO_MESSAGES = "it sends something else than messages"
 
 
 class JoinLink:
@@ -66,7 +67,7 @@ class JoinLink:
         deadline = time.monotonic() + timeout
         while b"\n" not in self._unread:
             if len(self._unread) > MOST_LINE_BYTES:
-                raise ConnectionError("it sends something else than messages")
+                raise ConnectionError(NO_MESSAGES)
             chunk = self._read(MOST_LINE_BYTES, deadline)
             if not chunk:
                 return None
@@ -74,10 +75,10 @@ class JoinLink:
         line, _, self._unread = self._unread.partition(b"\n")
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise ConnectionError("it sends something else than messages")
+            raise ConnectionError(NO_MESSAGES)
         return found
 
     def read(self, most: int) -> bytes:
@@ -266,5 +267,5 @@ def _text(message: dict[str, Any] | None, *names: str) -> dict[str, Any]:
         value = message.get(name)
         # `compare_digest` takes ASCII alone.
         if not isinstance(value, str) or not value.isascii():
-            raise ConnectionError("it sends something else than messages")
+            raise ConnectionError(NO_MESSAGES)
     return message

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -27,11 +28,12 @@ from pipespec.cluster.host_session import HostSession
 from pipespec.cluster.join_link import JOIN, PROGRAM, RETURN, JoinLink
 from pipespec.cluster.join_token import Invitations, Refused, Token, encode_code, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
-from pipespec.config.hosts import JOINED, Host
+from pipespec.config.hosts import JOINED, LOCAL, Host
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError
 from pipespec.system.network_interfaces import resolve
 from pipespec.system.temporary_folder import private_folder
+from pipespec.system.validation import shown
 
 SOCKET = "programs"
 # Connections at once that have proven nothing yet; others are closed.
@@ -79,7 +81,7 @@ class JoinServer:
         certificate = Certificate.make()
         self._context = join_link.server_context(certificate)
         self._fingerprint = fingerprint_of(certificate.der)
-        self._taken = set(taken)
+        self._taken = {LOCAL, *taken}  # that is what this machine is called without a hosts file
         self._sessions: dict[str, HostSession] = {}  # by id
         self._lock = threading.Lock()
         self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)
@@ -90,8 +92,8 @@ class JoinServer:
             self._listener = socket.create_server((ip, port), family=family, backlog=MOST_UNPROVEN)
         except OSError as error:
             raise ConfigError(
-                f"Hosts cannot join at {address}:{port} ({error.strerror or error}); name an "
-                "address of this machine, and a free port, with --at ADDRESS:PORT."
+                f"Hosts cannot join at {address}:{port} ({_reason(error)}); name an address of "
+                "this machine, and a free port, with --at ADDRESS:PORT."
             ) from error
         self.address, self.port = ip, int(self._listener.getsockname()[1])
         self._folder = private_folder(SOCKET)
@@ -159,10 +161,16 @@ class JoinServer:
         """Raises Refused."""
         if purpose == JOIN:
             return self._invitations.secret(name)
+        if purpose not in (RETURN, PROGRAM):
+            raise Refused("this connection has no known purpose")
+        return self._session(name).key
+
+    def _session(self, name: str) -> HostSession:
+        """Raises Refused."""
         session = self._sessions.get(name)
-        if session is None or purpose not in (RETURN, PROGRAM):
+        if session is None:
             raise Refused("this host has left, or was never let in")
-        return session.key
+        return session
 
     def _let_in(
         self, link: JoinLink, purpose: str, name: str, said: Mapping[str, Any]
@@ -171,7 +179,7 @@ class JoinServer:
         Refused, OSError."""
         if purpose == JOIN:
             return self._let_host_in(link, name, said)
-        session = self._sessions[name]
+        session = self._session(name)
         if purpose == PROGRAM:
             number = said.get("number")
             if not isinstance(number, int) or not session.bring(number, link):
@@ -264,19 +272,16 @@ class JoinServer:
                 with suppress(OSError):
                     relay.sendall(json.dumps({"refused": str(refused)}).encode() + b"\n")
                 return
-            try:
+            back = threading.Thread(target=_copy_back, args=(link, relay), daemon=True)
+            with suppress(OSError):
                 relay.sendall(b"{}\n")
-                back = threading.Thread(target=_copy_back, args=(link, relay), daemon=True)
                 back.start()
-                with suppress(OSError):
-                    while chunk := relay.recv(CHUNK_BYTES):
-                        link.write(chunk)
-            except OSError:
-                return
-            finally:
-                link.end()
+                while chunk := relay.recv(CHUNK_BYTES):
+                    link.write(chunk)
+            link.end()
+            if back.is_alive():
                 back.join()
-                link.close()
+            link.close()
 
 
 def _copy_back(link: JoinLink, relay: socket.socket) -> None:
@@ -287,6 +292,12 @@ def _copy_back(link: JoinLink, relay: socket.socket) -> None:
         relay.shutdown(socket.SHUT_RDWR)
 
 
+def _reason(error: OSError) -> str:
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)  # `create_server` adds the address to its text
+
+
 def _host_of(said: Any) -> Host:
     """What a host says of itself. Raises Wrong."""
     if not isinstance(said, dict) or set(said) != {"name", "address", "devices"}:
@@ -294,8 +305,12 @@ def _host_of(said: Any) -> Host:
     found = [each for group in devices("devices", said["devices"]) for each in group]
     if not 0 < len(found) <= MOST_DEVICES:
         raise Wrong(f"devices must be 1 to {MOST_DEVICES}.")
+    address = said["address"]
     try:
-        address = resolve(str(said["address"]))
+        ip = resolve(str(address))
     except (OSError, UnicodeError):
-        raise Wrong("its address is none.") from None
-    return Host(host_name("name", said["name"]), address, devices=tuple(found))
+        raise Wrong(
+            f"its address is {shown(address)}, which the launcher cannot resolve; name another one "
+            "with --address."
+        ) from None
+    return Host(host_name("name", said["name"]), ip, devices=tuple(found))

@@ -17,14 +17,21 @@ from dataclasses import replace
 
 import pytest
 
+from pipespec.cli import doorway
+from pipespec.cli.invite import Door
 from pipespec.cluster import discovery, host_session, join_client, join_link, join_server, ssh
+from pipespec.cluster.deployment import Deployment, decide
+from pipespec.cluster.host_changes import MeasuredHost
 from pipespec.cluster.host_session import HostSession
 from pipespec.cluster.join_client import Admission, JoinedHost, Launcher, enter
 from pipespec.cluster.join_link import JOIN, JoinLink
 from pipespec.cluster.join_server import JoinServer, ask_for_invitation
 from pipespec.cluster.join_token import Token, decode_code, id_of
+from pipespec.config.compose import compose
+from pipespec.config.hosts import LOCAL
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError, HostFailed
+from pipespec.placement.costs import Worker
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import listening
 from tests.helpers.waiting import until
@@ -213,25 +220,69 @@ def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
             assert len(stranger.recv(100)) <= 7  # an alert of TLS
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    for said in (b"{}\n", b"[1]\n", b"\n", b'{"for": 1, "id": [], "nonce": null}\n'):
+    deep, long = b"[" * 10_000 + b"\n", b"1" * 2**18
+    for said in (b"{}\n", b"\n", deep, long, b'{"for": 1, "id": [], "nonce": null}\n'):
         with (
             socket.create_connection(where, PATIENCE_S) as plain,
             context.wrap_socket(plain) as stranger,
             stranger.makefile("rb") as lines,
         ):
             assert set(json.loads(lines.readline())) == {"version", "nonce"}
-            stranger.sendall(said)
             with suppress(OSError):
+                stranger.sendall(said)
                 assert lines.readline() == b""
     assert cluster.sessions.empty()
     join(cluster.token())[1].close()
 
 
 def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
-    links = [join(cluster.token(), name) for name in ("alpha", "beta", "beta")]
-    assert [admission.name for admission, _ in links] == ["alpha-2", "beta", "beta-2"]
+    links = [join(cluster.token(), name) for name in ("alpha", "beta", "beta", LOCAL)]
+    names = [admission.name for admission, _ in links]
+    assert names == ["alpha-2", "beta", "beta-2", f"{LOCAL}-2"]
     for _, link in links:
         link.close()
+
+
+def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:
+    token = cluster.token()
+    with pytest.raises(HostFailed, match=r"address is '10\.0\.0\.256', which .* --address"):
+        enter(launcher_of(token), token.secret, "beta", ["cpu"], "10.0.0.256")
+    join(token)[1].close()
+
+
+def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
+    monkeypatch.setattr(
+        doorway, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
+    )
+    tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
+    left = threading.Event()
+
+    def on_log(name: str, sentence: str) -> None:
+        if name == "waiting":
+            tokens.put(Token.decode(sentence.split()[-1]))
+        elif (name, sentence) == ("early", "it has left before the cluster began"):
+            left.set()
+
+    made = doorway.Doorway(Door(hosts=3), replace(deployment, open_to=ADDRESS), on_log)
+    found: list[Deployment] = []
+    problem = deployment.placement.problem
+    with made.server, ExitStack() as stack:
+        thread = threading.Thread(
+            target=lambda: found.append(made.await_hosts(deployment, problem))
+        )
+        thread.start()
+        early = join(tokens.get(timeout=PATIENCE_S), "early")[1]
+        early.send({"leave": True})
+        assert left.wait(PATIENCE_S)
+        for name in ("beta", "gamma"):
+            link = join(tokens.get(timeout=PATIENCE_S), name)[1]
+            stack.callback(link.close)
+        thread.join(PATIENCE_S)
+    assert [host.name for host in found[0].joined] == ["beta", "gamma"]
+    early.close()
 
 
 def test_a_code_lets_in_a_host_that_does_not_know_the_certificate(cluster: Cluster) -> None:
