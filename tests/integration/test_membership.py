@@ -457,6 +457,34 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
     assert "recoveries" not in shared.totals()
 
 
+def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, begin_epoch, lost = life.worker(), epoch_control.begin_epoch, []
+    other = RankAssignment(ASSIGNMENT.workers, ASSIGNMENT.layers, changes=1)
+    begun: list[RankAssignment] = []
+
+    def lose_once(*args: str) -> int:
+        if not lost:
+            lost.append(args)
+            raise Unreachable("Redis was lost")
+        return begin_epoch(*args)
+
+    with recovery_of(life) as recovery:
+        monkeypatch.setattr(epoch_control, "begin_epoch", lose_once)
+        recovery.watch(Processes())
+        recovery.change(LayoutChange(other, "", lambda: begun.append(recovery.state.assignment)))
+
+        def renewed() -> bool:
+            for worker in other.everyone:
+                shared.renew(worker, os.getpid())
+            return bool(begun)
+
+        until(renewed)
+        assert begun == [recovery.state.assignment] == [other]
+        assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
+
+
 def killed_without_joining_again(
     life: Life, assignment: RankAssignment, join: Callable[[int], object]
 ) -> list[str]:
