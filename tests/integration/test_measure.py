@@ -10,9 +10,10 @@ import pytest
 
 from pipespec.cli.main import main
 from pipespec.config.compose import compose
-from pipespec.config.hosts import load_hosts
+from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.checkpoint import inspect
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, HostFailed
+from pipespec.instruments.diagnostics.examine_hosts import measure_links
 from pipespec.instruments.diagnostics.measure_devices import main as run_measure
 from pipespec.instruments.diagnostics.measure_devices import measure
 from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
@@ -277,3 +278,9 @@ def test_a_file_without_figures_is_refused(text, tmp_path):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"figures\.json'"):
         Figures.read(str(file))
+
+
+def test_a_link_to_an_address_that_the_host_does_not_have_is_refused():
+    hosts = (Host("a", "127.0.0.1", "local"), Host("b", "192.0.2.9", "local"))
+    with pytest.raises(HostFailed, match=r"no interface of b has its address 192\.0\.2\.9"):
+        measure_links(HostsFile("lab", hosts), "b")

@@ -106,9 +106,14 @@ def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
     """Round trip and rate between a host and each of the others, in both directions. Raises
     HostFailed."""
     with _Examination(hosts_file, {}) as examination:
-        for step in (examination.start_probe, examination.reach_peers):
-            for host in hosts_file.hosts:
-                step(host.name)
+        for host in hosts_file.hosts:
+            examination.start_probe(host.name)
+        for each, seen in examination.seen.items():
+            if seen.listening is not None and seen.listening.problem is not None:
+                address = hosts_file.host(each).address
+                raise HostFailed(f"no interface of {each} has its address {address}; correct it")
+        for host in hosts_file.hosts:
+            examination.reach_peers(host.name)
         for other in hosts_file.hosts:
             if other.name != name:
                 examination.measure(name, other.name)
