@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -141,6 +142,12 @@ class HostChanges:
             distribute_weights(replace(after, fetched=False), on_warning=print_error)
             self._change_to(after, f"{name} is gone")
             self._take_away(name, after)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No host joins or leaves within the block."""
+        with self._changing:
+            yield
 
     def ranks_of(self, host: Host) -> str:
         """The ranks of a host and their layers, in words."""

@@ -44,8 +44,8 @@ def replace_hosts(
 ) -> None:
     """Replace every host on which another version is installed than it runs; the head's comes last.
 
-    Hosts that are started by hand stay as they are. `python` and `env` of a host are read from the
-    hosts file anew.
+    Hosts that are started by hand, or that have joined, stay as they are. `python` and `env` of a
+    host are read from the hosts file anew.
 
     Raises:
         ConfigError: the hosts file no longer describes these hosts.
@@ -79,7 +79,8 @@ def replace_hosts(
 def current_hosts(deployment: Deployment) -> list[Host]:
     """The hosts that the launcher starts, the head's last, with `python` and `env` as the hosts
     file says now. Raises ConfigError."""
-    file, known = deployment.config.cluster.hosts, deployment.hosts
+    file = deployment.config.cluster.hosts
+    known = tuple(host for host in deployment.hosts if host not in deployment.joined)
     if file is not None:
         now = {host.name: host for host in load_hosts(file).hosts}
         lacking = [host.name for host in known if host.name not in now]

@@ -136,7 +136,8 @@ class ClusterSession:
     def replace_hosts(self, on_replaced: Callable[[Replaced], None]) -> None:
         """Have hosts of which another version is installed run that one, one host after another;
         see `host_replacement`. Raises ConfigError, HostFailed, RankFailed."""
-        replace_hosts(self, self._cluster, on_replaced)
+        with self.changes.paused():
+            replace_hosts(self, self._cluster, on_replaced)
 
     def finish(self) -> None:
         """Wait until all submitted requests have finished and the ranks have ended."""

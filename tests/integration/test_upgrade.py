@@ -17,6 +17,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.cluster.fault_stats import FaultKind
 from pipespec.cluster.host_replacement import Replaced, current_hosts
 from pipespec.config.compose import compose
+from pipespec.config.hosts import JOINED, Host
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, HostFailed
@@ -125,6 +126,8 @@ def test_host_runs_another_version_and_a_running_request_goes_on_with_the_same_t
 def test_hosts_file_that_lacks_a_host_of_the_cluster_is_refused(hosts_file: Path) -> None:
     deployment = decide(compose([f"cluster={hosts_file}"]))
     assert [host.name for host in current_hosts(deployment)] == ["b", "a"], "the head's is last"
+    joined = deployment.knowing([Host("c", "10.0.0.3", f"{JOINED}/run/socket")])
+    assert current_hosts(joined) == current_hosts(deployment), "one that has joined stays as it is"
     text = hosts_file.read_text()
     hosts_file.write_text(text.replace('"name": "b"', '"name": "c"'))
     with pytest.raises(ConfigError, match="no longer has the host b; keep the hosts"):
