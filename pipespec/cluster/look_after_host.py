@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from pipespec.cluster.host_changes import HostChanges, Measure
@@ -10,6 +11,8 @@ from pipespec.errors import PipespecError
 
 # Seconds between two checks of a host.
 LOOK_S = 0.5
+# Seconds between two tries to have the others go on without a host that is gone.
+RETRY_S = 5.0
 # How much longer than the cluster waits for its workers a host may be away.
 LONGER_S = 10.0
 
@@ -75,8 +78,13 @@ def look_after_host(
             session.dismiss("this host has left the cluster", failed=False)
             return
     on_log(name, failure)
-    try:
-        changes.lost(name)
-    except PipespecError as error:
-        on_log(name, f"the others cannot go on without it: {error}")
     session.dismiss(failure, failed=True)
+    problem = None
+    while not changes.over():
+        try:
+            changes.lost(name)
+            return
+        except PipespecError as error:
+            if problem != (problem := str(error)):
+                on_log(name, f"the others cannot go on without it yet: {problem}")
+        time.sleep(RETRY_S)

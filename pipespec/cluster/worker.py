@@ -104,7 +104,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
             if deployment.shared:  # its host may have got others than for the first epoch
                 laid_out = replace(known, layers=assignment.layers)
-                here = on_this_host(deployment, hosts[worker], parts_of_rank(laid_out, rank))
+                here = on_this_host(known, hosts[worker], parts_of_rank(laid_out, rank))
             mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             try:
                 if mine.config.decode.form is not None and rank in (0, mine.layout.last):
