@@ -140,7 +140,7 @@ class JoinedHost:
                 self._say(str(message["over"]))
                 return
         raise HostFailed(
-            f"the launcher cannot be reached since {AWAY_S:g} s; check that the cluster is up"
+            f"the launcher could not be reached for {AWAY_S:g} s; check that the cluster is up"
         )
 
     def leave(self) -> None:

@@ -162,7 +162,7 @@ class JoinServer:
         if purpose == JOIN:
             return self._invitations.secret(name)
         if purpose not in (RETURN, PROGRAM):
-            raise Refused("this connection has no known purpose")
+            raise Refused("the purpose of this connection is not known")
         return self._session(name).key
 
     def _session(self, name: str) -> HostSession:
