@@ -107,6 +107,7 @@ def test_host_runs_another_version_and_a_running_request_goes_on_with_the_same_t
             write_hosts(hosts_file, a=newer)
             started.cluster.replace_hosts(replaced.append)
             with Membership(started.cluster.url, started.cluster.namespace) as shared:
+                until(shared.progress)  # the head of the new epoch has admitted it
                 ((_, length),) = shared.progress()
         if replaced and len(prompt) + len(tokens) > length + LATER:
             started.client.cancel(request)
