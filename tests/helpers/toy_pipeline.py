@@ -72,6 +72,10 @@ class ToyModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 4 * torch.eye(VOCABULARY)[hidden[:, 0].long() % VOCABULARY]
 
+    def best_tokens(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        best = self.logits(hidden).max(-1)
+        return best.values, best.indices
+
 
 def layer(stored: np.ndarray, positions: np.ndarray) -> int:
     return int((31 + (stored + 7) * (positions**2 + 3)).sum()) % PRIME
