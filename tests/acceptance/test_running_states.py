@@ -248,6 +248,7 @@ def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     assert cached == [0, 64, len(asked[0]) - 1]
 
 
+@pytest.mark.long
 def test_preemption_changes_no_text(crowd):
     """With KV for the prompts of all requests, but not for their answers."""
     clusters, path, common = crowd

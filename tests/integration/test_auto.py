@@ -63,6 +63,7 @@ def download(caches: Path, name: str, folder: Path) -> Path:
     return snapshot
 
 
+@pytest.mark.long
 def test_auto_decodes_with_the_models_that_it_chose_for_two_hosts(
     caches: Path, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def test_text_is_unchanged_when_a_link_is_cut_until_an_epoch_has_ended(cluster, 
     assert cluster.hear("tokens")["tokens"] == texts["sampled"]
 
 
+@pytest.mark.long
 def test_text_is_unchanged_when_a_host_is_lost_and_comes_back(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     agent = os.getsid(found["pids"]["b/0"])

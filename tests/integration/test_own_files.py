@@ -43,6 +43,7 @@ def settings(tmp_path: Path, file: Path) -> list[str]:
     return [f"cluster={file}", f"model.target={tmp_path / 'alpha'}"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hosts_with_their_own_files_alone_decode_the_same_text(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

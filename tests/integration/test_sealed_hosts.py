@@ -93,6 +93,7 @@ def told(tokens: list[int], prompt_length: int, streams: dict[tuple[int, int], b
     return sum(any(row in stream for stream in streams.values()) for row in rows)
 
 
+@pytest.mark.long
 def test_eavesdropper_between_hosts_reads_nothing_and_changes_no_text(bed: Testbed) -> None:
     found: dict[str, list[list[int]]] = {}
     readable = {}

@@ -39,6 +39,7 @@ LOADS = rf"{NAME}: the cluster loads; until it is ready http://127\.0\.0\.1:\d+ 
 ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # it starts two clusters
 def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bool) -> None:
     server = Server(place, "--api-key", KEY, *SETTINGS)

@@ -168,6 +168,7 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
     assert "s3cret" not in said
 
 
+@pytest.mark.long
 def test_launch_prints_worker_output_until_ctrl_c(environment, capfd):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))

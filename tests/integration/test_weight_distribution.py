@@ -450,6 +450,7 @@ def processes_of(cache: Path) -> list[psutil.Process]:
 
 
 @needs_root
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("hub")
 def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_path: Path) -> None:

@@ -315,6 +315,7 @@ def test_page_stays_fluent_with_many_requests(server: Server, view: View) -> Non
     assert sorted(gaps)[int(0.9 * len(gaps))] < LATE_FRAME_MS, told
 
 
+@pytest.mark.long
 def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> None:
     arguments = ("--on", NAME, "--api-key", KEY, "--shutdown-timeout", "30")
     with serving(place, *arguments) as first:
