@@ -43,6 +43,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--devices is {arguments.devices}, but the draft and the target need one each."
         )
+    if arguments.stages is not None or arguments.stage_ms or arguments.profile:
+        raise ConfigError(
+            "--devices plans groups from the times of groups alone; leave --stages, --stage-ms and "
+            "--profile out."
+        )
     target_ms = _times("--target-group-ms", arguments.target_group_ms)
     draft_ms = _times("--draft-group-ms", arguments.draft_group_ms)
     profile = Profile().replaced(curve=arguments.curve, spread=arguments.spread)

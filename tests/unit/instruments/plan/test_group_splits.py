@@ -79,6 +79,7 @@ def test_command_divides_devices_by_given_times(capsys: pytest.CaptureFixture[st
     assert (first["draft"], first["members"], first["draft_ms"]) == (1, 3, 2.0)
     for wrong, said in (
         (times[:2], "belong together"),
+        ([*times, "--stages", "2"], "leave --stages"),
         ([times[0], "2:a", *times[2:]], "--target-group-ms is '2:a'"),
         (["--devices", "0", *times], "--devices is 0"),
     ):
