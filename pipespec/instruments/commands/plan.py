@@ -94,13 +94,15 @@ def add(commands: Commands) -> None:
         "--tensor-parallel",
         type=list_of(int),
         metavar="N,...",
-        help="devices that compute the layers of so many stages together (1: each a stage)",
+        help="devices that compute the layers of so many stages together (1: each a stage); of "
+        "several numbers the best is recommended",
     )
     command.add_argument(
         "--sum-ms",
         type=float,
         metavar="MS",
-        help="what adding up takes such a group for the layers of one stage (0)",
+        help="what adding up takes such a group for the layers of one stage (0; with --gpus, as "
+        "with NVLink)",
     )
     command.add_argument(
         "--devices",

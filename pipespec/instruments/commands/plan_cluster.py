@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         context=arguments.context or CONTEXT,
         curve=tuple(arguments.curve or ()),
         spread=arguments.spread,
+        members=tuple(arguments.tensor_parallel or (1,)),
+        sum_ms=arguments.sum_ms,
     )
     found = cluster_plan.plan(
         asked, default_policy("best_first"), num_tokens=arguments.tokens, seed=arguments.seed
@@ -72,10 +74,13 @@ def _print(found: ClusterPlan) -> None:
         round_ms = f"{found.cluster.machine.round_ms(1):.1f} ms"
         table.add_row("0", found.cluster.draft.name, "draft", gib, "", "", round_ms, "")
     for rank, stage in enumerate(found.cluster.stages, 1):
+        gpus = f"{stage.members} x {stage.gpu.name}" if stage.members > 1 else stage.gpu.name
         times = [f"{stage.times.ms(rows):.1f} ms" for rows in (1, 16, 64)]
         sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes + stage.state_bytes))
-        table.add_row(str(rank), stage.gpu.name, str(stage.layers), *sizes, *times)
+        table.add_row(str(rank), gpus, str(stage.layers), *sizes, *times)
     show(table)
+    if found.share.size > 1:
+        _print_groups(found, kept)
     show(f"Plain pipeline parallelism (policy=root): {found.plain_ms:.0f} ms between tokens.")
     for each in found.predicted:
         low = min(each.tbt_ms, found.plain_ms)
@@ -88,4 +93,18 @@ def _print(found: ClusterPlan) -> None:
     show(
         "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft unless "
         "--curve states it; `pipespec partition` measures."
+    )
+
+
+def _print_groups(found: ClusterPlan, kept: str) -> None:
+    """Print what the GPUs of a group have, and the settings that make such groups."""
+    size, heads = found.share.size, found.share.repeated_kv_heads
+    repeated = size_text(max(stage.repeated_bytes for stage in found.cluster.stages))
+    again = f", and {heads} KV head{'s' * (heads > 1)} of each layer once more" if heads else ""
+    show(
+        f"Weights and {kept} are those of each of {size} GPUs at most: {repeated} of norms and "
+        f"other weights are on all of them{again}.",
+        "What a group takes to add up is ASSUMED to be that of GPUs with NVLink; --sum-ms states "
+        "your own.",
+        f"Recommended: cluster.tensor_parallel={size} cluster.stages={len(found.cluster.stages)}",
     )

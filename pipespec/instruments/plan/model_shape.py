@@ -249,16 +249,26 @@ def published() -> dict[str, Mapping[str, Any]]:
 
 
 def find(model: str) -> ModelShape:
-    """The shape of a model in a folder, in the shipped table, or on the hub, of which only
-    config.json is fetched. Raises ModelError."""
+    """The shape of a model (`raw_config`). Raises ModelError."""
+    name, raw = _named_config(model)
+    return ModelShape.from_config(name, raw)
+
+
+def raw_config(model: str) -> Mapping[str, Any]:
+    """The config.json of a model in a folder, in the shipped table, or on the hub, of which only
+    that file is fetched. Raises ModelError."""
+    return _named_config(model)[1]
+
+
+def _named_config(model: str) -> tuple[str, Mapping[str, Any]]:
     if not Path(model).expanduser().exists():
         known = {_family(name): name for name in published()}
         name = known.get(_family(model))
         if name is not None:
-            return ModelShape.from_config(name, published()[name])
+            return name, published()[name]
     file = resolve_config(model)
     try:
-        return ModelShape.from_config(model, read_json(file))
+        return model, read_json(file)
     except Unreadable as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
 

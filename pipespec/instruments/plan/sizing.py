@@ -2,18 +2,20 @@
 
 Times are those of reading weights and of arithmetic (`hardware`), so they are ASSUMED, and so is
 the accuracy of the draft. What a plan is for is the difference between clusters, and what does not
-fit; `pipespec plan --profile` takes measured times.
+fit; `pipespec plan --profile` takes measured times. A stage is a GPU, or a tensor-parallel group of
+equal ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipespec.errors import ConfigError
 from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.plan.hardware import GPU
+from pipespec.instruments.plan.member_share import MemberShare, whole_model
 from pipespec.instruments.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape
 from pipespec.instruments.plan.pipeline_times import Machine
 
@@ -23,13 +25,21 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 USUAL_ROWS = 16
 # ASSUMED: nodes of a draft round, what a round takes on the host, and a layer for its launches.
 DRAFT_NODES, ROUND_MS, LAUNCH_MS = 16, 0.5, 0.02
+# ASSUMED: what the GPUs of a group take to add up a layer's two sums. Four with NVLink take 12.0
+# and 15.3 us (SwiftSpec, Table 3).
+SUM_MS = 0.0273
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A GPU with layers of the target. Bytes of weights, of KV of the whole context, and of running
-    states with their tree nodes."""
+    """A GPU, or so many equal ones, with layers of the target.
+
+    Attributes:
+        weight_bytes, kv_bytes, state_bytes: of weights, of KV of the whole context, and of running
+            states with their tree nodes, on each of the GPUs at most.
+        repeated_bytes: of the weights, those that all GPUs of the stage have.
+    """
 
     gpu: GPU
     layers: int
@@ -37,6 +47,81 @@ class PlannedStage:
     kv_bytes: float
     state_bytes: float
     times: TimeCurve
+    members: int = 1
+    repeated_bytes: float = 0.0
+
+    @property
+    def num_bytes(self) -> float:
+        """Of each of its GPUs."""
+        return self.weight_bytes + self.kv_bytes + self.state_bytes
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target as its GPUs have it.
+
+    Attributes:
+        weights: of its layers, one of WEIGHT_BYTES.
+        context: tokens of all requests together.
+        nodes: tree nodes whose entries a layer with a running state keeps.
+        share: what a GPU of a group has.
+        sum_ms: what such a group takes to add up, for a layer.
+    """
+
+    shape: ModelShape
+    weights: str
+    context: int
+    nodes: int
+    share: MemberShare
+    sum_ms: float
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of a layer's weights on each GPU."""
+        return self.share.layer_bytes(self.weights)
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of K and V in a layer on each GPU."""
+        return self.shape.kv_bytes(self.context) * self.share.kv
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the running states of a layer, which every GPU has."""
+        return self.shape.state_bytes(self.nodes)
+
+    def ends(self, place: int, last: int) -> float:
+        """Bytes of embedding and LM head on each GPU of a stage."""
+        return self.shape.head_bytes * self.share.vocabulary * ((place == 0) + (place == last))
+
+    def times(self, gpu: GPU, layers: int, *, has_head: bool) -> TimeCurve:
+        """Of a stage with so many layers, by rows."""
+        shape, share = self.shape, self.share
+        of_layer, of_head = share.of_layer(shape), has_head * share.vocabulary
+
+        def ms(rows: int) -> float:
+            read = layers * shape.read_bytes(self.weights, rows) * of_layer
+            flops = layers * shape.layer_flops(rows) * of_layer
+            read, flops = (
+                read + of_head * shape.head_bytes,
+                flops + of_head * shape.head_flops(rows),
+            )
+            return gpu.ms(read, flops) + layers * self.sum_ms
+
+        return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))
+
+    def stage(self, gpu: GPU, layers: int, place: int, last: int) -> PlannedStage:
+        """A GPU, or a group of them, with so many layers."""
+        return PlannedStage(
+            gpu,
+            layers,
+            layers * self.layer_bytes + self.ends(place, last),
+            layers * self.kv_bytes,
+            layers * self.state_bytes,
+            self.times(gpu, layers, has_head=place == last),
+            self.share.size,
+            layers * self.share.repeated_bytes(self.weights) if self.share.size > 1 else 0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +142,8 @@ def clusters(
     weights: str,
     context: int,
     nodes: int = 0,
+    share: MemberShare | None = None,
+    sum_ms: float = 0.0,
 ) -> list[PlannedCluster]:
     """The target on all GPUs but that of the draft, one for each kind of GPU that could be that.
 
@@ -65,32 +152,37 @@ def clusters(
         weights: of the target's layers, one of WEIGHT_BYTES; the draft's are bfloat16.
         context: tokens of all requests together.
         nodes: tree nodes whose entries a layer with a running state keeps.
+        share: what each GPU of a group has of the target; None: each GPU is a stage.
+        sum_ms: what a group takes to add up, for a layer.
 
     Raises ConfigError if the models do not fit.
     """
-    found = []
+    share = share or whole_model(target)
+    placed = Target(target, weights, context, nodes, share, sum_ms if share.size > 1 else 0.0)
+    found, divisible = [], False
     for own, rest in _draft_gpus(draft, gpus, context, nodes):
-        split = _split(target, rest, weights, context, nodes)
-        if split is None:
+        groups = _groups(rest, share.size)
+        divisible = divisible or groups is not None
+        split = None if groups is None else _split(placed, groups)
+        if groups is None or split is None:
             continue
         last = len(split) - 1
         stages = tuple(
-            PlannedStage(
-                gpu,
-                layers,
-                layers * target.layer_bytes(weights) + _ends(target, place, last),
-                layers * target.kv_bytes(context),
-                layers * target.state_bytes(nodes),
-                _times(target, gpu, layers, weights, has_head=place == last),
-            )
-            for place, (gpu, layers) in enumerate(zip(rest, split, strict=True))
+            placed.stage(gpu, layers, place, last)
+            for place, (gpu, layers) in enumerate(zip(groups, split, strict=True))
         )
         hop = _hop(target, link)
         draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
         curves = tuple(stage.times for stage in stages)
         found.append(PlannedCluster(stages, own, Machine(curves, hop, draft_ms)))
+    if not found and not divisible:
+        beside = "" if draft is None else " beside the draft's"
+        raise ConfigError(
+            f"The GPUs{beside} cannot be divided into groups of {share.size} equal ones, in their "
+            "order; give others, or another --tensor-parallel."
+        )
     if not found:
-        raise ConfigError(_no_room(target, draft, gpus, weights, context, nodes))
+        raise ConfigError(_no_room(placed, draft, gpus))
     return found
 
 
@@ -120,42 +212,32 @@ def _draft_bytes(draft: ModelShape, context: int, nodes: int) -> float:
     return draft.parameters * ITEM + draft.num_layers * kept
 
 
-def _ends(target: ModelShape, place: int, last: int) -> float:
-    """Bytes of embedding and LM head on a stage."""
-    return target.head_bytes * ((place == 0) + (place == last))
+def _groups(gpus: Sequence[GPU], size: int) -> list[GPU] | None:
+    """The GPU of each group of `size` equal ones that follow each other; None: there are others."""
+    found = [gpus[first : first + size] for first in range(0, len(gpus), size)]
+    equal = all(len(group) == size and len(set(group)) == 1 for group in found)
+    return [group[0] for group in found] if equal else None
 
 
-def _split(
-    target: ModelShape, gpus: Sequence[GPU], weights: str, context: int, nodes: int
-) -> list[int] | None:
-    """Layers of each GPU, so that the slowest takes as little time as possible; None: no room."""
-    last = len(gpus) - 1
-    kept = target.kv_bytes(context) + target.state_bytes(nodes)
-    per_layer = target.layer_bytes(weights) + kept
+def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
+    """Layers of each stage, so that the slowest takes as little time as possible; None: no room."""
+    last, num_layers = len(gpus) - 1, target.shape.num_layers
+    per_layer = target.layer_bytes + target.kv_bytes + target.state_bytes
     room = [
-        int((gpu.usable_bytes - _ends(target, i, last)) // per_layer) for i, gpu in enumerate(gpus)
+        int((gpu.usable_bytes - target.ends(i, last)) // per_layer) for i, gpu in enumerate(gpus)
     ]
-    if last >= target.num_layers or min(room) < 1 or sum(room) < target.num_layers:
+    if last >= num_layers or min(room) < 1 or sum(room) < num_layers:
         return None
     layers = [1] * len(gpus)
 
     def longer_ms(place: int) -> float:
-        times = _times(target, gpus[place], layers[place] + 1, weights, has_head=place == last)
+        times = target.times(gpus[place], layers[place] + 1, has_head=place == last)
         return times.ms(USUAL_ROWS)
 
-    for _ in range(target.num_layers - len(gpus)):
+    for _ in range(num_layers - len(gpus)):
         fit = [place for place, most in enumerate(room) if layers[place] < most]
         layers[min(fit, key=longer_ms)] += 1
     return layers
-
-
-def _times(target: ModelShape, gpu: GPU, layers: int, weights: str, *, has_head: bool) -> TimeCurve:
-    def ms(rows: int) -> float:
-        read = layers * target.read_bytes(weights, rows) + has_head * target.head_bytes
-        flops = layers * target.layer_flops(rows) + has_head * target.head_flops(rows)
-        return gpu.ms(read, flops)
-
-    return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))
 
 
 def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
@@ -166,30 +248,26 @@ def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
     return TimeCurve(tuple((rows, link.latency_ms + rows * ms) for rows in (1, ROWS[-1])))
 
 
-def _no_room(
-    target: ModelShape,
-    draft: ModelShape | None,
-    gpus: Sequence[GPU],
-    weights: str,
-    context: int,
-    nodes: int,
-) -> str:
+def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
     """What does not fit, and what would make it fit."""
     beside = "" if draft is None else f", one of which {draft.name} takes,"
-    needed = target.num_layers * target.layer_bytes(weights) + 2 * target.head_bytes
-    kv = target.num_layers * target.kv_bytes(context)
-    states = target.num_layers * target.state_bytes(nodes)
+    shape, size, context, nodes = target.shape, target.share.size, target.context, target.nodes
+    ends = 2 * shape.head_bytes * target.share.vocabulary
+    needed = size * (shape.num_layers * target.layer_bytes + ends)
+    kv = size * shape.num_layers * target.kv_bytes
+    states = size * shape.num_layers * target.state_bytes
     usable = sum(gpu.usable_bytes for gpu in gpus)
+    divided = f" in groups of {size} GPUs" if size > 1 else ""
     said = (
-        f"{target.name} does not fit: it takes {needed / GIB:.1f} GiB with {weights} weights and "
-        f"{kv / GIB:.1f} GiB for {context} tokens of context"
-        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and these "
+        f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with {target.weights} weights "
+        f"and {kv / GIB:.1f} GiB for {context} tokens of context"
+        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}{divided}, and these "
         f"{len(gpus)} GPUs{beside} "
         f"have room for {usable / GIB:.1f} GiB"
     )
     for smaller in WEIGHT_BYTES:
-        if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[weights] and any(
-            _split(target, rest, smaller, context, nodes)
+        if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[target.weights] and any(
+            (groups := _groups(rest, size)) and _split(replace(target, weights=smaller), groups)
             for _, rest in _draft_gpus(draft, gpus, context, nodes)
         ):
             return f"{said}; --weights {smaller} would fit."

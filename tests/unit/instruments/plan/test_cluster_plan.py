@@ -14,6 +14,7 @@ from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.plan.hardware import GPUS, parse_gpus
+from pipespec.instruments.plan.member_share import member_share
 from pipespec.instruments.plan.model_shape import ModelShape, find, published
 from pipespec.instruments.plan.sizing import clusters
 from pipespec.placement.rank_needs import STATES
@@ -196,6 +197,43 @@ def test_a_hop_has_the_latency_and_the_bytes_of_the_rows():
     assert found.machine.hop.ms(64) == pytest.approx(0.1 + 8.389, abs=0.001)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma2", "cohere", "deepseek_v3"])
+def test_a_member_of_a_group_holds_what_is_planned_for_it(model_type: str, size: int):
+    """Layers, embedding and head, to a tenth; the KV heads exactly."""
+    folder = shared(model_type)
+    info = inspect(folder)
+    share = member_share(str(folder), find(str(folder)), size)
+    part = info.loaded_part(info.loaded("bfloat16", None), size, 0, "bfloat16")
+    layers = NUM_LAYERS * share.layer_bytes("bfloat16")
+    assert layers == pytest.approx(sum(part.layers), rel=0.1)
+    assert share.vocabulary * info.loaded("bfloat16", None).embedding == part.embedding
+    assert share.kv * info.kv_size == info.kv_size_per_member(size)
+    weights, heads = info.repeated(size, range(NUM_LAYERS), "bfloat16")
+    assert share.repeated_kv_heads == heads
+    assert NUM_LAYERS * share.repeated_bytes("bfloat16") == pytest.approx(weights, rel=0.1)
+
+
+def test_groups_of_equal_gpus_are_stages():
+    gpus = [GPUS["h100"]] * 2 + [GPUS["l4"]] * 6
+    share = member_share("meta-llama/Llama-3.1-70B", TARGET, 2)
+    how = {"weights": "int4", "context": 4096, "share": share}
+    (found,) = clusters(TARGET, None, gpus, None, **how, sum_ms=0.0)
+    assert [(stage.gpu.name, stage.members) for stage in found.stages] == [
+        ("h100", 2),
+        *(("l4", 2) for _ in range(3)),
+    ]
+    alone = clusters(TARGET, None, gpus, None, weights="int4", context=4096)[0]
+    assert found.machine.plain_tbt_ms == pytest.approx(alone.machine.plain_tbt_ms / 2, rel=0.1)
+    sums = clusters(TARGET, None, gpus[:2], None, **how, sum_ms=0.1)[0].machine.plain_tbt_ms
+    none = clusters(TARGET, None, gpus[:2], None, **how, sum_ms=0.0)[0].machine.plain_tbt_ms
+    assert sums == pytest.approx(none + 80 * 0.1)
+    for stage in found.stages:
+        assert stage.num_bytes <= stage.gpu.usable_bytes
+    with pytest.raises(ConfigError, match="groups of 2 equal ones"):
+        clusters(TARGET, None, [GPUS["h100"], GPUS["l4"]], None, **how)
+
+
 def test_the_draft_gets_each_kind_of_gpu_in_turn():
     gpus = [GPUS["h100"], GPUS["a100-80gb"], GPUS["h100"], GPUS["l4"]]
     found = clusters(TARGET, DRAFT, gpus, None, weights="bfloat16", context=2048)
@@ -228,6 +266,18 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
     assert "right for 70%" in shown and "ASSUMED" in shown
 
 
+def test_the_command_takes_the_best_size_of_groups(capsys: pytest.CaptureFixture[str]):
+    options = ["--gpus", "l4,h100:16", "--weights", "int4", "--tokens", "60"]
+    assert main([*ASKED, *options, "--tensor-parallel", "1,16"]) == 0
+    shown = capsys.readouterr().out
+    assert "16 x h100" in shown and "cluster.tensor_parallel=16 cluster.stages=1" in shown
+    assert "8 KV heads of each layer once more" in shown
+    dear = ["--tensor-parallel", "1,16", "--sum-ms", "50", "--json"]
+    assert main([*ASKED, *options, *dear]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [stage["gpus"] for stage in found["stages"]] == [1] * 16
+
+
 def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixture[str]):
     kimi, nemotron = MIXED
     asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
@@ -253,6 +303,9 @@ def test_without_a_draft_the_plain_pipeline_is_predicted(capsys: pytest.CaptureF
         ([*ASKED, "--gpus", "h100:2", "--weights", "int3"], "--weights is 'int3'"),
         ([*ASKED, "--gpus", "h100:2", "--link", "2gbe"], "emulate_link"),
         ([*ASKED, "--gpus", "h100:2", "--context", "0"], "context"),
+        ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "2"], "groups of 2 equal ones"),
+        ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "5"], "tensor_parallel"),
+        ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "3", "--sum-ms", "-1"], "sum_ms"),
         ([*ASKED, "policy=root", "--gpus", "h100:2"], "takes model.target and model.draft"),
         (["plan", "--gpus", "h100:2"], "needs model.target"),
         (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
