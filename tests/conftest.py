@@ -39,7 +39,7 @@ from tests.helpers.results import write_results
 
 # Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
 fixed = settings(deadline=None, derandomize=True, database=None)
-settings.register_profile("fixed", fixed, max_examples=30)
+settings.register_profile("fixed", fixed, max_examples=20)
 settings.register_profile("long", fixed, max_examples=200)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")

@@ -77,6 +77,7 @@ def test_cascade_gives_the_text_of_hugging_face(trio, redis, policy, stages, syn
     assert [tokens for tokens, *_ in answers] == trio[-1]
 
 
+@pytest.mark.long
 def test_concurrent_sampled_requests_of_a_cascade_get_the_texts_they_get_alone(
     trio, redis, watched
 ):

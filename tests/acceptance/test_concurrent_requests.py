@@ -230,6 +230,7 @@ def test_ctrl_c_right_after_submitting_cancels_the_request(clusters, prompts, mo
     assert end.reason == "cancelled"
 
 
+@pytest.mark.long
 def test_preemption_changes_no_text(clusters, prompts):
     """KV for some 150 tokens, and a crowd that wants 324: greedy and sampled, one cancelled."""
     running = clusters.running(*CROWD, *BEST_FIRST, "model.kv_memory=800KiB", *SHORT)

@@ -76,6 +76,7 @@ def test_every_line_of_a_file_is_answered(place: Sandbox, tmp_path: Path) -> Non
     assert sorted(line.partition("|")[0] for line in out.splitlines()) == prompts
 
 
+@pytest.mark.long
 def test_a_structured_output_fits_its_form(place: Sandbox) -> None:
     out = run(place, "structured_output.py").strip()
     found = json.loads(out.replace("'", '"'))

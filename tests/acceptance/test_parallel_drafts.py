@@ -77,6 +77,7 @@ def test_parallel_draft_gives_the_text_of_hugging_face_under_every_policy(
     assert len(proposers) == 1 and all_free(proposers)
 
 
+@pytest.mark.long
 def test_concurrent_requests_with_a_parallel_draft_get_the_texts_they_get_alone(
     pair, redis, proposers
 ):

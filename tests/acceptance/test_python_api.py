@@ -282,6 +282,7 @@ def left(place: Sandbox) -> list[object]:
     return [*place.processes(), *(place.folder / "tmp").iterdir()]
 
 
+@pytest.mark.long
 def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(
     tmp_path: Path, expected: list[list[int]]
 ) -> None:
@@ -316,6 +317,7 @@ def test_ctrl_c_ends_a_call_and_the_cluster_stays_usable(
         until(lambda: not left(place))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
 )

@@ -188,6 +188,7 @@ def statistics(running: Running) -> dict[str, int]:
     return seen.statistics
 
 
+@pytest.mark.long
 def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
     clusters, path, _ = crowd
     asked = prompts([3, 40, 17, 80, 5, 33, 60, 9])

@@ -125,6 +125,7 @@ def test_structured_output_continues_in_a_new_epoch(redis, expected, share):
         assert [token for event in accepted for token in event.tokens] == answer
 
 
+@pytest.mark.long
 def test_structured_output_decodes_more_tokens_per_step(redis):
     """Where the grammar allows one token, it is drafted with certainty."""
     made = grammar_from_json_schema(SCHEMAS["nested"])

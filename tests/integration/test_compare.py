@@ -49,6 +49,7 @@ def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(
     assert wide["rows_per_step"] <= 4
 
 
+@pytest.mark.long
 def test_the_table_is_renewed_while_the_ways_decode_and_ctrl_c_leaves_nothing(
     place: Sandbox,
 ) -> None:

@@ -156,6 +156,7 @@ def test_an_announcement_that_came_too_late_is_dropped(cluster: Cluster) -> None
     assert not cluster.ranks[0]._ready
 
 
+@pytest.mark.long
 def test_thousands_of_steps_leave_no_more_behind_than_a_few(
     cluster: Cluster, pipe: RedisConnection
 ) -> None:

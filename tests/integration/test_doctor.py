@@ -291,6 +291,7 @@ def test_an_address_that_leads_to_another_machine(
     assert open_pairs == {("alpha", "gamma"), ("gamma", "alpha")}
 
 
+@pytest.mark.long
 def test_addresses_at_which_hosts_cannot_be_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +474,7 @@ def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
     assert measured == {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
 
 
+@pytest.mark.long
 def test_a_host_whose_links_are_all_cut(bed: testbed.Testbed) -> None:
     for other in ("a", "b"):
         bed.cut(other, "c")

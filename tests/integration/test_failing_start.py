@@ -120,6 +120,7 @@ def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path, tempor
     assert seconds < limit_s()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("package", "setting", "sentence"),
     [
@@ -143,6 +144,7 @@ def test_missing_extra_on_one_host_is_named_with_that_host(
     assert seconds < limit_s()
 
 
+@pytest.mark.long
 def test_missing_torch_on_one_host_is_named_with_that_host(bed, tmp_path):
     said, _ = generate(bed, {"env": without("torch", tmp_path)}, hung_up())
 

@@ -321,6 +321,7 @@ def start(tmp_path: Path, program: str = FETCH) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_fetch_that_is_killed_at_any_moment_goes_on(
     hub: Hub, model: Path, tmp_path: Path, long: bool

@@ -90,6 +90,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "how"), CASES)
 def test_weights_of_few_bits_are_computed_on_a_gpu(
     tmp_path: Path, make: Callable[[Path], Path], how: dict[str, Any]

@@ -18,6 +18,8 @@ from tools.rig.fp4_files import FORMS, pack
 
 PROMPT = list(range(20, 33))
 NEW_TOKENS = 12
+# Of the two forms, the other one is left to the long tests.
+SOME = [form if form == "mxfp4" else pytest.param(form, marks=pytest.mark.long) for form in FORMS]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def fp4(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME)
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
     path, plain = fp4(form, model_type)
@@ -59,7 +61,7 @@ def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
     assert model.num_weight_bytes <= 1.15 * in_files
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME)
 def test_the_text_of_kept_weights_is_one_for_stages_and_policies(fp4, form):
     path, _ = fp4(form)
 

@@ -160,7 +160,7 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
     return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_the_text_of_kept_weights_is_one_for_every_stage_count_and_policy(fp8, model_type):
     path, _ = fp8("deepseek", model_type)
     expected = text(path, "cluster.stages=1", "policy=root")
@@ -169,6 +169,7 @@ def test_the_text_of_kept_weights_is_one_for_every_stage_count_and_policy(fp8, m
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", ["no", "auto"])
 def test_token_ids_in_float32_are_those_of_the_dequantised_model(fp8, keep):
     for kind, model_type in (("compressed channel", "llama"), ("deepseek", "deepseek_v3")):

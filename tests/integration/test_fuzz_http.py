@@ -167,6 +167,7 @@ def told(items: list[Any]) -> str:
     return "\n".join([f"{len(items)}:", *map(str, items[:SHOWN])])
 
 
+@pytest.mark.long
 def test_cases_are_the_same_in_every_run() -> None:
     first = [(case.name, case.sent[:1000]) for case in cases(COUNT, SEED)]
     assert first == [(case.name, case.sent[:1000]) for case in cases(COUNT, SEED)]

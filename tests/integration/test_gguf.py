@@ -70,6 +70,9 @@ YARN = {
 }
 # Kinds whose weights or texts several tests compare.
 OFTEN_READ = ("glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+# Kinds, and types of blocks, of which every run of the tests decodes a text.
+READ = ("llama", "deepseek_v2", "gemma3_text", "gpt_oss")
+BLOCKS = (Type.Q4_0, Type.Q4_K, Type.Q8_0)
 # What llama.cpp takes for granted of an architecture.
 GRANTED = {
     "qwen2": {
@@ -195,7 +198,7 @@ def test_a_slice_holds_the_dequantised_weights_bit_for_bit(files, kind, stored):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.long) if kind in OFTEN_READ else kind
+        kind if kind in READ else pytest.param(kind, marks=pytest.mark.long)
         for kind in ("llama", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES, *SPECIAL)
     ],
 )
@@ -245,7 +248,11 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
     return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3)], NEW_TOKENS)
 
 
-@pytest.mark.parametrize("stored", KEPT, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "stored",
+    [each if each in BLOCKS else pytest.param(each, marks=pytest.mark.long) for each in KEPT],
+    ids=lambda each: each.name,
+)
 def test_blocks_stay_as_they_are(files, stored):
     """The logits are those of the dequantised model, and memory is foretold."""
     path = files("llama", stored)
@@ -307,6 +314,7 @@ def test_experts_stay_in_their_blocks(files, kind, most):
     assert model.num_weight_bytes <= most * in_file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -341,11 +349,16 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
     ("kind", "stored"),
     [
         ("llama", Type.Q4_0),
-        ("qwen3_moe", Type.Q8_0),
-        pytest.param("glm4_moe", Type.Q6_K, marks=pytest.mark.long),
-        ("gpt_oss", Type.Q4_0),
-        ("deepseek_v3", Type.Q8_0),
-        pytest.param("ministral3", Type.Q5_1, marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("qwen3_moe", Type.Q8_0),
+                ("glm4_moe", Type.Q6_K),
+                ("gpt_oss", Type.Q4_0),
+                ("deepseek_v3", Type.Q8_0),
+                ("ministral3", Type.Q5_1),
+            )
+        ),
     ],
 )
 def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored, long):
@@ -358,6 +371,7 @@ def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, 
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
+@pytest.mark.long
 def test_a_scaled_rotary_embedding_is_read(tmp_path):
     """Linear scaling, by one of two names, and Llama 3's, by the divisors of its frequencies."""
     rope = {"rope_theta": 1000.0}

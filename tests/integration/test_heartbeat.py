@@ -277,6 +277,7 @@ with Heartbeat(url, "heartbeat", "alpha/1", patience_s=60) as heartbeat:
 """
 
 
+@pytest.mark.long
 def test_a_rank_whose_neighbour_dies_in_the_middle_of_a_message_ends_soon(
     server: EmbeddedRedis, tmp_path: Path
 ) -> None:

@@ -235,6 +235,7 @@ def idle(server: Server, count: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_idle_connections_do_not_use_up_few_descriptors(place: Sandbox) -> None:
     with (
         serving(place, "--on", NAME, files=128) as server,
@@ -249,6 +250,7 @@ def test_idle_connections_do_not_use_up_few_descriptors(place: Sandbox) -> None:
         assert server.http.get("/load").json() == {"server_load": 1}
 
 
+@pytest.mark.long
 def test_idle_connections_of_an_address_are_evicted_for_its_next(place: Sandbox) -> None:
     most = ("--max-connections-per-address", "4")
     asked = {"prompt": "a", "stream": True}
@@ -292,6 +294,7 @@ def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:
     assert len(lines) <= 1, lines
 
 
+@pytest.mark.long
 def test_pipelined_requests_on_a_closing_connection_log_no_traceback(place: Sandbox) -> None:
     body = b'{"prompt": "a"}'
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

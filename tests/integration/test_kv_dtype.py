@@ -39,7 +39,10 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
     return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [form if form == "fp8" else pytest.param(form, marks=pytest.mark.long) for form in FORMS],
+)
 def test_the_text_is_one_for_every_stage_count_and_policy(model, form):
     kept = f"model.kv_dtype={form}"
     expected = text(model, kept, "cluster.stages=1", "policy=root")

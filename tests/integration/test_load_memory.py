@@ -51,16 +51,16 @@ class Case:
 
 # A matrix that is made plain is in memory as stored, in float32 and as what it becomes.
 CASES = (
-    Case("Q4_K", "bfloat16", GGUF, 4.5, 4, short=True),
+    Case("Q4_K", "bfloat16", GGUF, 4.5, 4),
     Case("Q6_K", "bfloat16", GGUF, 6.6, 4, 6 * MB),
-    Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 6 * MB, short=True),
+    Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 6 * MB),
     Case("Q8_0", "float32", None, 8.5, 12),
     # Held as mapped.
     *(Case(f"fp8 {kind}", "bfloat16", FP8, 0, 4, 0, kind == FP8_KINDS[0]) for kind in FP8_KINDS),
     Case("fp8 deepseek", "float32", FP8, 0, 4, 0),
     Case("fp8 deepseek", "bfloat16", None, 8, 8),
     # Pages beside those of the layer are mapped.
-    Case(MXFP4, "bfloat16", MXFP4, 4.25, 4, 1 * MB, short=True),
+    Case(MXFP4, "bfloat16", MXFP4, 4.25, 4, 1 * MB),
     Case(NVFP4, "bfloat16", NVFP4, 4.5, 4, 1 * MB),
     Case("awq", "bfloat16", PACKED_INT4, 4.5, 4, short=True),
     Case("awq", "float32", None, 4.5, 8),

@@ -131,6 +131,7 @@ def test_text_is_unchanged_when_redis_is_killed(cluster, texts):
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "link", [pytest.param("ab", marks=LONG), "bc", pytest.param("ac", marks=LONG)]
 )

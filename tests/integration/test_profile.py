@@ -34,6 +34,7 @@ NUM_LAYERS = 16
 TIMES = ("emulate=fixed", "emulate.stage_ms=40", "emulate.draft_ms=4")
 
 
+@pytest.mark.long
 def test_profile_predicts_what_the_bench_then_measures(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,9 +75,8 @@ FORMATS: dict[str, Callable[[Path, str], Path]] = {
 }
 # One of each way in which parts are read, and experts.
 OFTEN = (
-    *(("awq", "mixtral"), ("gptq", "llama"), ("gptq reordered", "llama")),
-    *(("compressed asymmetric", "llama"), ("fp8 deepseek", "llama"), ("nvfp4", "llama")),
-    *(("fp8 compressed channel", "llama"), ("gguf Q4_K", "llama"), ("gguf Q8_0", "mixtral")),
+    *(("awq", "mixtral"), ("gptq reordered", "llama"), ("fp8 deepseek", "llama")),
+    *(("nvfp4", "llama"), ("gguf Q4_K", "llama")),
 )
 
 

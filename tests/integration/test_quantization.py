@@ -240,6 +240,7 @@ for quantization in {list(QUANTIZATIONS)}:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.long
 def test_target_and_draft_are_quantised_each_in_its_way(quantised, long):
     """Through the whole product, the target plain, quantised as it loads, quantised before."""
     asked = {"prompt": tuple(SURE), "max_new_tokens": NEW_TOKENS}

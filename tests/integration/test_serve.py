@@ -312,6 +312,7 @@ def test_impossible_constraints_are_refused_without_delaying_others(
     assert client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
 
 
+@pytest.mark.long
 def test_same_seed_gives_the_same_text_and_no_seed_a_new_one(client: openai.OpenAI) -> None:
     def text(**more: Any) -> str:
         asked = {"model": MODEL, "max_tokens": 12, "prompt": PROMPTS[0]} | more
@@ -672,6 +673,7 @@ def test_fault_is_counted_and_no_counter_decreases(
     assert server.metric(decided) > before + 80
 
 
+@pytest.mark.long
 def test_second_server_of_a_cluster_has_its_own_keys_and_queue(
     place: Sandbox, server: Server, tmp_path: Any
 ) -> None:
@@ -724,6 +726,7 @@ def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
             server.http.get("/health")
 
 
+@pytest.mark.long
 def test_shutdown_timeout_of_zero_ends_the_server_at_once(place: Sandbox, server: Server) -> None:
     with serving(place, "--on", NAME, "--shutdown-timeout", "0") as ending:
         client = ending.openai()

@@ -95,6 +95,7 @@ def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
     assert left(place) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_repeatedly_failing_launcher_is_given_up(
     place: Sandbox,

@@ -139,8 +139,6 @@ def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, e
     ("worker", "how"),
     [
         (FOLLOWER, signal.SIGSTOP),
-        (LEADER, signal.SIGKILL),
-        (OF_THE_DRAFT, signal.SIGKILL),
         *(
             pytest.param(worker, how, marks=pytest.mark.long)
             for worker in WORKERS
@@ -190,9 +188,8 @@ def of_quantised(quantised: Running, prompts: list[list[int]]) -> list[list[int]
     return answers(quantised, prompts, "policy=root")
 
 
-@pytest.mark.parametrize(
-    "way", [way if way == OFTEN[0] else pytest.param(way, marks=pytest.mark.long) for way in WAYS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_members_share_a_quantised_target(quantised, prompts, of_quantised, way):
     """In four bits, by groups of which one of three members has more; one text for all policies."""
     assert quantised.cluster.deployment.weight_format(quantised.cluster.deployment.target) == "int4"
@@ -200,16 +197,10 @@ def test_members_share_a_quantised_target(quantised, prompts, of_quantised, way)
     assert answers(quantised, prompts, way) == of_quantised
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("worker", "how"),
-    [
-        (UNEQUAL_WORKERS[3], signal.SIGKILL),
-        *(
-            pytest.param(worker, how, marks=pytest.mark.long)
-            for worker in UNEQUAL_WORKERS[1:]
-            for how in (signal.SIGKILL, signal.SIGSTOP)
-        ),
-    ],
+    [(worker, how) for worker in UNEQUAL_WORKERS[1:] for how in (signal.SIGKILL, signal.SIGSTOP)],
 )
 def test_the_same_quantised_text_though_a_member_is_lost(
     quantised, prompts, of_quantised, worker, how

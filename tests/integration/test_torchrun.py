@@ -113,6 +113,7 @@ def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capf
     assert not [name for name in left if name.startswith(("pipespec", "torchelastic"))]
 
 
+@pytest.mark.long
 def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_reason(environment):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS)

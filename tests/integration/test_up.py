@@ -388,6 +388,7 @@ def test_a_stranger_on_the_machine_gets_nowhere(
 # --- how a cluster ends -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_the_next(
     up: Sandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -424,6 +425,7 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     assert up.files() == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a loaded machine takes its time, and may lose a lease by itself
 def test_a_lost_rank_interrupts_no_request_and_is_counted(
     guest: Sandbox, capsys: pytest.CaptureFixture[str], long: bool

@@ -256,6 +256,7 @@ def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
     assert hub.weight_bytes <= 1.02 * size_of(served)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hosts_get_their_tensors_of_a_gguf_file(
     hub: Hub, prompt: list[int], long: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -370,7 +371,10 @@ def in_view(folder: Path, path: Path, python: str, *, hide: bool) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "named",
-    ["model.target", "the host's entry", pytest.param("a GGUF file", marks=pytest.mark.long)],
+    [
+        "the host's entry",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("model.target", "a GGUF file")),
+    ],
 )
 def test_a_folder_that_only_another_host_has_is_enough(
     named: str, hub: Hub, served: Path, expected: list[int], tmp_path: Path

@@ -150,6 +150,7 @@ def test_a_host_passes_on_what_it_is_still_getting(hosts: Hosts) -> None:
         assert hosts.hashes(each).items() <= right.items()
 
 
+@pytest.mark.long
 def test_bytes_pass_through_the_launcher_where_a_link_is_cut(hosts: Hosts) -> None:
     hosts.distribute()
     hosts.bed.cut("b", "c")
@@ -212,6 +213,7 @@ def processes_of(cache: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_a_host_that_is_killed_while_others_read_from_it_is_named(hosts: Hosts) -> None:
     hosts.distribute()
     shutil.rmtree(hosts.hosts.cache("c"))

@@ -137,6 +137,7 @@ def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
     return sum(run.ms for run in runs) / sum(run.tokens for run in runs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_stages", "gain"), [(1, 1.01), pytest.param(2, 1.02, marks=pytest.mark.long)]
 )

@@ -36,6 +36,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
         yield found
 
 
+@pytest.mark.long
 def test_attention_and_graphs_pass(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(correctness, "BACKENDS", ("static", "triton"))
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32,))

@@ -270,6 +270,7 @@ def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
     assert wide.bound_ms == pytest.approx(18.4 * (0.99 + 0.01 * 3))
 
 
+@pytest.mark.long
 def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
     asked = methods("root", "level", "best_first", widths=[4, 16], rounds=[1, 2])
     given = {"num_tokens": 200, "seed": 3}
@@ -309,6 +310,7 @@ def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit()
     assert auto.step_ms == pytest.approx(10, rel=0.05)
 
 
+@pytest.mark.long
 def test_the_sooner_a_better_model_scores_the_tree_the_faster_is_the_text():
     small, better = Accuracy({1: 0.6, 16: 0.95}, 0.8), Accuracy({1: 0.85, 8: 0.99}, 0.8)
     alone, late, soon, free = (
