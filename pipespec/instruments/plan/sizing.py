@@ -50,11 +50,6 @@ class PlannedStage:
     members: int = 1
     repeated_bytes: float = 0.0
 
-    @property
-    def num_bytes(self) -> float:
-        """Of each of its GPUs."""
-        return self.weight_bytes + self.kv_bytes + self.state_bytes
-
 
 @dataclass(frozen=True)
 class Target:
@@ -100,12 +95,9 @@ class Target:
         of_layer, of_head = share.of_layer(shape), has_head * share.vocabulary
 
         def ms(rows: int) -> float:
-            read = layers * shape.read_bytes(self.weights, rows) * of_layer
-            flops = layers * shape.layer_flops(rows) * of_layer
-            read, flops = (
-                read + of_head * shape.head_bytes,
-                flops + of_head * shape.head_flops(rows),
-            )
+            read = layers * of_layer * shape.read_bytes(self.weights, rows)
+            read += of_head * shape.head_bytes
+            flops = layers * of_layer * shape.layer_flops(rows) + of_head * shape.head_flops(rows)
             return gpu.ms(read, flops) + layers * self.sum_ms
 
         return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))

@@ -229,7 +229,7 @@ def test_groups_of_equal_gpus_are_stages():
     none = clusters(TARGET, None, gpus[:2], None, **how, sum_ms=0.0)[0].machine.plain_tbt_ms
     assert sums == pytest.approx(none + 80 * 0.1)
     for stage in found.stages:
-        assert stage.num_bytes <= stage.gpu.usable_bytes
+        assert stage.weight_bytes + stage.kv_bytes <= stage.gpu.usable_bytes
     with pytest.raises(ConfigError, match="groups of 2 equal ones"):
         clusters(TARGET, None, [GPUS["h100"], GPUS["l4"]], None, **how)
 
