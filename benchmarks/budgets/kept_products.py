@@ -23,7 +23,7 @@ from benchmarks.common import experiment
 from pipespec.engine.block_linear import make_linear
 from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 
 ROWS = (1, 4, 16, 64, 512)
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from benchmarks.common import experiment
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
-from pipespec.engine.recurrence.sizes import recurrent_sizes
+from pipespec.engine.recurrence.state_sizes import recurrent_sizes
 
 NODES = 64
 PROMPT = 100

@@ -17,7 +17,7 @@ def with_models(settings: list[str], command: str) -> list[str]:
     if AUTO not in settings:
         return settings
 
-    from pipespec.instruments.model_choice.auto import choose_settings, explicit_command
+    from pipespec.instruments.model_choice.choose_for_hosts import choose_settings, explicit_command
 
     found = choose_settings([text for text in settings if text != AUTO], command)
     show(

@@ -14,7 +14,7 @@ from pipespec.console.prompt import read_prompt
 from pipespec.console.terminal import labelled, progress, show, shown, write
 
 if TYPE_CHECKING:
-    from pipespec.client.generate import Result
+    from pipespec.client.single_generation import Result
     from pipespec.cluster.deployment import Deployment
     from pipespec.console.arguments import Commands
 
@@ -72,8 +72,8 @@ def decode(
     """Decode a prompt on the running cluster of that name, or on one of its own."""
     if on is not None:
         from pipespec.client import registry
-        from pipespec.client.generate import ask
         from pipespec.client.request_settings import RequestSettings
+        from pipespec.client.single_generation import ask
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
@@ -112,10 +112,10 @@ def _decode_here(
         RankFailed: a rank died; the others have been ended.
     """
     from pipespec.client import answers
-    from pipespec.client.generate import ask
     from pipespec.client.local_cluster import asking
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings
+    from pipespec.client.single_generation import ask
     from pipespec.cluster import session
     from pipespec.cluster.deployment import fit_context
 

@@ -36,7 +36,7 @@ from pipespec.engine.quantization import (
     QUANTIZATIONS,
     require_package,
 )
-from pipespec.engine.recurrence.sizes import RecurrentSizes
+from pipespec.engine.recurrence.state_sizes import RecurrentSizes
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.tp_divisibility import require_tp_divisible
 from pipespec.engine.tp_shares import tp_shares

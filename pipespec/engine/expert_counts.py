@@ -1,8 +1,7 @@
 """Counts how many experts the rows of a batch choose, in the layers that are mixtures of experts.
 
 Every row reads its own experts' weights, so this says what further rows of a batch cost. Rows of a
-text choose more alike than chance: `pipespec.instruments.emulation.machine.with_experts` has the
-model, which these counts fit.
+text choose more alike than chance, which `pipespec plan --experts` takes into account.
 """
 
 from __future__ import annotations

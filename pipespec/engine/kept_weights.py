@@ -21,7 +21,7 @@ from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.row_parts import row_parts

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipespec.engine.architectures import WRAPPERS, count_field
 from pipespec.engine.formats import gguf
-from pipespec.engine.recurrence.sizes import (
+from pipespec.engine.recurrence.state_sizes import (
     RecurrentSizes,
     layers_with_kv,
     layers_with_state,
@@ -21,7 +21,7 @@ from pipespec.engine.safetensors_headers import Tensor, read_json
 from pipespec.engine.tp_divisibility import has_plan
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
-from pipespec.system.cache import cached_call
+from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, shown, typed
 
 # Characters of another library's message in an error message.

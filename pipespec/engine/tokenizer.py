@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf_metadata import FOREIGN
 from pipespec.errors import ModelError
-from pipespec.system.cache import cached_call, digest
+from pipespec.system.result_cache import cached_call, digest
 from pipespec.system.validation import Unreadable
 from pipespec.text import Tokenizer
 

@@ -14,7 +14,7 @@ from pipespec.engine.safetensors_headers import CONFIG, read_json
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.engine.text_part import text_config
 from pipespec.engine.tp_cuts import WHOLE_UNITS, CutUnits
-from pipespec.system.cache import cached_call
+from pipespec.system.result_cache import cached_call
 
 
 @dataclass(frozen=True)

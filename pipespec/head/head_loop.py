@@ -25,10 +25,10 @@ from pipespec.core import GRAMMAR, Batch, Request, Verdict
 from pipespec.head.proposers.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
+from pipespec.head.send_timing import SendTiming
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence, StopCheck
 from pipespec.head.step import run_step
 from pipespec.head.structured_output import GrammarGuide
-from pipespec.head.timing import SendTiming
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.trace import Timeline

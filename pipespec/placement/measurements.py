@@ -17,7 +17,7 @@ from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
-from pipespec.placement.figures import Figures, ModelSizes, Number
+from pipespec.placement.host_figures import Figures, ModelSizes, Number
 from pipespec.placement.rank_needs import STATES, kept_layer_bytes, num_slots
 from pipespec.placement.slices import GIB
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipespec.errors import PipespecError, interrupt_cause, print_error
-from pipespec.system.cache import cache_compiled_code
 from pipespec.system.folders import state_folder
+from pipespec.system.result_cache import cache_compiled_code
 
 LONGEST_LINE = 200
 STDERR = 2

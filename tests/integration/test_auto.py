@@ -19,7 +19,7 @@ from pipespec.engine.checkpoint import inspect
 from pipespec.engine.parts.from_hub import fetch_parts
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
-from pipespec.instruments.model_choice.auto import choose_settings
+from pipespec.instruments.model_choice.choose_for_hosts import choose_settings
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
 from tools.rig import cluster

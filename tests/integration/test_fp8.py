@@ -17,7 +17,7 @@ from pipespec.cluster.held_weights import expanded, summary
 from pipespec.config.choices import options
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import NUM_LAYERS, build, logits, weights

@@ -18,7 +18,7 @@ from pipespec.instruments.diagnostics.measure_devices import main as run_measure
 from pipespec.instruments.diagnostics.measure_devices import measure
 from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
-from pipespec.placement.figures import Figures
+from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.folders import resource_dir

@@ -173,7 +173,7 @@ def test_attention_for_gpus_is_refused_on_a_cpu(backend):
 @pytest.mark.parametrize(
     "module",
     [
-        *("pipespec.errors", "hydra.core", "pipespec.client.generate"),
+        *("pipespec.errors", "hydra.core", "pipespec.client.single_generation"),
         *(
             pytest.param(module, marks=pytest.mark.long)
             for module in (

@@ -24,7 +24,7 @@ from pipespec.engine.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.recurrence import fixed_plan, sizes
+from pipespec.engine.recurrence import fixed_plan, state_sizes
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.text_part import text_names
 from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
@@ -394,7 +394,7 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
 )
 def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monkeypatch):
     """Also after another sequence, and a batch too large for the graph, made their pools grow."""
-    monkeypatch.setattr(sizes, "LEAST_ENTRIES", 16)
+    monkeypatch.setattr(state_sizes, "LEAST_ENTRIES", 16)
     monkeypatch.setattr(fixed_plan, "MOST_DEPTH", 10)
     captured, replayed = [], []
 

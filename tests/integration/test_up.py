@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client import generate, registry
-from pipespec.client.generate import Result
+from pipespec.client import registry, single_generation
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
+from pipespec.client.single_generation import Result
 from pipespec.client.sync_client import attach
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
@@ -123,7 +123,7 @@ def ask_on(
     """What a running cluster answers."""
     chosen = RequestSettings.on(running, settings)
     with attach(running) as client:
-        return generate.ask(client, chosen, running.served.encode(prompt), on_text)[0]
+        return single_generation.ask(client, chosen, running.served.encode(prompt), on_text)[0]
 
 
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

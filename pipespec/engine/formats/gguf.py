@@ -46,7 +46,7 @@ from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
-from pipespec.system.cache import cached_call
+from pipespec.system.result_cache import cached_call
 
 if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np

@@ -24,7 +24,7 @@ from pipespec.engine.recurrence.fixed_plan import FixedPlan, Padding
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 from pipespec.engine.recurrence.recurrent_state import RecurrentState, SharedPlan, on_device
-from pipespec.engine.recurrence.sizes import fixed_entries
+from pipespec.engine.recurrence.state_sizes import fixed_entries
 
 # The functions of Transformers' modeling files that are replaced.
 CONVOLUTION = "causal_conv1d_fn"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
-    from pipespec.placement.figures import Figures
+    from pipespec.placement.host_figures import Figures
     from pipespec.placement.slices import Placement
 
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
     from pipespec.instruments.commands import plan_groups
-    from pipespec.placement.figures import Figures
+    from pipespec.placement.host_figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
 

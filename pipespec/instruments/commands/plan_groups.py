@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipespec.config.schema import Config
     from pipespec.instruments.plan.group_splits import Division, PredictedDivision
     from pipespec.instruments.plan.pipeline_times import Machine
-    from pipespec.placement.figures import Figures
+    from pipespec.placement.host_figures import Figures
 
 SHOWN = 12  # divisions in the table
 

@@ -12,7 +12,7 @@ from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.kept_weights import self_test_error
 from pipespec.engine.model_slice import ModelSlice

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from pipespec.instruments.device_check import correctness, machine, speed
+from pipespec.instruments.device_check import correctness, machine_facts, speed
 from pipespec.instruments.device_check.check_device import MARK
 
 FUNCTIONS: Mapping[str, Callable[[torch.device], dict[str, Any]]] = {
-    "machine": machine.describe,
+    "machine": machine_facts.describe,
     "attention": correctness.check_attention,
     "graphs": correctness.check_graphs,
     "compile": correctness.check_compile,

@@ -37,8 +37,8 @@ from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
 from pipespec.instruments.diagnostics.timing import median_ms
 from pipespec.placement.rank_needs import layer_kinds
-from pipespec.system.cache import load_cached, store_cached
 from pipespec.system.devices import num_cuda
+from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import Unreadable, typed
 from pipespec.system.versions import package_version
 

@@ -17,7 +17,7 @@ from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.costs import Route, Worker
-from pipespec.placement.figures import Figures, HostFigures, LinkFigures
+from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
 from pipespec.placement.measurements import choose_dtype
 from pipespec.system.validation import Unreadable, parse_json, typed
 

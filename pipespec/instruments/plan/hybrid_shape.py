@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from pipespec.engine.recurrence.sizes import RecurrentSizes, recurrent_sizes
+from pipespec.engine.recurrence.state_sizes import RecurrentSizes, recurrent_sizes
 
 # Configs that need not list their layers: every so many one attends, the others keep a state.
 _INTERVAL = 4

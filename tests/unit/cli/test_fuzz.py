@@ -30,7 +30,7 @@ from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.instruments.commands import partition
-from pipespec.placement.figures import Figures
+from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.exit_codes import exit_code_of

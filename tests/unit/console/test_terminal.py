@@ -10,7 +10,7 @@ import pytest
 from pipespec.cli import status
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
-from pipespec.client.generate import Result
+from pipespec.client.single_generation import Result
 from pipespec.console.terminal import show
 from pipespec.instruments.bench.figures import BenchResult, RequestResult
 from pipespec.instruments.commands import bench, doctor

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipespec.engine import row_blocks
 from pipespec.engine.formats.fp8 import Fp8Weights
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.row_blocks import make_batch_invariant, widest_block
 
 SIZE = 1024

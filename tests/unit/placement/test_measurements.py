@@ -9,7 +9,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
-from pipespec.engine.recurrence.sizes import RecurrentSizes
+from pipespec.engine.recurrence.state_sizes import RecurrentSizes
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured
 from pipespec.placement.slices import plan_slices, split_evenly

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipespec.cli.main import main
-from pipespec.engine.fp8 import Fp8Linear
+from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.instruments.device_check import check_device as check
 from pipespec.instruments.device_check import correctness
 from pipespec.instruments.device_check.report import page

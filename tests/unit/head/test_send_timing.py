@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipespec.head.timing import EARLY, SendTiming
+from pipespec.head.send_timing import EARLY, SendTiming
 
 S = 10**9
 
