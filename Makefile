@@ -80,7 +80,7 @@ check-gpu-code: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code tests/unit/engine/test_pretended_gpu.py \
 	  tests/integration/test_formats_on_a_gpu.py
 
-# Every shape: hours, but a run that was interrupted goes on where it ended.
+# Every shape, for about an hour; a run that was interrupted goes on where it ended.
 check-gpu-full: $(VENV)/.test
 	$(BIN)/python -m tools.gpu_code --full
 

@@ -3,8 +3,9 @@
     python -m tools.gpu_code [--full] [--jobs N] [--cache FOLDER]
 
 Fails if a kernel is not compiled, needs more shared memory than a program may have, or spills
-registers. What was compiled is remembered in build/gpu_code until the kernels' source or Triton
-changes, so a run that was interrupted goes on where it ended.
+registers without being on the list of known spills. What was compiled is remembered in
+build/gpu_code until the kernels' source or Triton changes, so a run that was interrupted goes on
+where it ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tools.gpu_code.matrix import Variant, covering_cases, every_case, variants
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_code", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="the whole matrix, which takes hours")
+    parser.add_argument(
+        "--full", action="store_true", help="the whole matrix, which takes about an hour"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--cache", type=Path, default=Path("build/gpu_code"))
     options = parser.parse_args(arguments)
