@@ -165,6 +165,7 @@ def test_requests_with_a_shared_prefix_get_the_texts_of_the_target(clusters, pro
     assert told["cache_hits"] == told["kv_slots_retained"] == 0
 
 
+@pytest.mark.long
 def test_bench_keeps_the_requested_concurrency(clusters, prompts, expected):
     """At a rate, and then all at once on the cluster of a crowd."""
     client = clusters.running(*CROWD, *BEST_FIRST).client

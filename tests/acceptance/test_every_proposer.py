@@ -96,6 +96,7 @@ def test_proposer_without_a_draft_does_not_open_the_draft_folder(pair):
     )
 
 
+@pytest.mark.long
 def test_more_accurate_synthetic_draft_decodes_more_tokens_per_step(pair, redis):
     target, draft, expected, truth = pair
 

@@ -174,6 +174,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS[0], LONG)[0].token_ids) == 200
 
 
+@pytest.mark.long
 def test_many_requests_run_at_once_in_an_event_loop(
     place: Sandbox, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
     until(lambda: statistics(running)["cache_hits"] - before == len(first) - 1)
 
 
+@pytest.mark.long
 def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
     """One asks first, the others at once; the draft shares it too."""
     clusters, path, _ = crowd

@@ -391,6 +391,7 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     assert experiment.overrides(given, tmp_path)[2] == "proposer.truth=truth.jsonl"
 
 
+@pytest.mark.long
 def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests(tmp_path):
     options = argparse.Namespace(
         rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, machine="fixed", scale=1.0,

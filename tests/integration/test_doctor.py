@@ -450,6 +450,7 @@ def bed_report(bed: testbed.Testbed) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
     code, report = bed_report(bed)
     assert code == 0

@@ -170,6 +170,7 @@ def test_other_version_on_one_host_is_refused_with_both_versions(bed, tmp_path):
     assert seconds < limit_s()
 
 
+@pytest.mark.long
 def test_other_code_of_the_same_version_on_one_host_is_refused(bed, tmp_path):
     for name in ("pipespec", "lua"):
         shutil.copytree(ROOT / name, tmp_path / name)

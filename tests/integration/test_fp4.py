@@ -37,6 +37,7 @@ def fp4(tmp_path_factory):
     return get
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", SOME)
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):

@@ -267,6 +267,7 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
         assert "is not compiled" in compiler
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model_type", "attention", "buckets"),
     [
@@ -389,6 +390,7 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
     assert [str(node.target) for node in calls].count("pipespec.attend") == NUM_LAYERS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model_type", [pytest.param("kimi_linear", marks=pytest.mark.long), "bamba"]
 )

@@ -75,8 +75,8 @@ FORMATS: dict[str, Callable[[Path, str], Path]] = {
 }
 # One of each way in which parts are read, and experts.
 OFTEN = (
-    *(("awq", "mixtral"), ("gptq reordered", "llama"), ("fp8 deepseek", "llama")),
-    *(("nvfp4", "llama"), ("gguf Q4_K", "llama")),
+    *(("awq", "mixtral"), ("gptq reordered", "llama"), ("nvfp4", "llama")),
+    ("gguf Q4_K", "llama"),
 )
 
 

@@ -712,6 +712,7 @@ def test_second_server_of_a_cluster_has_its_own_keys_and_queue(
         assert "access-control-allow-origin" not in server.http.get("/health", headers=asks).headers
 
 
+@pytest.mark.long
 def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
     with serving(place, "--on", NAME, "--shutdown-timeout", str(PATIENCE_S)) as server:
         asked = LONG | {"max_tokens": 100}

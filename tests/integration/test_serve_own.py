@@ -131,6 +131,7 @@ def test_repeatedly_failing_launcher_is_given_up(
     assert left(place) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
     settings = ("cluster.stages=1", "model.context=64")

@@ -171,6 +171,7 @@ def test_client_commands_import_neither_torch_nor_transformers(up: Sandbox, comm
     assert slow_imports(command, *asked, "--json", environment=up.environment) == []
 
 
+@pytest.mark.long
 def test_client_that_leaves_cancels_its_request(
     up: Sandbox, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,6 +491,7 @@ def settled(
     return seen
 
 
+@pytest.mark.long
 def test_down_fails_what_is_open_with_one_sentence(
     guest: Sandbox, foreign: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:

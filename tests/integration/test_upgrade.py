@@ -84,6 +84,7 @@ def started(hosts_file: Path) -> Iterator[Running]:
         yield made
 
 
+@pytest.mark.long
 def test_host_runs_another_version_and_a_running_request_goes_on_with_the_same_text(
     started: Running, hosts_file: Path, tmp_path: Path
 ) -> None:

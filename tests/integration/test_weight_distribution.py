@@ -231,6 +231,7 @@ def test_a_host_is_given_no_url_but_of_the_weights_of_this_start(hub: Hub, file:
     assert hub.requests == before
 
 
+@pytest.mark.long
 def test_two_starts_at_once_fetch_every_byte_once(hub: Hub, served: Path, tmp_path: Path) -> None:
     """The second one waits for the first."""
     settings = [hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model"]
@@ -560,6 +561,7 @@ def weight_hosts() -> list[psutil.Process]:
     return [each for each in children if "pipespec.cluster.weight_host" in each.cmdline()]
 
 
+@pytest.mark.long
 def test_a_host_that_is_killed_while_it_fetches_goes_on_at_the_next_start(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

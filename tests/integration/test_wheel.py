@@ -160,6 +160,7 @@ def test_it_decodes_from_python(installed: Installed) -> None:
     assert json.loads(done.stdout) == 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_serves_the_demo_pair(installed: Installed) -> None:
     process = installed.start("pipespec", "serve", "--json", "--port", "0", "cluster.stages=1")

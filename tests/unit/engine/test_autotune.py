@@ -89,6 +89,7 @@ def compile_by(make: Callable[..., object], folder: Path) -> ModelSlice:
     return model
 
 
+@pytest.mark.long
 def test_a_compiled_slice_says_the_same(folder: Path) -> None:
     used = []
 

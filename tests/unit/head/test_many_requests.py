@@ -362,6 +362,7 @@ def test_a_step_starts_as_many_requests_as_their_parameters_fit_into_a_batch():
     assert 10 < fit < 20 and sizes == [fit, 20 - fit, 0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy", [pytest.param(Level(64, 16), marks=pytest.mark.long), BestFirst(64, 16)], ids=name
 )

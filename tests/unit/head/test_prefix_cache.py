@@ -29,6 +29,13 @@ BEST_FIRST = BestFirst(8, 2)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 
 
+# Kimi takes five times as long as the others; test_running_states.py decodes with it.
+SOME = [
+    pytest.param(name, marks=pytest.mark.long) if name == "kimi_linear" else name
+    for name in MODULES
+]
+
+
 def config(policy: SpeculationPolicy = BEST_FIRST, **changes: object) -> SchedulerConfig:
     fields = {"prefill_chunk": 8, "context_limit": 90, "max_num_seqs": 4, "max_rows": 16}
     fields |= {"num_slots": 200, "max_retained": 8}
@@ -272,7 +279,7 @@ def recurrent_pipeline(model_type: str, **changes: object) -> ToyPipeline:
     )
 
 
-@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize("model_type", SOME)
 def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     """At the end of the prompt of a request that is over, or of one that runs."""
     toy = recurrent_pipeline(model_type)
@@ -290,7 +297,7 @@ def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     assert toy.rows_read - before == 32 + 2, "one reads the prompt for the others"
 
 
-@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize("model_type", SOME)
 @pytest.mark.parametrize("policy", [Root(), BEST_FIRST])
 def test_prompts_with_a_common_beginning_share_it_up_to_the_last_state(model_type, policy):
     toy = recurrent_pipeline(model_type, state_interval=16, policy=policy)
@@ -306,7 +313,7 @@ def test_prompts_with_a_common_beginning_share_it_up_to_the_last_state(model_typ
     assert toy.rows_read - before == 49 + 2 * (8 + 9), "one reads 32 tokens for the others"
 
 
-@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize("model_type", SOME)
 def test_draft_with_running_states_shares_prefixes_where_it_keeps_one(model_type):
     toy = recurrent_pipeline(model_type, state_interval=16)
 
@@ -365,14 +372,7 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
     check_random_load(*load)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        # It takes five times as long as the others; test_running_states.py decodes with it.
-        pytest.param(name, marks=pytest.mark.long) if name == "kimi_linear" else name
-        for name in MODULES
-    ],
-)
+@pytest.mark.parametrize("model_type", SOME)
 @settings(max_examples=3)
 @given(load=loads)
 def test_layers_with_a_running_state_compute_each_row_as_alone_under_random_load(model_type, load):

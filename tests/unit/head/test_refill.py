@@ -146,6 +146,7 @@ def test_short_pipelines_decode_faster_with_rounds_that_delay(num_stages: int, g
     assert ms_per_token(NeverDelays(), num_stages, draft_ms=1.0) > gain * with_them
 
 
+@pytest.mark.long
 def test_a_draft_slower_than_a_stage_delays_nothing():
     with_them = ms_per_token(BestFirst(), 8, draft_ms=1.2 * STEP_MS)
     assert ms_per_token(NeverDelays(), 8, draft_ms=1.2 * STEP_MS) == pytest.approx(with_them, 0.02)

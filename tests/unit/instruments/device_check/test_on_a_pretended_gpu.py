@@ -54,6 +54,7 @@ def test_products_of_few_bits_pass():
     assert list(faults("packed_weights", correctness.check_packed_weights(GPU))) == []
 
 
+@pytest.mark.long
 def test_stage_draft_and_transformers_are_timed():
     stage, draft, eager = (
         each(GPU) for each in (speed.time_stage, speed.time_draft, speed.time_eager)

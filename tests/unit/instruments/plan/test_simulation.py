@@ -161,6 +161,7 @@ def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
     assert ran.tokens_per_step == pytest.approx(4, rel=0.01)  # roots alone fill the batches
 
 
+@pytest.mark.long
 def test_the_order_of_the_methods():
     """The table of SpecPipe's Figure 10, continued by best_first."""
     rates = [
@@ -290,6 +291,7 @@ def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
     assert min(found, key=lambda p: p.tbt_ms) in [found[place] for place in closely]
 
 
+@pytest.mark.long
 def test_the_way_that_is_advised_has_been_looked_at_closely():
     """All methods share an easy beginning here, which makes each look faster at first."""
     asked = methods("level", widths=[12, 16, 20, 24, 28, 32])
