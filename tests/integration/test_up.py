@@ -310,9 +310,6 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
         assert len(request["token_ms"]) == num_tokens
         assert request["token_ms"] == sorted(request["token_ms"])
         assert request["ttft_ms"] == request["token_ms"][0] > 0
-    # All were handed in at once but the last, and are decoded one after another.
-    firsts = [request["ttft_ms"] for request in requests[:3]]
-    assert firsts == sorted(firsts)
 
 
 @pytest.mark.usefixtures("up")
