@@ -201,6 +201,7 @@ def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
     assert ask(running, asked, fault=lambda: os.kill(pid, signal.SIGKILL)) == right
 
 
+@pytest.mark.long
 def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
     clusters, path, _ = crowd
     running = clusters.running()

@@ -80,7 +80,7 @@ LARGE: dict[str, tuple[str, dict[str, Any] | bytes, int]] = {
 }
 
 
-OFTEN = ("a long text", "messages")
+OFTEN = ("a long text",)
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,11 @@ def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_a_signal_to_the_launching_process_ends_everything(number, meeting, place):
     # As `launch` does, but for the import of the entrypoint, which takes seconds.

@@ -43,7 +43,6 @@ class Case:
     bits: float
     per_weight: float
     room: float = 10 * MB
-    short: bool = False  # in every run of the tests
 
     def __str__(self) -> str:
         return f"{self.stored}-{self.form or 'plain'}-{self.dtype}"
@@ -62,7 +61,7 @@ CASES = (
     # Pages beside those of the layer are mapped.
     Case(MXFP4, "bfloat16", MXFP4, 4.25, 4, 1 * MB),
     Case(NVFP4, "bfloat16", NVFP4, 4.5, 4, 1 * MB),
-    Case("awq", "bfloat16", PACKED_INT4, 4.5, 4, short=True),
+    Case("awq", "bfloat16", PACKED_INT4, 4.5, 4),
     Case("awq", "float32", None, 4.5, 8),
 )
 
@@ -86,18 +85,17 @@ def checkpoint(source: Path, stored: str, path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, request) -> dict[Case, tuple[int, int]]:
+def measured(tmp_path_factory) -> dict[Case, tuple[int, int]]:
     """Of each case, by how much the process grew at most, and what it has then, bytes."""
     root = tmp_path_factory.mktemp("memory")
-    cases = [case for case in CASES if case.short or request.config.getoption("--long")]
     paths = {}
     for size, sizes in SIZES.items():
         source = build("llama", root / size, **sizes)
-        for stored in dict.fromkeys(case.stored for case in cases):
+        for stored in dict.fromkeys(case.stored for case in CASES):
             paths[size, stored] = str(checkpoint(source, stored, root / f"{size}-{stored}"))
     asked = [
         [paths["small", case.stored], paths["large", case.stored], case.dtype, case.form]
-        for case in cases
+        for case in CASES
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.load_memory", json.dumps(asked)],
@@ -107,16 +105,13 @@ def measured(tmp_path_factory, request) -> dict[Case, tuple[int, int]]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(cases), done.stderr
-    return {case: (grown, held) for case, (grown, held) in zip(cases, found, strict=True)}
+    assert len(found) == len(CASES), done.stderr
+    return {case: (grown, held) for case, (grown, held) in zip(CASES, found, strict=True)}
 
 
 @pytest.mark.timeout(600)  # with that of the fixture
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(each, marks=() if each.short else pytest.mark.long) for each in CASES],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_more_than_the_slice_and_a_tensor_is_in_memory(measured, case):
     """Of three layers one is loaded."""
     grown, held = measured[case]

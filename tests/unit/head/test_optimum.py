@@ -38,8 +38,7 @@ CASES = [
     pytest.param(
         Instance(stages, curve, draft, rows),
         marks=()
-        if (stages, curve, draft)
-        in ((1, "flat", ".6 and .2"), (2, "dear second row", ".85 and .1"))
+        if (stages, curve, draft) == (2, "dear second row", ".85 and .1")
         else pytest.mark.long,
     )
     for stages, rows in ((1, 4), (2, 3))
