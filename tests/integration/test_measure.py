@@ -159,6 +159,7 @@ def test_what_cannot_be_measured_is_one_sentence(monkeypatch, capsys):
     assert out == ""
 
 
+@pytest.mark.long
 def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     config = compose(["cluster.stages=3", *SETTINGS])
     asked = problem(load_hosts(hosts_file), figures, config)
@@ -176,12 +177,14 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     assert needs.layer_bytes == tuple(2 * size for size in stored.layers)
 
 
+@pytest.mark.long
 def test_figures_of_other_weights_are_refused(figures, hosts_file):
     config = compose(["cluster.stages=3", "model.quantization=int8", *SETTINGS])
     with pytest.raises(ConfigError, match=r"model\.quantization=null, not int8; measure"):
         problem(load_hosts(hosts_file), figures, config)
 
 
+@pytest.mark.long
 def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(hosts_file.read_text().replace("devices", "memory_gib: 0.1, devices"))
@@ -190,6 +193,7 @@ def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
         plan_slices(asked)
 
 
+@pytest.mark.long
 def test_figures_of_another_width_are_refused(figures, hosts_file):
     with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 64"):
         problem(load_hosts(hosts_file), figures, compose(["cluster.stages=3"]))
@@ -204,6 +208,7 @@ def stored(figures, folder):
     return str(file)
 
 
+@pytest.mark.long
 def test_the_command_plans_from_stored_figures(figures, hosts_file, tmp_path, capsys):
     arguments = ["--measured", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
     assert main(["partition", *arguments]) == 0
@@ -217,6 +222,7 @@ def test_the_command_plans_from_stored_figures(figures, hosts_file, tmp_path, ca
     assert answer["plain_step_ms"] >= answer["step_ms"]
 
 
+@pytest.mark.long
 def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path, capsys):
     source = stored(figures, tmp_path)
     spare = tmp_path / "spare.yaml"
@@ -233,6 +239,7 @@ def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path,
     assert again["hosts"] == first["hosts"]
 
 
+@pytest.mark.long
 def test_a_split_by_hand_is_checked(figures, hosts_file, tmp_path, capsys):
     arguments = ["partition", "--measured", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
     assert main([*arguments, "cluster.split=[4,4,4]"]) == 2
