@@ -248,6 +248,7 @@ def test_a_split_by_hand_is_checked(figures, hosts_file, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["hosts"]["split"] == [4, 4, 8]
 
 
+@pytest.mark.long
 def test_devices_of_a_host_are_divided_between_draft_and_target(
     figures, hosts_file, tmp_path, capsys
 ):
