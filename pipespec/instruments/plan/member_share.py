@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipespec.engine.model_config import read_config
 from pipespec.engine.safetensors_headers import CONFIG
@@ -28,7 +29,7 @@ class MemberShare:
     Attributes:
         size: GPUs of a group.
         layer: parameters of a layer's matrices.
-        whole: those among them that every GPU has.
+        whole: those among them that every GPU of a group has.
         small: its other parameters, such as norms, all of which every GPU has.
         vocabulary: of embedding and LM head, as a share.
         kv: of K and V, as a share.
@@ -58,7 +59,7 @@ class MemberShare:
 
 def whole_model(shape: ModelShape) -> MemberShare:
     """A GPU without others beside it."""
-    return MemberShare(layer=shape.layer, whole=shape.layer)
+    return MemberShare(layer=shape.layer)
 
 
 def member_share(model: str, shape: ModelShape, size: int) -> MemberShare:
@@ -66,9 +67,10 @@ def member_share(model: str, shape: ModelShape, size: int) -> MemberShare:
     they cannot divide its layers."""
     if size == 1:
         return whole_model(shape)
-    with _folder(model) as folder:
-        raw = text_config(raw_config(model))
-        stored, kind = read_config(folder, raw), str(raw.get("model_type"))
+    raw = raw_config(model)
+    with _folder(raw) as folder:
+        text = text_config(raw)
+        stored, kind = read_config(folder, text), str(text.get("model_type"))
         require_tp_divisible(Path(model), kind, stored.has_tp_plan, size, requantized=False)
         shares = tp_shares(folder, size)
     layers = len(shares.common)
@@ -87,8 +89,8 @@ def member_share(model: str, shape: ModelShape, size: int) -> MemberShare:
 
 
 @contextmanager
-def _folder(model: str) -> Iterator[Path]:
-    """A folder that holds the config.json of a model and nothing else."""
+def _folder(raw: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder that holds this config.json and nothing else."""
     with tempfile.TemporaryDirectory(prefix="pipespec-") as name:
-        (Path(name) / CONFIG).write_text(json.dumps(raw_config(model)))
+        (Path(name) / CONFIG).write_text(json.dumps(raw))
         yield Path(name)

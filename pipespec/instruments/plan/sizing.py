@@ -112,7 +112,7 @@ class Target:
             layers * self.state_bytes,
             self.times(gpu, layers, has_head=place == last),
             self.share.size,
-            layers * self.share.repeated_bytes(self.weights) if self.share.size > 1 else 0.0,
+            layers * self.share.repeated_bytes(self.weights),
         )
 
 
