@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # `nohup make test &` hands on an ignored SIGINT; what the tests start must hear Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +35,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.helpers.results import write_results
 
@@ -46,6 +48,7 @@ settings.load_profile("fixed")
 
 torch.set_num_threads(1)
 
+PAGES = "tests/integration/pages/"
 GRACE_S = 60.0  # for what a test does after its time limit
 STDERR = pytest.StashKey[int]()  # the real one, which pytest hides from tests
 STARTED_S = time.time()
@@ -114,6 +117,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class _Scheduling(LoadFileScheduling):
+    """Runs the tests of a file in one process, and all tests of pages, which share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return PAGES if file.startswith(PAGES) else file
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

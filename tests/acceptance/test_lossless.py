@@ -87,7 +87,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
         assert per_step == [pytest.approx(1 / stages)] * len(per_step)
 
 
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=3))
+@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=4))
 def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
     stages, groups, steps = shape
     folder, prompts, expected = demo
@@ -112,7 +112,7 @@ def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, sha
         assert min(per_step) >= 1 / (steps + 1)
 
 
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE, share=3))
+@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE, share=4))
 def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long):
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
     stages, groups = shape

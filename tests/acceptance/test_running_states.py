@@ -25,6 +25,7 @@ from pipespec.core import SamplingParams
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.clusters import Clusters
+from tests.helpers.matrix import some_of
 from tests.helpers.proposers import POLICIES
 from tests.helpers.sampling import plain_loop
 from tests.helpers.waiting import until
@@ -96,14 +97,16 @@ def greedy(target) -> Callable[[str], list[list[int]]]:
     return get
 
 
-def _cases() -> Iterator[object]:
+def _cases() -> list[object]:
     """Every family with every policy and number of stages; some of them always."""
+    cases = []
     for place, family in enumerate(FAMILIES):
         for index, policy in enumerate(POLICIES):
             for stages in STAGES:
                 short = stages == STAGES[place % 3] and index == place % len(POLICIES)
                 marks = [] if short else [pytest.mark.long]
-                yield pytest.param(family, policy, stages, marks=marks)
+                cases.append(pytest.param(family, policy, stages, marks=marks))
+    return cases
 
 
 @pytest.mark.parametrize(("model_type", "policy", "stages"), _cases())
@@ -230,8 +233,7 @@ def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
     until(lambda: statistics(running)["cache_hits"] - before == 2 * 64)
 
 
-@pytest.mark.parametrize("policy", ["root", "best_first"])
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("policy", "stages"), some_of(["root", "best_first"], [1, 2]))
 def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     """Of two prompts that begin alike, and of a conversation."""
     path = target(FAMILIES[0])
