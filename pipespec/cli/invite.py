@@ -21,7 +21,7 @@ MOST_HOSTS = 64
 
 
 @dataclass(frozen=True)
-class Door:
+class JoinOptions:
     """Where hosts join: the address of this machine, None: that of the default route, and the port,
     0: a free one. `announce`: whether it is made known by mDNS; `silent`: whether no invitation is
     printed, as another process does it. `hosts`: the cluster begins once so many, this machine
@@ -34,7 +34,7 @@ class Door:
     hosts: int = 1
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Door | None:
+    def of(cls, arguments: argparse.Namespace) -> JoinOptions | None:
         """What the options of `up` say; None: no host may join. Raises ConfigError."""
         if not arguments.invite:
             if arguments.at is not None or arguments.announce or arguments.hosts is not None:
@@ -62,8 +62,8 @@ class Door:
         return ["--invite", "--no-token", *at, *["--announce"] * self.announce]
 
 
-def add_door(command: argparse.ArgumentParser) -> None:
-    """Add the options of `Door`."""
+def add_join_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `JoinOptions`."""
     command.add_argument(
         "--invite",
         action="store_true",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
-from pipespec.cli.invite import Door, add_door, invitation_to, sentences
+from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
 from pipespec.cli.upgrade import carry_out
 from pipespec.client import upgrade_status
 from pipespec.client.registry import (
@@ -34,7 +34,7 @@ from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
-    from pipespec.cli.doorway import Doorway
+    from pipespec.cli.host_admission import HostAdmission
     from pipespec.cluster.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
@@ -76,7 +76,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
     )
-    add_door(command)
+    add_join_options(command)
     finish(command, run, starts=True)
 
 
@@ -92,13 +92,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     settings = auto.with_models(settings, "up")
-    door = Door.of(arguments)
+    join_options = JoinOptions.of(arguments)
     if arguments.detach:
-        flags = ["--measure"] * arguments.measure + ([] if door is None else door.flags)
+        flags = ["--measure"] * arguments.measure + (
+            [] if join_options is None else join_options.flags
+        )
         running = detached(name, settings, flags)
-        announce(running, as_json=arguments.json, door=door)
+        announce(running, as_json=arguments.json, join_options=join_options)
         return 0
-    return stay(name, settings, as_json=arguments.json, measure=arguments.measure, door=door)
+    return stay(
+        name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
+    )
 
 
 def read_settings() -> list[str]:
@@ -141,12 +145,12 @@ def stay(
     *,
     as_json: bool,
     measure: bool,
-    door: Door | None = None,
+    join_options: JoinOptions | None = None,
 ) -> int:
     """Run a cluster until a signal asks for its end.
 
-    With `measure` the hosts of its hosts file are measured first, and with a `door`, by which other
-    hosts join, always.
+    With `measure` the hosts of its hosts file are measured first, and with `join_options`, by which
+    other hosts join, always.
     """
     with claim(name):
         from pipespec.config.compose import compose
@@ -167,7 +171,10 @@ def stay(
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(name, kept, measure=measure, door=door) as (deployment, entrance),
+                planned(name, kept, measure=measure, join_options=join_options) as (
+                    deployment,
+                    admission,
+                ),
             ):
                 for line in filter(None, (summary(deployment), groups(deployment))):
                     show(line, stderr=True)
@@ -189,13 +196,13 @@ def stay(
                         ) as cluster,
                     ):
                         running = running_cluster(name, cluster, served, settings)
-                        if entrance is not None:
-                            running = replace(running, joins_through=entrance.path)
-                            entrance.begin(cluster)
+                        if admission is not None:
+                            running = replace(running, joins_through=admission.path)
+                            admission.begin(cluster)
                         publish(running)
                         on_ready()
                         ready = True
-                        announce(running, as_json=as_json, door=door)
+                        announce(running, as_json=as_json, join_options=join_options)
                         watch(name, cluster)
         except KeyboardInterrupt:
             # A cluster that is up ends with a signal.
@@ -283,15 +290,15 @@ def invited(
 
 @contextmanager
 def planned(
-    name: str, config: Config, *, measure: bool, door: Door | None
-) -> Iterator[tuple[Deployment, Doorway | None]]:
-    """The deployment of a cluster, and where hosts join it, if there is a door. Raises ConfigError,
-    HostFailed."""
+    name: str, config: Config, *, measure: bool, join_options: JoinOptions | None
+) -> Iterator[tuple[Deployment, HostAdmission | None]]:
+    """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
+    ConfigError, HostFailed."""
     from pipespec.cluster.deployment import decide
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices
 
-    if door is None:
+    if join_options is None:
         placement = None
         if measure:
             assert config.cluster.hosts is not None  # as `stay` checks
@@ -300,17 +307,17 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli.doorway import doorway, hosts_of, opened, require_open
+    from pipespec.cli.host_admission import admitting_hosts, hosts_of, open_to_hosts, require_open
 
     require_open(config)
     problem = measured_problem(config, hosts_of(config))
     # Before others are there, the layers may not fit.
-    placement = plan_slices(problem) if door.hosts == 1 else None
-    alone = opened(decide(config, placement), door)
-    with doorway(name, door, alone, on_log) as entrance:
-        deployment = entrance.await_hosts(alone, problem)
+    placement = plan_slices(problem) if join_options.hosts == 1 else None
+    alone = open_to_hosts(decide(config, placement), join_options)
+    with admitting_hosts(name, join_options, alone, on_log) as admission:
+        deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)
-        yield deployment, entrance
+        yield deployment, admission
 
 
 def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
@@ -339,9 +346,9 @@ def on_log(source: str, line: str) -> None:
     print_error(f"{source}: {line}")
 
 
-def announce(running: RunningCluster, *, as_json: bool, door: Door | None) -> None:
+def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
     """Print that a cluster is ready, and how another host joins it if one may."""
-    invitation = None if door is None or door.silent else invitation_to(running)
+    invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {
             "name": running.name,
@@ -358,5 +365,5 @@ def announce(running: RunningCluster, *, as_json: bool, door: Door | None) -> No
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
         f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
     )
-    if invitation is not None and door is not None:
-        write(sentences(invitation, announced=door.announce))
+    if invitation is not None and join_options is not None:
+        write(sentences(invitation, announced=join_options.announce))

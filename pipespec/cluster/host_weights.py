@@ -10,10 +10,10 @@ from pathlib import Path
 from pipespec.cluster.deployment import Deployment
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint_parts.repository import SharedName, parts_cache, read_repository
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.model_path import cached_model
 from pipespec.engine.partial_checkpoint import clause, missing
-from pipespec.engine.parts.repository import SharedName, parts_cache, read_repository
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
 

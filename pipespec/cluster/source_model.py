@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.parts.blueprint import (
+from pipespec.engine.checkpoint_parts.blueprint import (
     Blueprint,
     folder_of_checkpoint,
     repository_of,
     shared_name,
 )
-from pipespec.engine.parts.hub_client import HubClient
-from pipespec.engine.parts.ranges import Range
-from pipespec.engine.parts.repository import SharedName, cached_commit, ranges_of, read_repository
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.ranges import Range
+from pipespec.engine.checkpoint_parts.repository import (
+    SharedName,
+    cached_commit,
+    ranges_of,
+    read_repository,
+)
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.errors import ModelError
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipespec.engine.parts.ranges import Range, RangeSet
+from pipespec.engine.checkpoint_parts.ranges import Range, RangeSet
 from pipespec.errors import ModelError
 
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipespec.engine.parts.ranges import PIECE_BYTES
+from pipespec.engine.checkpoint_parts.ranges import PIECE_BYTES
 
 # A tensor: model, file, name in the file.
 Key = tuple[str, str, str]

@@ -12,9 +12,9 @@ from typing import Protocol
 from pipespec.cluster.byte_channel import ByteChannel, LocalChannel
 from pipespec.cluster.weight_links import LinkFailed, WeightLink
 from pipespec.cluster.weight_plan import HUB
-from pipespec.engine.parts.blueprint import Blueprint
-from pipespec.engine.parts.hub_client import HubClient, Location, Unavailable
-from pipespec.engine.parts.ranges import MAX_GAP_BYTES, Range
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint
+from pipespec.engine.checkpoint_parts.hub_client import HubClient, Location, Unavailable
+from pipespec.engine.checkpoint_parts.ranges import MAX_GAP_BYTES, Range
 
 Channel = ByteChannel | LocalChannel
 
@@ -49,16 +49,16 @@ class RelayedSource:
 
     @property
     def name(self) -> str:
-        """See `pipespec.engine.parts.fetching.Source`."""
+        """See `pipespec.engine.checkpoint_parts.fetching.Source`."""
         return self._source
 
     @property
     def max_gap(self) -> int:
-        """See `pipespec.engine.parts.fetching.Source`."""
+        """See `pipespec.engine.checkpoint_parts.fetching.Source`."""
         return MAX_GAP_BYTES if self._source == HUB else 0
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
-        """See `pipespec.engine.parts.fetching.Source`."""
+        """See `pipespec.engine.checkpoint_parts.fetching.Source`."""
         at, stop = part
         again = True
         while self._direct is not None and not self._relayed:

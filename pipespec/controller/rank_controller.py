@@ -11,7 +11,11 @@ from typing import Any
 from pipespec.batch_times import NO_TIMES, BatchTimes
 from pipespec.batch_times import pack as pack_times
 from pipespec.batch_times import unpack as unpack_times
-from pipespec.controller.draft_tokens import END_OF_SEQUENCE, pack_draft_tokens, unpack_draft_tokens
+from pipespec.controller.draft_token_message import (
+    END_OF_SEQUENCE,
+    pack_draft_tokens,
+    unpack_draft_tokens,
+)
 from pipespec.controller.log_records import entries_of, unpack_request
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.gguf import is_int4
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
 from pipespec.engine.formats.mxfp4 import Fp4Weights
 from pipespec.engine.int4 import Int4Linear
-from pipespec.engine.row_parts import require_shape, row_parts
 
 if TYPE_CHECKING:  # compiled when it is imported
     from pipespec.engine.block_kernels import Blocks

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipespec.engine.checkpoint_parts.cache_listing import entries
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
+from pipespec.engine.checkpoint_parts.repository import MAIN, ranges_of, read_repository
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import index_is_met
-from pipespec.engine.parts.cache_listing import entries
-from pipespec.engine.parts.parts_file import PartsFile, is_partial
-from pipespec.engine.parts.repository import MAIN, ranges_of, read_repository
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import home
 

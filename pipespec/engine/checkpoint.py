@@ -12,11 +12,11 @@ from pathlib import Path
 
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.checkpoint_files import read_files
-from pipespec.engine.consistency import check_count, check_eos, require_consistent
 from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.header_checks import check_count, check_eos, require_consistent
 from pipespec.engine.model_config import (
     FOREIGN,
     check_numbers,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.fp8 import Fp8Weights
-from pipespec.engine.row_parts import require_shape, row_parts
 from pipespec.errors import ModelError
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
+from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.lazy import Part
@@ -24,7 +25,6 @@ from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
-from pipespec.engine.row_parts import row_parts
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap

@@ -5,7 +5,7 @@ At any time each slot id in `[0, num_slots)` is either free or owned:
     KVSlotAllocator._free                    free slots; their owner count is 0
     PageTable.slots[row, 0:length)           committed tokens of a sequence, by position; the
                                              sequence is running, or its prefix is retained
-    LiveNodes.slot[local], of a live node    one live tree node (pipespec.engine.lineage)
+    LiveNodes.slot[local], of a live node    one live tree node (pipespec.engine.parent_rule)
 
 The slot of a committed token may have several owners: sequences that share a prefix. The slot of a
 live node has one. `KVSlotAllocator.counts` counts owners: `allocate` sets 1, `share` adds one,

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from pipespec.engine.checkpoint_parts import repository
+from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import index_is_met
-from pipespec.engine.parts import repository
-from pipespec.engine.parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
@@ -23,7 +23,7 @@ def resolve(model: str | Path) -> Path:
 
     That of a hub id, or of ORG/NAME/FILE.gguf on the hub, is in the cache of huggingface_hub if
     that holds all of it; else it is in the parts cache, with small files and headers, and with
-    those tensors that were fetched (`pipespec.engine.parts`). Raises ModelError.
+    those tensors that were fetched (`pipespec.engine.checkpoint_parts`). Raises ModelError.
     """
     path = home_expanded(model)
     if is_folder(path):

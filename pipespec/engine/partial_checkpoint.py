@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.consistency import expected_sizes
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
+from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.lazy import DTYPES
-from pipespec.engine.parts.parts_file import PartsFile, is_partial
-from pipespec.engine.parts.repository import ranges_of
+from pipespec.engine.header_checks import expected_sizes
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.safetensors_headers import (
     INDEX,

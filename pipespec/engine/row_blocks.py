@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipespec.engine.row_parts import row_parts
+from pipespec.engine.fill_in_parts import row_parts
 
 ROWS = 16
 # Rows of a block where there are more than ROWS: the first number with which this machine computes

@@ -27,8 +27,8 @@ from pipespec.core import (
 from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.kv_allocator import KVSlotAllocator, PageTable
-from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.parent_rule import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch, verify_plain_greedy
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pipespec.batch_times import RowTimes, merge_times, pack
 from pipespec.clock import REAL_TIME, StepClock
-from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.log_records import CANCELLED, Accepted
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer

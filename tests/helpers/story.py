@@ -23,7 +23,7 @@ from pipespec.core import (
     Request,
     Verdict,
 )
-from pipespec.engine.lineage import Lineage, LiveNodes
+from pipespec.engine.parent_rule import Lineage, LiveNodes
 from pipespec.sampling.verifier import AcceptedPath
 
 

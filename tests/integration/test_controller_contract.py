@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pipespec.controller import epoch_control
-from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.rank_controller import Controller

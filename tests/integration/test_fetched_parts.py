@@ -22,15 +22,15 @@ from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint_parts import fetching, hub_client
+from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
+from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile
+from pipespec.engine.checkpoint_parts.ranges import RangeSet
+from pipespec.engine.checkpoint_parts.repository import NUM_CONNECTIONS, ranges_of, read_repository
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import tensors_by_file
-from pipespec.engine.parts import fetching, hub_client
-from pipespec.engine.parts.fetching import HubSource, check_whole, fetch
-from pipespec.engine.parts.from_hub import fetch_parts
-from pipespec.engine.parts.hub_client import HubClient
-from pipespec.engine.parts.parts_file import PartsFile
-from pipespec.engine.parts.ranges import RangeSet
-from pipespec.engine.parts.repository import NUM_CONNECTIONS, ranges_of, read_repository
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ModelError
 from tests.helpers.hub import COMMIT, Fault, Hub, serving
@@ -120,7 +120,7 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     served, reference = MADE[kind](tmp_path)
     hub.folders["org/model"] = served
     name = "org/model/m.gguf" if kind == "gguf" else "org/model"
-    monkeypatch.setattr("pipespec.engine.parts.repository.GGUF_PREFIX", 2**12)
+    monkeypatch.setattr("pipespec.engine.checkpoint_parts.repository.GGUF_PREFIX", 2**12)
     plan = causal_plan(np.arange(0), np.arange(len(IDS)))
     rows, whole = IDS, inspect(served / "m.gguf" if kind == "gguf" else served)
     for layers in SLICES:
@@ -306,9 +306,9 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
 FETCH = """
 import sys
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.parts.fetching import HubSource, check_whole, fetch
-from pipespec.engine.parts.from_hub import fetch_parts
-from pipespec.engine.parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
+from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.slice_tensors import parts_of
 path = inspect("org/model").path
 print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
@@ -357,10 +357,10 @@ def test_a_fetch_that_is_killed_at_any_moment_goes_on(
 MEASURED = """
 import resource, sys
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.parts.fetching import HubSource, check_whole, fetch
-from pipespec.engine.parts.from_hub import fetch_parts
-from pipespec.engine.parts.hub_client import HubClient
-from pipespec.engine.parts.repository import folder_of
+from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
+from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.repository import folder_of
 from pipespec.engine.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.cli import doorway
-from pipespec.cli.invite import Door
+from pipespec.cli import host_admission
+from pipespec.cli.invite import JoinOptions
 from pipespec.cluster import discovery, host_session, join_client, join_link, join_server, ssh
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.host_changes import MeasuredHost
@@ -255,7 +255,7 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
 ) -> None:
     deployment = decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
     monkeypatch.setattr(
-        doorway, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
+        host_admission, "measured", lambda host, *_: MeasuredHost((Worker(host.workers[0]),), {})
     )
     tokens: queue.SimpleQueue[Token] = queue.SimpleQueue()
     left = threading.Event()
@@ -266,7 +266,9 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
         elif (name, sentence) == ("early", "it has left before the cluster began"):
             left.set()
 
-    made = doorway.Doorway(Door(hosts=3), replace(deployment, open_to=ADDRESS), on_log)
+    made = host_admission.HostAdmission(
+        JoinOptions(hosts=3), replace(deployment, open_to=ADDRESS), on_log
+    )
     found: list[Deployment] = []
     problem = deployment.placement.problem
     with made.server, ExitStack() as stack:

@@ -34,8 +34,8 @@ from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.parts.parts_file import PartsFile
-from pipespec.engine.parts.repository import folder_of, ranges_of
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile
+from pipespec.engine.checkpoint_parts.repository import folder_of, ranges_of
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving

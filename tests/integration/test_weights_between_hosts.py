@@ -18,8 +18,8 @@ import pytest
 from pipespec.cluster.deployment import decide
 from pipespec.cluster.weight_distribution import OnProgress, distribute_weights
 from pipespec.config.compose import compose
-from pipespec.engine.parts.parts_file import PartsFile
-from pipespec.engine.parts.repository import ranges_of
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile
+from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.errors import HostFailed
 from tests.helpers.models import build
 from tools.rig import testbed

@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats.gguf_bounds import check_bounds
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
@@ -41,7 +42,6 @@ from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
 from pipespec.engine.precision import name_of
-from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.engine.tp_cuts import CutUnits

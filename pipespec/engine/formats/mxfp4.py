@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
-from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.checkpoint_parts.parts_file import is_partial
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.model_path import known_model
 from pipespec.engine.partial_checkpoint import missing
-from pipespec.engine.parts.parts_file import is_partial
 from pipespec.engine.safetensors_headers import (
     CONFIG,
     INDEX,

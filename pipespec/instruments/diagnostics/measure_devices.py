@@ -27,9 +27,9 @@ from torch import Tensor
 from pipespec.cluster.host_weights import own_path
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint_parts.repository import SharedName
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
-from pipespec.engine.parts.repository import SharedName
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint

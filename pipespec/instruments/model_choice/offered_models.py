@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.parts.hub_client import HubClient, Unavailable
+from pipespec.engine.checkpoint_parts.hub_client import HubClient, Unavailable
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.model_choice.candidates import Candidate
 from pipespec.instruments.model_choice.fitting import usable_bytes

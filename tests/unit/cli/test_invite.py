@@ -6,15 +6,15 @@ import argparse
 
 import pytest
 
-from pipespec.cli.invite import Door, add_door, parse_place
+from pipespec.cli.invite import JoinOptions, add_join_options, parse_place
 from pipespec.errors import ConfigError
 
 
-def door(*options: str) -> Door | None:
+def options(*options: str) -> JoinOptions | None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--detach", action="store_true")
-    add_door(parser)
-    return Door.of(parser.parse_args(options))
+    add_join_options(parser)
+    return JoinOptions.of(parser.parse_args(options))
 
 
 @pytest.mark.parametrize(
@@ -38,21 +38,21 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_detached_cluster_gets_the_same_options_and_writes_no_token_to_its_log() -> None:
-    wanted = door("--invite", "--at", "fd00::7", "--announce")
-    assert wanted == Door("fd00::7", announce=True)
-    passed_on = door(*wanted.flags)
-    assert passed_on == Door("fd00::7", announce=True, silent=True)
+    wanted = options("--invite", "--at", "fd00::7", "--announce")
+    assert wanted == JoinOptions("fd00::7", announce=True)
+    passed_on = options(*wanted.flags)
+    assert passed_on == JoinOptions("fd00::7", announce=True, silent=True)
 
 
 def test_without_invite_no_host_may_join() -> None:
-    assert door() is None
+    assert options() is None
     for option in (["--at", "10.0.0.1"], ["--announce"], ["--hosts", "2"]):
         with pytest.raises(ConfigError, match="add --invite"):
-            door(*option)
+            options(*option)
 
 
 def test_a_cluster_that_waits_for_hosts_stays_in_the_foreground() -> None:
     with pytest.raises(ConfigError, match="leave --detach out"):
-        door("--invite", "--detach", "--hosts", "2")
+        options("--invite", "--detach", "--hosts", "2")
     with pytest.raises(ConfigError, match=r"--hosts is 0, but must be 1 to"):
-        door("--invite", "--hosts", "0")
+        options("--invite", "--hosts", "0")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.weight_arrivals import Arrivals
-from pipespec.engine.parts.ranges import RangeSet
+from pipespec.engine.checkpoint_parts.ranges import RangeSet
 from pipespec.errors import ModelError
 
 FILE = Path("m.safetensors")

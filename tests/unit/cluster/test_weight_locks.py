@@ -11,9 +11,9 @@ from pipespec.cluster.byte_channel import LocalChannel
 from pipespec.cluster.weight_host import WeightHost
 from pipespec.cluster.weight_locks import lock_folders
 from pipespec.cluster.weight_peer import WeightPeer, on_this_machine
-from pipespec.engine.parts.blueprint import Blueprint
-from pipespec.engine.parts.folder_lock import RunLock
-from pipespec.engine.parts.repository import ranges_of
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint
+from pipespec.engine.checkpoint_parts.folder_lock import RunLock
+from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 

@@ -11,8 +11,8 @@ from pipespec.cluster.byte_channel import LocalChannel
 from pipespec.cluster.weight_links import LinkFailed
 from pipespec.cluster.weight_plan import HUB
 from pipespec.cluster.weight_sources import RelayedSource
-from pipespec.engine.parts.hub_client import Unavailable
-from pipespec.engine.parts.ranges import MAX_GAP_BYTES, Range
+from pipespec.engine.checkpoint_parts.hub_client import Unavailable
+from pipespec.engine.checkpoint_parts.ranges import MAX_GAP_BYTES, Range
 
 DATA = bytes(range(100))
 BROKE, REFUSED = LinkFailed("it broke", reached=True), LinkFailed("refused", reached=False)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipespec.engine import dequantised, row_parts
+from pipespec.engine import dequantised, fill_in_parts
 from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
 from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
@@ -78,7 +78,7 @@ def test_weights_are_unpacked_some_rows_at_a_time_with_the_same_result(kind, mak
     weights = BlockWeights(torch.from_numpy(drawn(kind, 208, 512 // KINDS[kind].size)), kind)
     held = []
     for unpacked in (1, 128 * 512, 1 << 20):
-        monkeypatch.setattr(row_parts, "UNPACKED", unpacked)
+        monkeypatch.setattr(fill_in_parts, "UNPACKED", unpacked)
         layer = make("it", 208, 512)
         layer.fill(weights, CPU)
         held.append(dict(layer.named_buffers()))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipespec.batch_times import BatchTimes
-from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.request_log import CANCELLED
 from pipespec.controller.task_graph import Layout, TaskKind
 from pipespec.core import (

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 
 from pipespec.engine.architectures import ARCHITECTURES, count_field
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.consistency import ACTIVATIONS, USUAL_EOS
+from pipespec.engine.header_checks import ACTIVATIONS, USUAL_EOS
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.safetensors_headers import BITS
 from pipespec.errors import ModelError

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine.parts.ranges import RangeSet, pieces
+from pipespec.engine.checkpoint_parts.ranges import RangeSet, pieces
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda r: (r[0], sum(r))))
 

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.parts.ranges import Range, RangeSet
+from pipespec.engine.checkpoint_parts.ranges import Range, RangeSet
 from pipespec.errors import ModelError
 from pipespec.system.validation import Missing, Unreadable, parse_json, read_bytes
 

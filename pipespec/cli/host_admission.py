@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipespec.cli.invite import MINUTES, Door, described, sentences
+from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
 from pipespec.cluster.host_changes import MeasuredHost, measured, with_hosts
 from pipespec.cluster.join_server import JoinServer
 from pipespec.cluster.look_after_host import LOOK_S, look_after_host
@@ -34,11 +34,11 @@ ANYWHERE = "192.0.2.1"
 OnLog = Callable[[str, str], None]
 
 
-class Doorway:
-    """Where hosts join one cluster. `on_log`: called with a host's name and a sentence."""
+class HostAdmission:
+    """Lets hosts join one cluster. `on_log`: called with a host's name and a sentence."""
 
-    def __init__(self, door: Door, deployment: Deployment, on_log: OnLog) -> None:
-        self._door, self._on_log = door, on_log
+    def __init__(self, options: JoinOptions, deployment: Deployment, on_log: OnLog) -> None:
+        self._options, self._on_log = options, on_log
         self._patience_s = deployment.config.cluster.patience_s
         self._early: queue.SimpleQueue[HostSession] = queue.SimpleQueue()
         self._with_it: set[str] = set()  # hosts with which the cluster begins
@@ -46,7 +46,7 @@ class Doorway:
         self._begun = threading.Event()
         assert deployment.open_to is not None
         taken = [host.name for host in deployment.hosts]
-        self.server = JoinServer(deployment.open_to, door.port, self._attend, taken)
+        self.server = JoinServer(deployment.open_to, options.port, self._attend, taken)
 
     @property
     def path(self) -> str:
@@ -62,7 +62,7 @@ class Doorway:
 
         Raises ConfigError if the target does not fit.
         """
-        count = self._door.hosts - len(deployment.hosts)
+        count = self._options.hosts - len(deployment.hosts)
         if count <= 0:
             return deployment
         found: dict[HostSession, MeasuredHost] = {}
@@ -98,7 +98,9 @@ class Doorway:
     def _invite(self, count: int) -> None:
         for _ in range(count):
             invitation = described(self.server.invite(MINUTES * 60), MINUTES)
-            self._on_log("waiting", sentences(invitation, announced=self._door.announce).rstrip())
+            self._on_log(
+                "waiting", sentences(invitation, announced=self._options.announce).rstrip()
+            )
 
     def _attend(self, session: HostSession) -> None:
         if not self._begun.is_set():
@@ -119,12 +121,14 @@ class Doorway:
 
 
 @contextmanager
-def doorway(name: str, door: Door, deployment: Deployment, on_log: OnLog) -> Iterator[Doorway]:
-    """Where hosts join a cluster of that name, within the block. Raises ConfigError."""
-    made = Doorway(door, deployment, on_log)
+def admitting_hosts(
+    name: str, options: JoinOptions, deployment: Deployment, on_log: OnLog
+) -> Iterator[HostAdmission]:
+    """Lets hosts join a cluster of that name, within the block. Raises ConfigError."""
+    made = HostAdmission(options, deployment, on_log)
     with made.server as server:
         known: AbstractContextManager[None] = nullcontext()
-        if door.announce:
+        if options.announce:
             from pipespec.cluster.discovery import announced
 
             known = announced(name, server.address, server.port)
@@ -152,9 +156,9 @@ def require_open(config: Config) -> None:
         )
 
 
-def opened(deployment: Deployment, door: Door) -> Deployment:
+def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
     """The deployment of a cluster that hosts can join. Raises ConfigError."""
-    address = door.address or own_address(deployment.hosts)
+    address = options.address or own_address(deployment.hosts)
     if address is None:
         try:
             address = source_address(ANYWHERE, socket.AF_INET)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.engine.parts import folder_lock
-from pipespec.engine.parts.folder_lock import RunLock, sole_fetcher
+from pipespec.engine.checkpoint_parts import folder_lock
+from pipespec.engine.checkpoint_parts.folder_lock import RunLock, sole_fetcher
 from pipespec.errors import ModelError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.engine.parts.parts_file import PartsFile, is_partial, record_of
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial, record_of
 from pipespec.errors import ModelError
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
-from pipespec.engine.parts.ranges import Range
+from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.errors import ModelError
 
 # Seconds to wait for a connection, and for the next bytes of an answer.

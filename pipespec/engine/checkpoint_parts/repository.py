@@ -23,11 +23,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revision
+from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
+from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf_bounds import bounds_of_prefix
-from pipespec.engine.parts.hub_client import HubClient, HubFile, Revision
-from pipespec.engine.parts.parts_file import RECORDS, PartsFile, reported
-from pipespec.engine.parts.ranges import Range
 from pipespec.engine.safetensors_headers import (
     INDEX,
     WEIGHTS,

@@ -12,10 +12,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.parts.hub_client import MOST_FILE_BYTES, HubFile
-from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
-from pipespec.engine.parts.repository import (
+from pipespec.engine.checkpoint_parts.hub_client import MOST_FILE_BYTES, HubFile
+from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.checkpoint_parts.repository import (
     SMALL_FILES,
     Repository,
     SharedName,
@@ -27,6 +26,7 @@ from pipespec.engine.parts.repository import (
     remember,
     write_repository,
 )
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.safetensors_headers import WEIGHTS, read_index
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically

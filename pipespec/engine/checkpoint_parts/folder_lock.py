@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.parts.parts_file import RECORDS, reported
+from pipespec.engine.checkpoint_parts.parts_file import RECORDS, reported
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.file_lock import lock_file

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.parts.blueprint import Blueprint, folder_name
-from pipespec.engine.parts.cache_listing import entries
-from pipespec.engine.parts.repository import Repository
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint, folder_name
+from pipespec.engine.checkpoint_parts.cache_listing import entries
+from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.parts.folder_lock import sole_fetcher
-from pipespec.engine.parts.parts_file import reported
-from pipespec.engine.parts.repository import (
+from pipespec.engine.checkpoint_parts.folder_lock import sole_fetcher
+from pipespec.engine.checkpoint_parts.parts_file import reported
+from pipespec.engine.checkpoint_parts.repository import (
     FOLDERS,
     known_commit,
     parts_cache,

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipespec.engine.parts.folder_lock import sole_fetcher
-from pipespec.engine.parts.hub_client import HubClient, HubFile
-from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.parts.ranges import MAX_GAP_BYTES, Range, RangeSet, pieces
-from pipespec.engine.parts.repository import NUM_CONNECTIONS, Repository, ranges_of
+from pipespec.engine.checkpoint_parts.folder_lock import sole_fetcher
+from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial, reported
+from pipespec.engine.checkpoint_parts.ranges import MAX_GAP_BYTES, Range, RangeSet, pieces
+from pipespec.engine.checkpoint_parts.repository import NUM_CONNECTIONS, Repository, ranges_of
 from pipespec.errors import ModelError
 
 # Left free on the disk.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipespec.engine.parts.fetching import fetch
-from pipespec.engine.parts.parts_file import PartsFile
-from pipespec.engine.parts.ranges import Range
-from pipespec.engine.parts.repository import ranges_of
+from pipespec.engine.checkpoint_parts.fetching import fetch
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile
+from pipespec.engine.checkpoint_parts.ranges import Range
+from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.errors import ModelError
 
 NAME = "m.safetensors"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from pipespec.engine.parts import hub_client
-from pipespec.engine.parts.hub_client import MAX_TRIES, HubClient, Unavailable
+from pipespec.engine.checkpoint_parts import hub_client
+from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.errors import ModelError
 from tests.helpers.hub import COMMIT, Fault, Hub, serving
 
