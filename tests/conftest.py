@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+    return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 class _Scheduling(LoadFileScheduling):

@@ -10,7 +10,7 @@ from pipespec.cli.invite import JoinOptions, add_join_options, parse_place
 from pipespec.errors import ConfigError
 
 
-def options(*options: str) -> JoinOptions | None:
+def parsed(*options: str) -> JoinOptions | None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--detach", action="store_true")
     add_join_options(parser)
@@ -38,21 +38,21 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_detached_cluster_gets_the_same_options_and_writes_no_token_to_its_log() -> None:
-    wanted = options("--invite", "--at", "fd00::7", "--announce")
+    wanted = parsed("--invite", "--at", "fd00::7", "--announce")
     assert wanted == JoinOptions("fd00::7", announce=True)
-    passed_on = options(*wanted.flags)
+    passed_on = parsed(*wanted.flags)
     assert passed_on == JoinOptions("fd00::7", announce=True, silent=True)
 
 
 def test_without_invite_no_host_may_join() -> None:
-    assert options() is None
+    assert parsed() is None
     for option in (["--at", "10.0.0.1"], ["--announce"], ["--hosts", "2"]):
         with pytest.raises(ConfigError, match="add --invite"):
-            options(*option)
+            parsed(*option)
 
 
 def test_a_cluster_that_waits_for_hosts_stays_in_the_foreground() -> None:
     with pytest.raises(ConfigError, match="leave --detach out"):
-        options("--invite", "--detach", "--hosts", "2")
+        parsed("--invite", "--detach", "--hosts", "2")
     with pytest.raises(ConfigError, match=r"--hosts is 0, but must be 1 to"):
-        options("--invite", "--hosts", "0")
+        parsed("--invite", "--hosts", "0")

@@ -29,7 +29,7 @@ BEST_FIRST = BestFirst(8, 2)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 
 
-# The others take longer and keep states in the same way; test_running_states.py decodes with them.
+# The others keep states in the same way; test_running_states.py decodes with them.
 SOME = [
     name if name in ("lfm2", "qwen3_next") else pytest.param(name, marks=pytest.mark.long)
     for name in MODULES
