@@ -31,7 +31,9 @@ class Fp8Linear(DequantisedLinear):
             if ((weights.codes[rows].view(torch.uint8) & 0x7F) == 0x7F).any():
                 raise ModelError("some of its weights are no numbers")
         self.height, self.width = weights.height, weights.width
-        self.codes, self.scales = weights.codes.to(device), weights.scales.to(device)
+        # A member's columns are a view of the whole; the compiled code reads neighbours in memory.
+        self.codes = weights.codes.to(device).contiguous()
+        self.scales = weights.scales.to(device).contiguous()
 
     def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""
