@@ -27,6 +27,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["NUMBA_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Numba compiles for seconds: once for all tests, and for the processes that they start.
+os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "numba")
 # What is kept of models is kept for one run of the suite, and its workers share it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pipespec-tests-")
@@ -48,7 +50,8 @@ settings.load_profile("fixed")
 
 torch.set_num_threads(1)
 
-PAGES = "tests/integration/pages/"
+# Folders whose tests share a cluster.
+SHARING = ("tests/integration/pages/", "tests/integration/serving/")
 GRACE_S = 60.0  # for what a test does after its time limit
 STDERR = pytest.StashKey[int]()  # the real one, which pytest hides from tests
 STARTED_S = time.time()
@@ -125,11 +128,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 class _Scheduling(LoadFileScheduling):
-    """Runs the tests of a file in one process, and all tests of pages, which share a cluster."""
+    """Runs the tests of a file in one process, and those of a folder that share a cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return PAGES if file.startswith(PAGES) else file
+        return next((folder for folder in SHARING if file.startswith(folder)), file)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -66,7 +66,7 @@ def part(share: int, policy: str, stages: int) -> slice:
     return slice((5 * list(POLICIES).index(policy) + stages) % share, None, share)
 
 
-@pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS, share=3))
+@pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS, share=4))
 def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
     demo, redis, stages, policy, long
 ):

@@ -48,6 +48,7 @@ from tests.helpers.recording import stand_in
 
 NUM_SLOTS = 96
 NEW_TOKENS = 16
+OF_MEMBERS = 6  # tokens; each member computes them with others
 # Compiled in every run: windows and caps, sinks and experts, a dense one.
 # One with running states, which is refused.
 COMPILED = ("gemma2", "gpt_oss", "llama", "qwen3_next")
@@ -149,7 +150,7 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
         with pytest.raises(ModelError, match="no tensor-parallel plan"):
             together(2, lambda group: _load(model.path, 2, group))
         return
-    expected = _greedy(whole, prompt, chunk=5)
+    expected = _greedy(whole, prompt, chunk=5, count=OF_MEMBERS)
     info, bytes_of_whole = inspect(model.path), sum(part.num_weight_bytes for part in whole)
     few = MEMBERS[ARCHITECTURES.index(model.path.name) % 2]
     for size in MEMBERS if long else (MANY_MEMBERS.get(model.path.name, few),):
@@ -604,7 +605,8 @@ def _load(path: Path, num_slices: int, group: TPProcessGroup | None = None) -> l
 def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
     """What a member of two slices decodes, and the bytes of its weights."""
     parts = _load(path, 2, group)
-    return _greedy(parts, prompt, chunk=5), sum(part.num_weight_bytes for part in parts)
+    tokens = _greedy(parts, prompt, chunk=5, count=OF_MEMBERS)
+    return tokens, sum(part.num_weight_bytes for part in parts)
 
 
 def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
@@ -614,8 +616,10 @@ def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: Attenti
     return slices[-1].logits(hidden)
 
 
-def _greedy(slices: list[ModelSlice], prompt: Tensor, chunk: int) -> list[int]:
-    return _decode(slices, prompt, chunk, lambda logits, _: int(logits.argmax()))
+def _greedy(
+    slices: list[ModelSlice], prompt: Tensor, chunk: int, count: int = NEW_TOKENS
+) -> list[int]:
+    return _decode(slices, prompt, chunk, lambda logits, _: int(logits.argmax()), count)
 
 
 def _drawn(slices: list[ModelSlice], prompt: Tensor, seed: int) -> list[int]:
@@ -630,13 +634,17 @@ def _drawn(slices: list[ModelSlice], prompt: Tensor, seed: int) -> list[int]:
 
 
 def _decode(
-    slices: list[ModelSlice], prompt: Tensor, chunk: int, choose: Callable[[Tensor, int], int]
+    slices: list[ModelSlice],
+    prompt: Tensor,
+    chunk: int,
+    choose: Callable[[Tensor, int], int],
+    count: int = NEW_TOKENS,
 ) -> list[int]:
-    """Prefill `prompt` in chunks, then decode `NEW_TOKENS` tokens one by one, which are chosen by
-    logits and position."""
+    """Prefill `prompt` in chunks, then decode `count` tokens one by one, which are chosen by logits
+    and position."""
     slots = np.random.default_rng(4).permutation(NUM_SLOTS)
     ids, tokens, num_cached = prompt, [], 0
-    while len(tokens) < NEW_TOKENS:
+    while len(tokens) < count:
         for rows in ids.split(chunk):
             end = num_cached + len(rows)
             plan = causal_plan(slots[:num_cached], slots[num_cached:end])

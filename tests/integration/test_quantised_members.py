@@ -24,7 +24,7 @@ from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import fp4_files, fp8_files, gguf_files, packing
 
 PROMPT = torch.arange(20, 33)
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 # Columns of an MLP are 6 groups of 32, heads of attention are of one group each.
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
 

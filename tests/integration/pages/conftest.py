@@ -18,6 +18,8 @@ SETTINGS = (
     "model.context=1024",
     "scheduler.max_num_seqs=40",
 )
+# Names of this machine: of a page of somebody else, and of a server as its network calls it.
+HOSTS = "--host-resolver-rules=MAP evil.test 127.0.0.1,MAP lan.test 127.0.0.1"
 
 
 @pytest.fixture(scope="package")
@@ -35,7 +37,7 @@ def server(place: Sandbox) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    with chromium() as browser:
+    with chromium(HOSTS) as browser:
         yield browser
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.helpers.browser import chromium, needs_chromium
+from tests.helpers.browser import needs_chromium
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
-from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+from tests.helpers.serving import MODEL, NAME, Server, serving
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=512")
-HOSTS = "--host-resolver-rules=MAP evil.test 127.0.0.1,MAP lan.test 127.0.0.1"
 NUM_TOKENS = 400
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -67,21 +65,9 @@ ATTACK = """async ([server, requests]) => {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with cluster_up(tmp_path_factory.mktemp("pages"), *SETTINGS) as place:
-        yield place
-
-
-@pytest.fixture(scope="module")
 def server(place: Sandbox) -> Iterator[Server]:
     with serving(place, "--on", NAME, "--allowed-hosts", "lan.test") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium(HOSTS) as browser:
-        yield browser
 
 
 class _Blank(BaseHTTPRequestHandler):

@@ -25,13 +25,9 @@ import pytest
 from pipespec.client import registry
 from pipespec.controller.membership import Membership
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
-from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+from tests.helpers.serving import MODEL, NAME, Server, serving
 
 pytestmark = pytest.mark.slow
-SETTINGS = (
-    *("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=1024"),
-    "proposer=hybrid",
-)
 KEY = "a-key-of-all-dialects"
 HELLO = [{"role": "user", "content": "Tell me a story"}]
 SCHEMA = {
@@ -46,12 +42,6 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with cluster_up(tmp_path_factory.mktemp("dialects"), *SETTINGS) as place:
-        yield place
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +218,7 @@ def test_response_text_matches_its_schema(gpt: openai.OpenAI) -> None:
 # --- OpenAI's package for Node ----------------------------------------------------------------
 
 NODE_PACKAGES = Path(sys.prefix, "node", "node_modules")
-SCRIPT = Path(__file__).parents[1] / "helpers" / "node_openai.cjs"
+SCRIPT = Path(__file__).parents[2] / "helpers" / "node_openai.cjs"
 needs_node = pytest.mark.skipif(
     shutil.which("node") is None or not (NODE_PACKAGES / "openai").exists(),
     reason="needs Node and its package openai, which `make test` installs where npm is",

@@ -18,13 +18,9 @@ from pipespec.client import registry
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
-from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+from tests.helpers.serving import MODEL, NAME, Server, serving
 
 pytestmark = pytest.mark.slow
-SETTINGS = (
-    *("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=512"),
-    "proposer=hybrid",
-)
 FIRST, SECOND = "first-key", "second-key"
 SCHEMA = {
     "type": "object",
@@ -33,13 +29,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 HELLO = [{"role": "user", "content": "Who is Tom?"}]
-PAGE = Path(__file__).parent.parent.parent / "docs" / "serving.md"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with cluster_up(tmp_path_factory.mktemp("requests"), *SETTINGS) as place:
-        yield place
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
