@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, cluster_loading, validation_failed
@@ -237,6 +237,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         reply = await refused(request, ApiError(error.status_code, _sentence(error)))
         reply.headers.update(error.headers or {})
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            reply.headers["Allow"] = _allowed_methods(request)
         return reply
 
     @app.exception_handler(Exception)
@@ -244,6 +246,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         # uvicorn writes the traceback to the log.
         failed = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed; see its log.")
         return await refused(request, failed)
+
+
+def _allowed_methods(request: Request) -> str:
+    """Those of all routes of the path; Starlette names the ones of the first route alone."""
+    matching = (
+        route
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    )
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 def _sentence(error: HTTPException) -> str:
