@@ -28,9 +28,9 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
   cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71
 # OpenAI's package for Node, whose tests are skipped where there is no npm.
 NODE_OPENAI := openai@7.57.0
-# The tests of a file share what is slow to make; files share the cores, the long ones first. Three
-# workers keep two cores busy; with a fourth all of them take longer.
-PYTEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# The tests of a file share what is slow to make; files share the cores, the long ones first. With a
+# third worker two cores are never idle, but everything takes longer.
+PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo race pictures docs test test-all test-flashinfer check check-gpu-code \
   check-gpu-full bench-quick format clean
