@@ -183,6 +183,7 @@ def test_other_code_of_the_same_version_on_one_host_is_refused(bed, tmp_path):
     assert f"but that of the launcher is {own_version()}" in said
 
 
+@pytest.mark.long
 def test_wrong_python_on_one_host_is_named_with_that_host(bed):
     said, seconds = generate(bed, {"python": "/no/such/python"}, hung_up())
 

@@ -190,6 +190,7 @@ def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting, place):
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
     with (
         launch(leave_with, (7,), num_ranks=2, preload=()) as cluster,
@@ -208,6 +209,7 @@ def test_failure_is_reported_within_three_seconds_while_another_rank_is_in_a_lon
         assert time.monotonic() - began < TOLD_S
 
 
+@pytest.mark.long
 def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
     pids = []
     with (  # noqa: PT012 - the block is the point

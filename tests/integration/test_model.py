@@ -49,9 +49,11 @@ from tests.helpers.recording import stand_in
 NUM_SLOTS = 96
 NEW_TOKENS = 16
 OF_MEMBERS = 6  # tokens; each member computes them with others
-# Compiled in every run: windows and caps, sinks and experts, a dense one.
+# Compiled in every run: windows and caps, sinks and experts.
 # One with running states, which is refused.
-COMPILED = ("gemma2", "gpt_oss", "llama", "qwen3_next")
+COMPILED = ("gemma2", "gpt_oss", "qwen3_next")
+# Multimodal checkpoints whose text part is the one of another, or of a plain architecture.
+TEXT_OF_OTHERS = ("aya_vision", "internvl", "llava", "qwen3_5_moe")
 # Numbers of tensor-parallel members, which few numbers of heads and columns are multiples of. The
 # short suite tries the larger two with a dense one, and with one with experts.
 MEMBERS = (2, 3, 5, 6)
@@ -423,7 +425,13 @@ def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monke
     assert len(captured) == 6, "each graph anew after each growth"
 
 
-@pytest.mark.parametrize("model_type", MULTIMODAL)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in TEXT_OF_OTHERS else name
+        for name in MULTIMODAL
+    ],
+)
 def test_the_text_part_of_a_multimodal_checkpoint_decodes_alone(tmp_path, model_type):
     path = build_multimodal(model_type, tmp_path / "model")
     whole = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")

@@ -189,6 +189,7 @@ def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
     assert fetched(capsys, *settings) == {}
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(
     hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
