@@ -28,8 +28,8 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
   cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71
 # OpenAI's package for Node, whose tests are skipped where there is no npm.
 NODE_OPENAI := openai@7.57.0
-# The tests of a file share what is slow to make; files share the cores, the long ones first. With a
-# third worker two cores are never idle, but the same tests take more of them.
+# The tests of a file share what is slow to make; files share the cores, the long ones first. A third
+# worker makes it no faster on two cores.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo race pictures docs test test-all test-flashinfer check check-gpu-code \
