@@ -28,10 +28,12 @@ class AsyncAnswer:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._error: Exception | None = None
+        self._num_failed = 0
 
     def __len__(self) -> int:
-        """How many have not finished, as far as was received."""
-        return len(self._open)
+        """How many have not finished, as far as was received. Those that failed never do: `next`
+        raises."""
+        return len(self._open) + self._num_failed
 
     async def submit(
         self,
@@ -140,5 +142,6 @@ class AsyncAnswer:
 
     def fail(self, request: int, error: Exception) -> None:
         """Nothing more will come of a request."""
-        self._open.pop(request, None)
+        if self._open.pop(request, None) is not None:
+            self._num_failed += 1
         self.interrupt(error)

@@ -9,7 +9,7 @@ from typing import Any
 from pipespec.client.model_info import ModelInfo, TemplateFailed
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Message, Tool
-from pipespec.server.request_schema import ChatRequest
+from pipespec.server.request_schema import ChatRequest, TokenizeRequest
 from pipespec.server.tool_parsers.tool_choice import check_template
 from pipespec.system.validation import shown
 
@@ -37,7 +37,7 @@ class TemplateOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def template_options(body: ChatRequest) -> TemplateOptions:
+def template_options(body: ChatRequest | TokenizeRequest) -> TemplateOptions:
     """The options of a request. Raises ApiError."""
     variables = body.chat_template_kwargs or {}
     for name in RESERVED:
@@ -54,6 +54,7 @@ def template_options(body: ChatRequest) -> TemplateOptions:
             "continue_final_message and add_generation_prompt are both true, but an answer either "
             "continues a message or begins one; leave one out.",
         )
+    assert body.messages
     last = body.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid_field(
@@ -64,7 +65,7 @@ def template_options(body: ChatRequest) -> TemplateOptions:
     return TemplateOptions(False, True, thinking_variables(body) | variables)
 
 
-def thinking_variables(body: ChatRequest) -> dict[str, Any]:
+def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """The variables that mean `reasoning_effort` to templates that have a place for it."""
     effort = body.reasoning_effort
     if effort is None:

@@ -16,8 +16,8 @@ from pydantic import (
 from pipespec.system.validation import Unreadable, parse_json, shown
 
 MAX_TOOLS = 128
-# The names of functions that OpenAI accepts.
-FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+# The names of functions that Anthropic accepts; OpenAI's have 64 characters at most.
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
 
 class RequestModel(BaseModel):

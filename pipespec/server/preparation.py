@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, invalid_field, validation_failed
-from pipespec.server.chat_prompt import TemplateOptions, render_chat
+from pipespec.server.chat_prompt import render_chat, template_options
 from pipespec.server.dialects.routes import DIALECTS
 from pipespec.server.dialects.translation import Dialect, Translation
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
@@ -207,11 +207,13 @@ class Preparer:
         given = [n for n in ("prompt", "content", "messages") if getattr(fields, n) is not None]
         if len(given) != 1:
             raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
+        fields.check_supported()
         special = fields.add_special_tokens is not False
         text = fields.content if fields.prompt is None else fields.prompt
         if fields.messages is not None:
-            options = TemplateOptions(fields.add_generation_prompt is not False)
-            text = render_chat(served, fields.messages, fields.tools or (), options)
+            text = render_chat(
+                served, fields.messages, fields.tools or (), template_options(fields)
+            )
             special = bool(fields.add_special_tokens)  # the template writes its own
         ids = self._parser.encode(text or "", special=special)
         strings = None

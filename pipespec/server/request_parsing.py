@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipespec.client.answers import fresh_seed
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.client.request_settings import RequestSettings, group
+from pipespec.client.request_settings import RequestSettings
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError
 from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
@@ -47,12 +47,11 @@ class RequestDefaults:
         """The defaults of a cluster."""
         settings = RequestSettings.on(running, [])
         names = {text.partition("=")[0] for text in running.overrides}
-        sampled = any(group(text) == "sampling" for text in running.overrides)
-        decode = settings.decode
+        sampling, decode = settings.params(0), settings.decode
+        if not names & {"sampling", "sampling.temperature"}:
+            sampling = replace(sampling, temperature=1.0)
         return cls(
-            settings.params(0)
-            if sampled
-            else SamplingParams(temperature=1.0, grammar=settings.grammar),
+            sampling,
             settings.sampling.seed,
             decode.max_new_tokens if "decode.max_new_tokens" in names else None,
             tuple(decode.stop),
@@ -162,8 +161,9 @@ class RequestParser:
                 "max_tokens",
                 "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
             )
+        special = body.add_special_tokens is not False
         prompts = [
-            self._encode(prompt, "prompt")
+            self._encode(prompt, "prompt", special=special)
             if isinstance(prompt, str)
             else self._check_prompt(prompt, "prompt")
             for prompt in body.prompt
@@ -209,7 +209,7 @@ class RequestParser:
                 f"{self._served.vocab_size - 1}.",
             )
 
-    def _encode(self, text: str, param: str, *, special: bool = True) -> Sequence[int]:
+    def _encode(self, text: str, param: str, *, special: bool) -> Sequence[int]:
         """The token ids of a prompt that leaves room for an answer. Raises ApiError."""
         context = self._served.context
         num_characters = CHARACTERS_PER_TOKEN * context
@@ -312,20 +312,23 @@ class RequestParser:
     def _with_grammar(
         self, parsed: ParsedRequest, body: GenerationRequest, constraint: OutputConstraint | None
     ) -> ParsedRequest:
-        """The same with answers that must match `constraint`, or that of the body if it is None.
-        Raises ApiError."""
+        """The same with answers that must match `constraint`; if it is None, that of the body, and
+        else that of the cluster. Raises ApiError."""
         if constraint is None:
             guided = {name: getattr(body, name) for name in GUIDED}
             constraint = output_constraint(body.response_format, body.structured_outputs, guided)
-        if constraint is None:
+        if constraint is not None:
+            grammar, described = constraint.grammar(self._grammars), constraint.param
+        elif grammar := self._defaults.sampling.grammar:
+            described = "the cluster's grammar"
+        else:
             return parsed
         if body.ignore_eos:
             raise invalid_field(
                 "ignore_eos",
-                f"ignore_eos is true, but what {constraint.param} describes ends by itself; leave "
+                f"ignore_eos is true, but what {described} describes ends by itself; leave "
                 "one out.",
             )
-        grammar = constraint.grammar(self._grammars)
         if parsed.reasoning is not None:
             grammar = parsed.reasoning.grammar(self._served.tokenizer, grammar)
         # The grammar decides where the answer ends, also if `decode.ignore_eos` is the default.

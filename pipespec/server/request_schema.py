@@ -47,6 +47,7 @@ OLD_TOOLS = "is not supported: OpenAI has replaced it by tools and tool_choice"
 OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
+IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
 # Fields that would change the text and are not supported: why, and the values without effect, which
 # are accepted, as are null, false and empty ones.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -69,6 +70,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (LATER, (True,)),
     "truncate_prompt_tokens": (LATER, ()),
     "chat_template": (FIXED, ()),
+    "add_special_tokens": (IN_TEMPLATE, ()),
+    "echo": ("is not supported in chats", ()),
     "documents": (LATER, ()),
     "reasoning": (LATER, ()),
     "verbosity": (LATER, ("medium",)),
@@ -328,6 +331,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     max_tokens: Annotated[int | None, Field(ge=0, le=MAX_COUNT)] = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: LogprobCount = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
@@ -356,7 +360,14 @@ class TokenizeRequest(RequestBody):
     tools: Tools = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
+
+    def check_supported(self) -> None:
+        """Raise ApiError for a field that would change the prompt and is not supported."""
+        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
 
 
 class DetokenizeRequest(RequestBody):

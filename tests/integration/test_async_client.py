@@ -296,6 +296,25 @@ def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
     asyncio.run(end_while_room_is_made())
 
 
+async def end_between_two_reads() -> list[int]:
+    """The cluster ends while the reader of its only request is busy; the tokens that were read."""
+    answer = AsyncAnswer(None)  # type: ignore[arg-type]
+    answer.expect(1)
+    answer.push(1, Accepted(0, (5,)))
+    read: list[int] = []
+    while len(answer):
+        for _, event in await answer.next():
+            assert isinstance(event, Accepted)
+            read += event.tokens
+        answer.fail(1, RankFailed("the cluster ended"))
+    return read
+
+
+def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
+    with pytest.raises(RankFailed, match="the cluster ended"):
+        asyncio.run(end_between_two_reads())
+
+
 # --- conversations ----------------------------------------------------------------------------
 
 

@@ -92,6 +92,8 @@ class AnthropicFormat(ReplyFormat):
         self._asked = max_tokens
         self._end: OutputDelta | None = None
         self._frame = ("", "")  # the JSON of a delta of the open block before and after its text
+        # Without a grammar the model may write arguments that no client can read.
+        self._holds_calls = not request.sampling_params[0].grammar
 
     def add(self, delta: OutputDelta) -> None:
         self._take(delta)
@@ -114,15 +116,16 @@ class AnthropicFormat(ReplyFormat):
         for part in self._take(delta):
             if part.begins:
                 if part.index:
-                    yield _event("content_block_stop", index=part.index - 1)
+                    yield from self._close(part.index - 1)
                 yield self._begin(part)
-            if part.text:
-                before, after = self._frame
-                yield f"{before}{json.dumps(part.text, ensure_ascii=False)}{after}".encode()
+            if part.text and part.block.kind == "call" and self._holds_calls:
+                yield self.keepalive
+            elif part.text:
+                yield self._piece(part.text)
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self._answer.blocks:
-            yield _event("content_block_stop", index=len(blocks) - 1)
+            yield from self._close(len(blocks) - 1)
         end = {
             "stop_reason": self._stop_reason(),
             "stop_sequence": self._end.stop_string if self._end else None,
@@ -155,6 +158,18 @@ class AnthropicFormat(ReplyFormat):
         before, _, after = example.decode().partition(json.dumps("\0"))
         self._frame = before, after
         return _event("content_block_start", index=part.index, content_block=empty)
+
+    def _piece(self, text: str) -> bytes:
+        """The event of a text of the open block."""
+        before, after = self._frame
+        return f"{before}{json.dumps(text, ensure_ascii=False)}{after}".encode()
+
+    def _close(self, index: int) -> Iterator[bytes]:
+        """The events that end the open block."""
+        block = self._answer.blocks[index]
+        if block.kind == "call" and self._holds_calls:
+            yield self._piece(json.dumps(arguments_of(block), ensure_ascii=False))
+        yield _event("content_block_stop", index=index)
 
     def _stop_reason(self) -> StopReason:
         end = self._end

@@ -116,7 +116,7 @@ class OllamaFormat(ReplyFormat):
                 yield self._line(part.text)
             elif part.block.kind == "text":
                 before, after = self._frame
-                yield f"{before}{json.dumps(part.text, ensure_ascii=False)}{after}".encode()
+                yield f"{before}{json.dumps(part.text)}{after}".encode()
 
     def last_events(self) -> Iterator[bytes]:
         if self._answer.blocks:
@@ -179,7 +179,8 @@ class OllamaFormat(ReplyFormat):
 
     def _json(self, fields: dict[str, Any]) -> bytes:
         shared = {"model": self.model, "created_at": self._created_at}
-        made = json.dumps(shared | fields, ensure_ascii=False, separators=(",", ":"))
+        # In ASCII: the clients split lines at separators of Unicode too.
+        made = json.dumps(shared | fields, separators=(",", ":"))
         return f"{made}\n".encode()
 
 

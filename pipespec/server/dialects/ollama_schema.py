@@ -124,7 +124,10 @@ def shared_fields(body: OllamaRequest) -> dict[str, Any]:
     names = ("temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
     fields: dict[str, Any] = {name: getattr(options, name) for name in names}
     fields["model"] = body.model
-    fields["top_p"] = options.top_p or None
+    if options.top_p == 0:  # the most probable token remains
+        fields["top_k"] = 1
+    else:
+        fields["top_p"] = options.top_p
     fields["repetition_penalty"] = options.repeat_penalty
     fields["stop"] = options.stop
     if options.num_predict is not None and options.num_predict > 0:  # others: no limit

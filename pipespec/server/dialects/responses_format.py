@@ -127,7 +127,8 @@ class ResponsesFormat(ReplyFormat):
         if self._conversation is None:
             return None
         answer = json.dumps(self._answer.message(), ensure_ascii=False).encode()
-        messages = self._conversation.removesuffix(b"]") + b", " + answer + b"]"
+        earlier = self._conversation.removesuffix(b"]")
+        messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
         reply = self._reply(self._end_status).model_dump_json().encode()
         return self.id, KeptResponse(reply, messages).packed()
 

@@ -95,7 +95,8 @@ class Dialect:
         refuse_fields(extra, self.refused)
         made = self.translate(body)
         passed = {name: extra[name] for name in self.passed if name in extra}
-        return replace(made, fields=passed | made.fields)
+        translated = {name: value for name, value in made.fields.items() if value is not None}
+        return replace(made, fields=passed | translated)
 
     def explained(self, error: ApiError) -> ApiError:
         """An error of ours with the names that its fields have here."""

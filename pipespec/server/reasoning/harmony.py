@@ -15,18 +15,26 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w-]+)")
 
 
+def continues_message(prompt: str) -> bool:
+    """Whether a prompt ends within the text of a message."""
+    return MESSAGE in prompt and not _MARKER.search(prompt, prompt.rindex(MESSAGE) + len(MESSAGE))
+
+
 class Harmony(Splitter):
     """`<|channel|>analysis<|message|>...<|end|>` and so on: the channel analysis is reasoning, what
     is for a function a call, all else text.
 
-    With `calls` False a call is text, as no tool was offered.
+    With `calls` False a call is text, as no tool was offered. With `begun` the prompt ends within
+    a message, which the answer continues.
     """
 
-    def __init__(self, *, calls: bool):
+    def __init__(self, *, calls: bool, begun: bool = False):
         self._calls = calls
         self._num_calls = 0
         self._held = ""
-        self._header: str | None = ""  # of the message that begins; None: its text has begun
+        # Of the message that begins; None: its text has begun.
+        self._header: str | None = None if begun else ""
+        self._in_messages = begun
         self._kind = "text"
 
     def push(self, text: str) -> list[SplitDelta]:
@@ -44,9 +52,7 @@ class Harmony(Splitter):
     def finish(self) -> list[SplitDelta]:
         made = self._text(self._held)
         self._held = ""
-        if self._header and CHANNEL not in self._header:  # it wrote no messages at all
-            made.append(self._header)
-        return made
+        return made + self._without_messages()
 
     def _text(self, text: str) -> list[SplitDelta]:
         if self._header is not None:
@@ -58,8 +64,17 @@ class Harmony(Splitter):
             return [CallDelta(self._num_calls - 1, arguments=text)]
         return [Thought(text) if self._kind == "reasoning" else text]
 
+    def _without_messages(self) -> list[SplitDelta]:
+        """The text of an answer that ends without ever having begun a message."""
+        text, self._header = self._header, ""
+        return [text] if text and not self._in_messages else []
+
     def _marker(self, marker: str) -> list[SplitDelta]:
-        if marker in ENDS or marker == START:
+        if marker in ENDS:
+            made, self._in_messages = self._without_messages(), True
+            return made
+        self._in_messages = True
+        if marker == START:
             self._header = ""
             return []
         if marker != MESSAGE or self._header is None:

@@ -23,7 +23,8 @@ TAGS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ReasoningUse:
-    """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag."""
+    """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag, or for
+    gpt-oss ends within the message that the answer continues."""
 
     family: Family
     begun: bool = False
@@ -36,7 +37,7 @@ class ReasoningUse:
     def splitter(self, *, calls: bool) -> Splitter:
         """The splitter of one answer; `calls`: tools may be called."""
         if self.family == "gpt_oss":
-            return Harmony(calls=calls)
+            return Harmony(calls=calls, begun=self.begun)
         opening, closing = TAGS[self.family]
         return Tagged(opening, closing, begun=self.begun)
 
@@ -48,6 +49,8 @@ class ReasoningUse:
             """A tag in Lark's notation."""
             return f"<[{ids[text]}]>" if text in ids else f'"{text}"'
 
+        if self.family == "gpt_oss" and self.begun:
+            return grammar
         if self.family == "gpt_oss":
             return grammar_after(
                 _harmony_prefix({text: terminal(text) for text in self.special}), grammar
@@ -83,7 +86,7 @@ def _harmony_prefix(marks: Mapping[str, str]) -> str:
 def reasoning_use(template: str, prompt: str) -> ReasoningUse | None:
     """How the answer to a prompt in a chat template is split; None: it has no reasoning."""
     if harmony.CHANNEL in template and "analysis" in template:
-        return ReasoningUse("gpt_oss")
+        return ReasoningUse("gpt_oss", begun=harmony.continues_message(prompt))
     end = prompt.rstrip()
     families: tuple[Family, ...] = ("think", "mistral", "seed")
     for family in families:

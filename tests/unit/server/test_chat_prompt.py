@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from pipespec.config.compose import compose
 from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import render_chat, template_options
 from pipespec.server.request_schema import ChatRequest
+from tests.helpers import dialects
 from tests.helpers.calling import calling
 
 HELLO = {"role": "user", "content": "Hello"}
@@ -53,6 +55,26 @@ def test_variables_reach_the_template(served: ModelInfo) -> None:
     )
     thought = BEGUN | {"reasoning_content": "Hm."}
     assert "<assistant>Hm.Once upon </s>" in rendered(served, [thought, HELLO])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"chat_template_kwargs": {"mood": "glad"}},
+        {"reasoning_effort": "low"},
+        {"add_generation_prompt": False},
+        {"messages": [HELLO, BEGUN], "continue_final_message": True},
+    ],
+)
+def test_tokens_of_messages_are_those_of_the_chat(
+    served: ModelInfo, fields: dict[str, Any]
+) -> None:
+    preparer, body = dialects.preparer(served), {"messages": [HELLO]} | fields
+    told = preparer.prepare("/tokenize", json.dumps(body).encode())
+    assert isinstance(told, bytes)
+    asked = dialects.prepared(preparer, "/v1/chat/completions", body)
+    assert json.loads(told)["tokens"] == [*asked.parsed.prompts[0]]
 
 
 @pytest.mark.parametrize(

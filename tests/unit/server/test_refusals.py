@@ -283,6 +283,9 @@ ELSEWHERE: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "model", "'gpt-9' is not served"),
     ("/detokenize", {"tokens": [5000]}, 400, "tokens", "0 to 2047"),
     ("/tokenize", {}, 400, "prompt", "one of them"),
+    ("/tokenize", {"messages": HELLO, "chat_template": "x"}, 400, "chat_template", "chosen"),
+    (CHAT, {"messages": HELLO, "echo": True}, 400, "echo", "in chats"),
+    (CHAT, {"messages": HELLO, "add_special_tokens": True}, 400, "add_special_tokens", "template"),
     ("/v1/embeddings", {}, 404, None, "no such route"),
     ("/v1/models", {}, 405, None, "another method"),
 ]

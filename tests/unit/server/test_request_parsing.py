@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
@@ -80,6 +82,10 @@ def test_settings_of_the_cluster_override_openais_defaults(running: RunningClust
     assert ask.sampling_params == (SamplingParams(temperature=2.0, seed=5),)
     assert (ask.max_tokens, ask.stop, ask.eos) == ((8,), ("y",), running.served.eos)
     greedy = replace(running, overrides=("sampling.temperature=0",))
+    narrow = replace(running, overrides=("sampling.top_p=0.9", "sampling.seed=4"))
+    assert completion(narrow).sampling_params == (
+        SamplingParams(temperature=1.0, top_p=0.9, seed=4),
+    )
     assert completion(greedy).sampling_params[0].temperature == 0
 
 
@@ -114,6 +120,21 @@ def test_every_field_reaches_the_parsed_request(running: RunningCluster) -> None
     assert completion(running, echo=True, prompt=[[5, 6]]).echo_texts == (
         running.served.tokenizer.decode([5, 6]),
     )
+
+
+def test_prompt_begins_with_the_special_token_unless_it_is_declined(
+    running: RunningCluster,
+) -> None:
+    backend = running.served.backend
+    assert backend is not None
+    tokenizer = Tokenizer.from_str(backend.backend)
+    first = tokenizer.id_to_token(7)
+    tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 7)])
+    served = replace(running.served, backend=replace(backend, backend=tokenizer.to_str()))
+    beginning = replace(running, served=served)
+    plain = completion(running, prompt="Once").prompts
+    assert completion(beginning, prompt="Once").prompts == ((7, *plain[0]),)
+    assert completion(beginning, prompt="Once", add_special_tokens=False).prompts == plain
 
 
 def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(

@@ -57,8 +57,9 @@ def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> l
     sent = b"".join(dialects.stream_of(shape, answer))
     adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     decoded = [*SSEDecoder().iter_bytes(iter([sent]))]
-    made = [adapter.validate_json(event.data, strict=True) for event in decoded]
-    assert [event.event for event in decoded] == [each.type for each in made]
+    told = [event for event in decoded if event.event != "ping"]
+    made = [adapter.validate_json(event.data, strict=True) for event in told]
+    assert [event.event for event in told] == [each.type for each in made]
     return made
 
 
@@ -302,8 +303,31 @@ def test_named_tool_is_a_call_too(served: ModelInfo, preparer: Preparer) -> None
 def test_arguments_that_are_no_object_are_not_lost(
     served: ModelInfo, preparer: Preparer, text: str, input_: Any
 ) -> None:
-    told = whole(served, preparer, dialects.deltas(text, reason="length"), tools=[TOOL])
-    assert told.content[0].input == input_  # type: ignore[union-attr]
+    answer = dialects.deltas(text, reason="length")
+    streamed = message(events(served, preparer, answer, tools=[TOOL]))
+    for told in (whole(served, preparer, answer, tools=[TOOL]), streamed):
+        assert told.content[0].input == input_  # type: ignore[union-attr]
+
+
+def test_arguments_arrive_in_pieces_where_a_grammar_holds(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    choice = {"type": "tool", "name": "get_weather"}
+    answer = dialects.deltas('[{"name":"get_weather","arguments":{"city":"Bern"}}]')
+    made = events(served, preparer, answer, tools=[TOOL], tool_choice=choice)
+    pieces = [event.delta.partial_json for event in made if event.type == "content_block_delta"]
+    assert len(pieces) > 1
+    assert message(made).content[0].input == {"city": "Bern"}  # type: ignore[union-attr]
+
+
+def test_names_of_tools_may_be_as_long_as_anthropics(preparer: Preparer) -> None:
+    for length in (128, 129):
+        tool = TOOL | {"name": "x" * length}
+        if length == 128:
+            assert dialects.prepared(preparer, PATH, ASKED | {"tools": [tool]})
+        else:
+            with pytest.raises(ApiError, match="name"):
+                dialects.prepared(preparer, PATH, ASKED | {"tools": [tool]})
 
 
 @pytest.mark.parametrize(

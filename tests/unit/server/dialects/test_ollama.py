@@ -79,6 +79,13 @@ def test_options_reach_the_request(preparer: Preparer) -> None:
     assert (request.parsed.max_tokens, request.parsed.stop) == ((9,), ("x",))
     assert not request.stream
     assert dialects.prepared(preparer, CHAT, ASKED).stream, "unless it is declined"
+    (sampling,) = dialects.prepared(
+        preparer, CHAT, ASKED | {"options": {"top_p": 0}}
+    ).parsed.sampling_params
+    assert (sampling.top_p, sampling.top_k) == (1, 1), "the most probable token remains"
+    own = {"seed": 42, "repetition_penalty": 1.2, "min_p": 0.1, "presence_penalty": 0.5}
+    (sampling,) = dialects.prepared(preparer, CHAT, ASKED | own).parsed.sampling_params
+    assert {name: getattr(sampling, name) for name in own} == own
     for count in (-1, -2, 0, 10**6):
         body = ASKED | {"options": {"num_predict": count}}
         request = dialects.prepared(preparer, CHAT, body)
@@ -184,6 +191,16 @@ def test_stream_of_text_is_read_by_the_package(served: ModelInfo, preparer: Prep
     assert (told.eval_count, told.prompt_eval_count) == (2, last.prompt_eval_count)
     idle = json.loads(chat_shape(served, preparer).keepalive)
     assert (idle["message"]["content"], idle["done"]) == ("", False)
+
+
+def test_separators_of_lines_in_a_text_end_no_line(served: ModelInfo, preparer: Preparer) -> None:
+    text = "a\u2028b\u2029c\x85d"
+    made = lines(chat_shape(served, preparer), dialects.deltas(text, step=1))
+    assert "".join(line["message"]["content"] for line in made) == text
+    call = CALL.replace("Zürich", text)
+    made = lines(chat_shape(served, preparer, tools=[WEATHER]), dialects.deltas(call))
+    (found,) = (line["message"] for line in made if line["message"].get("tool_calls"))
+    assert found["tool_calls"][0]["function"]["arguments"] == {"city": text}
 
 
 def test_calls_are_sent_when_they_are_whole(served: ModelInfo, preparer: Preparer) -> None:

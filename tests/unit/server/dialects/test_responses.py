@@ -231,6 +231,16 @@ def test_conversation_is_continued_with_what_was_kept(
     assert shape_of(served, preparer, store=False).kept is None
 
 
+def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Preparer) -> None:
+    shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
+    dialects.whole_of(shape, dialects.deltas("Hello."))
+    assert shape.kept is not None
+    kept = KeptResponse.unpacked(shape.kept[1])
+    body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
+    request = preparer.prepare(PATH, body, kept.messages)
+    assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]
+
+
 def test_name_of_a_conversation_depends_on_id_and_key() -> None:
     names = {conversation_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
     assert len(names) == 6

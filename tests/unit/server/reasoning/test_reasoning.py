@@ -4,6 +4,7 @@ begin after it."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +18,16 @@ from openai.types.responses import Response
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
+from pipespec.core import SamplingParams
+from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.answer_blocks import AnswerBlocks
+from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.ollama_format import OllamaChatFormat
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.openai_format import ChatFormat
+from pipespec.server.preparation import PreparationContext, Preparer
 from pipespec.server.reasoning.harmony import SPECIAL
 from pipespec.server.reasoning.reasoning_use import Family, ReasoningUse, reasoning_use
 from pipespec.server.tool_parsers.parser_families import FAMILIES
@@ -35,6 +40,8 @@ QWEN = (
     "{% endfor %}{{ tools or '' }}{% if add_generation_prompt %}<assistant>\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+CHATS = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hi"}]
 R1 = "{{ messages[-1].content }}<|Assistant|><think>\n{# </think> #}"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 HARMONY = (
@@ -68,6 +75,10 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
     ("gpt_oss", False, FINAL, "Hm.", "Hi.", []),
     ("gpt_oss", False, "<|channel|>final<|message|>Hi.", "", "Hi.", []),
     ("gpt_oss", False, "No messages.", "", "No messages.", []),
+    ("gpt_oss", False, "No messages.<|return|>", "", "No messages.", []),
+    ("gpt_oss", False, "<|channel|>final<|message|>Hi.<|end|><|start|>assistant", "", "Hi.", []),
+    ("gpt_oss", True, "lo.<|return|>", "", "lo.", []),
+    ("gpt_oss", True, f"lo.<|end|><|start|>assistant{FINAL}", "Hm.", "lo.Hi.", []),
     ("gpt_oss", False, "<|channel|>analysis<|message|>Hm <|en", "Hm <|en", "", []),
     (
         "gpt_oss",
@@ -116,6 +127,10 @@ def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
     assert reasoning_use("<seed:think>", "a") == ReasoningUse("seed")
     assert reasoning_use("<|channel|>analysis", "a") == ReasoningUse("gpt_oss")
     assert reasoning_use("{{ messages }}", "<think>") is None
+    inside = "<|start|>assistant<|channel|>final<|message|>Hel"
+    assert reasoning_use("<|channel|>analysis", inside) == ReasoningUse("gpt_oss", begun=True)
+    after = reasoning_use("<|channel|>analysis", f"{inside}lo.<|end|><|start|>assistant")
+    assert after == ReasoningUse("gpt_oss", begun=False)
 
 
 # --- grammars ---------------------------------------------------------------------------------
@@ -182,6 +197,37 @@ def test_grammar_begins_after_the_reasoning(
         assert (taken == len(ids) and ended) == (text in fits), text
 
 
+def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) -> None:
+    grammar = grammar_from_regex("[0-9]+")
+    defaults = replace(dialects.DEFAULTS, sampling=SamplingParams(grammar=grammar))
+    served = calling(demo, R1)
+    preparer = Preparer(PreparationContext(served, defaults, ("demo",), None))
+    body: dict[str, Any] = {"messages": HELLO}
+    (sampling,) = dialects.prepared(preparer, CHATS, body).parsed.sampling_params
+    matcher = served.grammars().compile(sampling.grammar)
+    ids = served.tokenizer.encode("Hm.</think>12", add_special_tokens=False)
+    assert matcher.consume(ids) == len(ids)
+    with pytest.raises(ApiError, match="what the cluster's grammar describes ends by itself"):
+        dialects.prepared(preparer, CHATS, body | {"ignore_eos": True})
+    plain = dialects.prepared(preparer, "/v1/completions", {"prompt": "Hi"}).parsed
+    assert plain.sampling_params[0].grammar == grammar
+
+
+def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInfo) -> None:
+    template = (
+        "{% for message in messages %}<|start|>{{ message.role }}<|channel|>final<|message|>"
+        "{{ message.content }}<|end|>{% endfor %}{# analysis #}"
+    )
+    served = calling(demo, template, *SPECIAL)
+    messages = [*HELLO, {"role": "assistant", "content": "It is"}]
+    body = {"messages": messages, "continue_final_message": True, "response_format": FORM}
+    parsed = dialects.prepared(dialects.preparer(served), CHATS, body).parsed
+    assert parsed.reasoning == ReasoningUse("gpt_oss", begun=True)
+    matcher = served.grammars().compile(parsed.sampling_params[0].grammar)
+    ids = served.tokenizer.encode('{"a":1}', add_special_tokens=False)
+    assert matcher.consume(ids) == len(ids)
+
+
 def test_grammar_is_alone_where_reasoning_is_off(demo: ModelInfo) -> None:
     served = calling(demo, QWEN)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": FORM}
@@ -195,7 +241,6 @@ def test_grammar_is_alone_where_reasoning_is_off(demo: ModelInfo) -> None:
 # --- replies ----------------------------------------------------------------------------------
 
 ANSWER = f"<think>Hm, so.</think>I look. {CALL}"
-HELLO = [{"role": "user", "content": "Hi"}]
 
 
 def both(served: ModelInfo, kind: Any, path: str, **body: Any) -> tuple[Any, list[bytes]]:
