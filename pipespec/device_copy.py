@@ -8,6 +8,7 @@ copied, and what a step reads is read at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,22 @@ if TYPE_CHECKING:  # clients have none
 
 # Arrays that are copied together start at multiples of it, in bytes.
 _ALIGNMENT = 8
+
+
+def make_current(device: str | torch.device) -> None:
+    """Have this thread's CUDA calls go to a GPU: kernels are launched, graphs captured and events
+    recorded on the current device, whatever that of their tensors is."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def on_device(device: str) -> AbstractContextManager[object]:
+    """Makes a GPU the current one meanwhile, as `make_current` does."""
+    import torch
+
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
 
 def staged(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

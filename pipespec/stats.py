@@ -47,7 +47,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     Times are milliseconds. `cached_tokens` of the prompt were in the KV cache when the request
     started. Rates over steps count the steps between the first token and the last; with fewer than
     two tokens they are None. `hit_rate` is the share of tokens that had been fed before they were
-    decided. `stage_busy` is the share of the request's time in which each stage computed.
+    decided. After a recovery tokens that an earlier epoch decided count for `ttft_ms` alone.
+    `stage_busy` is the share of the request's time in which each stage computed.
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
     `experts_read` says for mixtures how many experts of a layer batches chose, by their rows, since
@@ -55,7 +56,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     `round_times` those of the draft by the nodes that a round expanded.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
-    times, counts, first = head["token_ns"], head["counts"], head["first_token"]
+    decided, counts, first = head["token_ns"], head["counts"], head["first_token"]
+    times = decided[head["replayed"] :]
     between = [(b - a) / 1e6 for a, b in pairwise(times)]
     later = sum(t > times[0] for t in times) if times else 0
     steps = counts["steps"] - first.get("steps", 0)
@@ -67,7 +69,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
 
     return {
         "cached_tokens": head["cached_tokens"],
-        "ttft_ms": (times[0] - enqueued_ns) / 1e6 if times else None,
+        "ttft_ms": (decided[0] - enqueued_ns) / 1e6 if decided else None,
         "tbt_ms": {
             "mean": float(np.mean(between)) if between else None,
             "p50": float(np.median(between)) if between else None,

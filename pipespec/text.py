@@ -141,22 +141,29 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty stop string ends every text"
         self._stops = sorted(stops, key=len, reverse=True)
+        self._shown = ""  # the end of what was shown, in which a stop string may begin
         self._held = ""
         self.found: str | None = None
+
+    def pass_over(self, piece: str) -> str:
+        """The same piece, in which no stop string ends."""
+        self._held += piece
+        return self._release(len(self._held))
 
     def push(self, piece: str) -> str:
         """The text that is final now: all but a possible beginning of a stop string."""
         if self.found is not None:
             return ""
         self._held += piece
+        text, num_shown = self._shown + self._held, len(self._shown)
         complete = [
-            (self._held.index(stop) + len(stop), rank, stop)
+            (start + len(stop), rank, stop)
             for rank, stop in enumerate(self._stops)
-            if stop in self._held
+            if (start := text.find(stop, max(0, num_shown - len(stop) + 1))) >= 0
         ]
         if complete:
             end, _, self.found = min(complete)
-            return self._release(end - len(self.found), forget=True)
+            return self._release(max(0, end - len(self.found) - num_shown), forget=True)
         return self._release(len(self._held) - self._longest_beginning())
 
     def flush(self) -> str:
@@ -165,22 +172,25 @@ class StopStrings:
 
     def _release(self, count: int, *, forget: bool = False) -> str:
         shown, self._held = self._held[:count], "" if forget else self._held[count:]
+        longest = max(map(len, self._stops), default=1)
+        self._shown = (self._shown + shown)[1 - longest :] if longest > 1 else ""
         return shown
 
     def _longest_beginning(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        """How much of the held text belongs to the longest end that begins a stop string."""
+        text = self._shown + self._held
+        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return min(length, len(self._held))
         return 0
 
 
 class FinalText:
     """The final text of one answer, up to the first stop string.
 
-    `context` are the prompt's ids. Stop strings in the text of the first `min_tokens`
-    tokens are ignored.
+    `context` are the prompt's ids. Stop strings that end in the text of the first `min_tokens`
+    tokens are ignored; of one that begins there and ends later, that beginning remains.
     """
 
     def __init__(
@@ -214,7 +224,7 @@ class FinalText:
         """The final text of a piece that a token has completed."""
         if self._free:
             self._free -= 1
-            return piece
+            return self._stops.pass_over(piece)
         return self._stops.push(piece)
 
 

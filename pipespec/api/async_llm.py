@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,6 +37,7 @@ from pipespec.cluster.deployment import Deployment, decide
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import PipespecError, RankFailed
+from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
 
 if TYPE_CHECKING:  # it imports torch
@@ -244,11 +246,11 @@ class AsyncLLM:
     async def _answer(
         self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
     ) -> list[RequestOutput]:
-        params = self._params(sampling_params)
+        params = self._params(sampling_params, len(asked))
         async with self._client.follow() as followed:
             requests = [
-                [await self._submit(followed, prompt, one, sampling_params) for one in params]
-                for prompt in asked
+                [await self._submit(followed, prompt, one, sampling_params) for one in of_prompt]
+                for prompt, of_prompt in zip(asked, params, strict=True)
             ]
             by_number = {one.number: one for ones in requests for one in ones}
             while len(followed):
@@ -264,7 +266,7 @@ class AsyncLLM:
         self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
     ) -> AsyncGenerator[str]:
         (prompt,) = asked
-        one, *more = self._params(sampling_params)
+        ((one, *more),) = self._params(sampling_params, 1)
         if more:
             raise PipespecError(f"A stream has one answer, but n is {1 + len(more)}; leave it out.")
         async with self._client.follow() as followed:
@@ -274,13 +276,16 @@ class AsyncLLM:
                     if piece := request.receive(event):
                         yield piece
 
-    def _params(self, chosen: SamplingParams | None) -> list[RequestParams]:
-        """How the tokens of each answer are drawn. Raises ConfigError."""
-        seed = fresh_seed()
+    def _params(self, chosen: SamplingParams | None, num_prompts: int) -> list[list[RequestParams]]:
+        """How the tokens of each answer to each prompt are drawn. Raises ConfigError."""
+        seeds = [fresh_seed() for _ in range(num_prompts)]
         if chosen is None:
-            return [self._defaults.params(fresh_seed=seed)]
-        params = chosen.answers(seed)
-        check_vocabulary(params[0], self.model_info.vocab_size, section="")
+            return [[self._defaults.params(fresh_seed=seed)] for seed in seeds]
+        params, size = chosen.answers(seeds), self.model_info.vocab_size
+        for one in chain(*params[:1]):
+            check_vocabulary(one, size, section="")
+        for token in chosen.stop_token_ids:
+            check_whole("stop_token_ids", token, 0, size - 1)
         return params
 
     async def _submit(

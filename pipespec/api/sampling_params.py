@@ -19,7 +19,13 @@ from pipespec.engine.llguidance_backend import (
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_PRIORITY, check_choice, check_whole
 from pipespec.sampling.grammar import GrammarFailed
-from pipespec.sampling.params import ACCEPTANCES, MAX_SEED, MIN_SEED, check_sampling
+from pipespec.sampling.params import (
+    ACCEPTANCES,
+    MAX_BIASED,
+    MAX_SEED,
+    MIN_SEED,
+    check_sampling,
+)
 from pipespec.system.validation import Unreadable, typed
 
 MAX_ANSWERS = 128
@@ -124,7 +130,7 @@ class SamplingParams:
         min_tokens: before so many tokens nothing ends the answer.
         temperature: 0 takes the most probable token (greedy, the default).
         top_p, top_k, min_p: which tokens are drawn from; `top_k` 0: all.
-        seed: of the draws; None: a fresh one. Of n answers each has the next.
+        seed: of the draws; None: a fresh one for each prompt. Of n answers each has the next.
         stop: a text or several that end the answer and are not part of it.
         stop_token_ids: tokens that end it, besides those of the model.
         ignore_eos: go on after the model's end tokens.
@@ -196,6 +202,13 @@ class SamplingParams:
             raise ConfigError(
                 "ignore_eos is set, but a structured output ends by itself; leave one out."
             )
+        if len(self.stop_token_ids) > MAX_BIASED:
+            raise ConfigError(
+                f"stop_token_ids holds {len(self.stop_token_ids)} tokens, but may hold "
+                f"{MAX_BIASED}."
+            )
+        for token in self.stop_token_ids:
+            check_whole("stop_token_ids", token, 0, MAX_COUNT)
         check_sampling(self.for_request(seed=0), section="")
 
     def for_request(self, seed: int, grammar: str = "") -> core.SamplingParams:
@@ -208,14 +221,18 @@ class SamplingParams:
             grammar=grammar,
         )
 
-    def answers(self, fresh_seed: int) -> list[core.SamplingParams]:
-        """The parameters of each of n answers. Raises ConfigError."""
+    def answers(self, fresh_seeds: Sequence[int]) -> list[list[core.SamplingParams]]:
+        """The parameters of each of n answers to as many prompts as there are seeds, which are used
+        if none is set. Raises ConfigError."""
         outputs = self.structured_outputs
-        first = self.for_request(fresh_seed, "" if outputs is None else outputs.compile())
+        grammar = "" if outputs is None else outputs.compile()
         span = MAX_SEED - MIN_SEED + 1
-        return [
-            _with_seed(first, MIN_SEED + (first.seed - MIN_SEED + i) % span) for i in range(self.n)
-        ]
+        made = []
+        for fresh_seed in fresh_seeds:
+            first = self.for_request(fresh_seed, grammar)
+            seeds = [MIN_SEED + (first.seed - MIN_SEED + i) % span for i in range(self.n)]
+            made.append([_with_seed(first, seed) for seed in seeds])
+        return made
 
 
 def _with_seed(params: core.SamplingParams, seed: int) -> core.SamplingParams:

@@ -14,6 +14,7 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.deployment_checks import quantization_of
 from pipespec.config.schema import Config
 from pipespec.core import Request
+from pipespec.device_copy import on_device
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
@@ -138,7 +139,8 @@ class Weights:
         if key != self._loaded or (self._model is not None and self._model.num_slots < least):
             self.drop()  # first: the device may not hold both
             tp_rank = TPRank(member, size) if size > 1 else None
-            self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)
+            with on_device(device):
+                self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)
             self._loaded = key
         return self._model
 
@@ -241,7 +243,8 @@ def make_proposer(
         mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
     beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
     scoring = Scoring(config.mid_rows, deployment.context)
-    return CascadeProposer(proposer, AsyncProposer(beside, config.clock), scoring)
+    device = "cpu" if mid is None else mid.device
+    return CascadeProposer(proposer, AsyncProposer(beside, config.clock, device), scoring)
 
 
 def draft_proposer(

@@ -30,6 +30,7 @@ from pipespec.controller.link_addresses import LinkAddressTable
 from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
+from pipespec.device_copy import make_current
 from pipespec.engine import tokenizer
 from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.model_slice import ModelSlice
@@ -136,6 +137,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     shares = held.core_shares()
     if deployment.devices[rank] == "cpu":
         torch.set_num_threads(shares.stage if rank else shares.head)
+    make_current(deployment.devices[rank])
     if rank:
         mid_weights.drop()
     sharing = held.num_workers_on(deployment.devices[rank])

@@ -40,7 +40,9 @@ def capture_cuda_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object],
     """Capture a CUDA graph; it fails if the host waits for the device. Other threads may use CUDA
     meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # By default all captures share a stream, of the GPU that was current at the first.
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = run()
     return graph.replay, result
 

@@ -338,9 +338,12 @@ class Scheduler:
         state = self._state(elapsed_ms)
         plan = self._plan(state)
         if not (self._draft_has_no_room or self._draft_reads_prompts):
+            sizes = [len(sequence.tree) for sequence, _ in plan.nodes]
             refill = next_refill(plan, self._policy, state, self.config.rounds, self._budget)
             if refill is not None:
                 return refill
+            if sizes != [len(sequence.tree) for sequence, _ in plan.nodes]:
+                plan = self._plan(state)  # grammars have determined tokens
         if not plan.prompts and not plan.has_nodes:
             stuck = [each for each, _ in plan.nodes if not each.tree.fed[ROOT]]
             work, urgent = self._expansion(stuck, state)

@@ -110,6 +110,9 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
     behind = behind / column([one.temperature or 1.0 for one in samplings])
     ids = torch.arange(size, device=scores.device).expand_as(behind)
     values = behind
+    # Of what top_k leaves, top_p needs the sum.
+    both = (one.top_k for one in samplings if one.top_k < size and one.top_p < 1)
+    limit = max(limit, *both, 0)
     if any(map(needs_sorting, samplings)):
         if limit < size:
             ids = behind.topk(limit).indices.sort().values

@@ -73,11 +73,6 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         check_settings("sampling", self)
         check_sampling(self.params(0))
-        if self.acceptance == STRICT and (self.top_k, self.top_p, self.min_p) == (0, 1.0, 0.0):
-            raise ConfigError(
-                "sampling.acceptance=strict accepts the draft tokens that top_k, top_p or min_p "
-                "leaves, but none of them is set; set one, for example sampling.top_p=0.9."
-            )
 
     def params(self, fresh_seed: int) -> SamplingParams:
         """The parameters of a request; `fresh_seed` is used if no seed is set."""
@@ -136,6 +131,11 @@ def check_sampling(sampling: SamplingParams, section: str = "sampling") -> None:
         if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
             limits = f"a token id and a bias from {-MAX_BIAS:g} to {MAX_BIAS:g}"
             refuse("logit_bias", f"{token}:{bias:g}", limits)
+    if s.acceptance == STRICT and (s.top_k, s.top_p, s.min_p) == (0, 1.0, 0.0):
+        raise ConfigError(
+            f"{prefix}acceptance=strict accepts the draft tokens that top_k, top_p or min_p "
+            f"leaves, but none of them is set; set one, for example {prefix}top_p=0.9."
+        )
     if not MIN_SEED <= s.seed <= MAX_SEED:
         refuse("seed", s.seed, f"from {MIN_SEED} to {MAX_SEED}")
     for name in ("logprobs", "prompt_logprobs"):

@@ -272,7 +272,7 @@ class RequestParser:
             prompts=tuple(map(tuple, prompts)),
             echo_texts=echo_texts,
             n=n,
-            sampling_params=len(prompts) * _with_seeds(sampling, seed, n),
+            sampling_params=tuple(one for _ in prompts for one in _with_seeds(sampling, seed, n)),
             max_tokens=tuple(
                 self._max_tokens(len(prompt), max_tokens, body.min_tokens or 0, max_tokens_field)
                 for prompt in prompts

@@ -97,6 +97,14 @@ def test_chat_uses_the_chat_template(llm: LLM, model: ModelInfo) -> None:
     assert [one.text for one in llm.chat([messages, messages], GREEDY)] == [output.text] * 2
 
 
+def test_the_same_prompt_twice_is_answered_in_two_ways(llm: LLM) -> None:
+    params = SamplingParams(temperature=1, max_tokens=NUM_TOKENS)
+    first, second = llm.generate([PROMPTS[0]] * 2, params)
+    assert first.text != second.text
+    with pytest.raises(ConfigError, match=r"stop_token_ids is 2048, but must be .* 2047"):
+        llm.generate(PROMPTS[0], SamplingParams(stop_token_ids=[2048]))
+
+
 def test_several_answers_differ_and_their_seeds_repeat_them(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1, max_tokens=NUM_TOKENS, seed=7, logprobs=2)
     (output,) = llm.generate(PROMPTS[0], params)

@@ -232,6 +232,29 @@ def test_stop_strings_are_ignored_before_min_tokens() -> None:
 
 
 @given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_a_stop_string_that_ends_after_min_tokens_ends_the_text(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    free = data.draw(st.integers(0, len(text)))
+    ends = [end for end in range(free + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    stream = StopStrings(stops)
+    shown = stream.pass_over(text[:free])
+    for chunk in chunks(data, list(text[free:])):
+        shown += stream.push("".join(chunk))
+    shown += stream.flush()
+    if not ends:
+        assert (shown, stream.found) == (text, None)
+        return
+    longest = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    assert stream.found == longest
+    assert shown == text[: max(free, ends[0] - len(longest))]
+
+
+@given(
     parts=st.lists(st.sampled_from(["the", " cat", "é", "🙂", ",", EOS]), max_size=8),
     stops=st.lists(st.sampled_from(["t,", "cat", "ca🙂", "ec"]), max_size=2),
     least=st.integers(0, 3),

@@ -72,6 +72,7 @@ def test_statistics_of_a_request():
     ms = 1_000_000
     head = {
         "rank": 0,
+        "replayed": 0,
         "token_ns": [20 * ms, 30 * ms, 30 * ms, 50 * ms],
         "hits": 3,
         "cached_tokens": 0,
@@ -105,11 +106,16 @@ def test_statistics_of_a_request():
     times = {"points": ((1, 5.25), (16, 8.0)), "slot_ms": 0.001, "slots": 350.0}
     assert stats["stage_times"] == [times]
     assert stats["round_times"] == ((4, 1.5), (30, 2.0))
+    # The same after a recovery at 15 ms, for which eight tokens were decided before.
+    later = head | {"replayed": 8, "token_ns": [15 * ms] * 8 + head["token_ns"]}
+    resumed = summarise(0, [stage | {"rank": 1}, later])
+    assert resumed == stats | {"ttft_ms": 15}
 
 
 def test_a_request_of_one_token_has_no_rates():
     head = {
-        "rank": 0, "token_ns": [5], "hits": 0, "cached_tokens": 0, "control_ns": 0, "times": "",
+        "rank": 0, "token_ns": [5], "replayed": 0, "hits": 0, "cached_tokens": 0,
+        "control_ns": 0, "times": "",
         "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip

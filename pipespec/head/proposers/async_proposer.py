@@ -6,11 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipespec.clock import REAL_TIME, StepClock, monotonic_ns
 from pipespec.core import Verdict
+from pipespec.device_copy import make_current
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,18 @@ class AsyncProposer:
     in the thread is raised by the next `poll`.
     """
 
-    def __init__(self, proposer: Proposer, clock: StepClock = REAL_TIME):
-        """`clock`: the least time of a pass."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        clock: StepClock = REAL_TIME,
+        device: str | torch.device = "cpu",
+    ):
+        """`clock`: the least time of a pass; `device`: of the proposer's model."""
         self._proposer = proposer
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, "mid-size model")
+        self._thread = ThreadPoolExecutor(
+            1, "mid-size model", initializer=make_current, initargs=(device,)
+        )
         self._doing: deque[Future[Any]] = deque()
         self._pass: Future[AsyncResult] | None = None
         self._contexts: dict[int, Context] = {}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipespec.cluster.host_weights import own_path
+from pipespec.device_copy import make_current
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.checkpoint_parts.repository import SharedName
@@ -127,6 +128,7 @@ class _DeviceBenchmark:
 
     def __init__(self, request: MeasureRequest, device: torch.device, threads: int, memory: int):
         self.request = request
+        make_current(device)
         self.device = device
         self.threads = threads
         self.memory = memory

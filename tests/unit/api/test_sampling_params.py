@@ -13,7 +13,7 @@ from pipespec.sampling.params import MAX_SEED, MIN_SEED
 
 
 def test_the_defaults_are_greedy_decoding() -> None:
-    assert SamplingParams().answers(fresh_seed=5) == [RequestParams()]
+    assert SamplingParams().answers([5]) == [[RequestParams()]]
 
 
 def test_every_value_reaches_the_request() -> None:
@@ -30,14 +30,23 @@ def test_every_value_reaches_the_request() -> None:
         "min_tokens": 4,
         "acceptance": "relaxed",
     }
-    (made,) = SamplingParams(**given, seed=9, logit_bias={7: -1.5, 8: 2}).answers(fresh_seed=5)
+    ((made,),) = SamplingParams(**given, seed=9, logit_bias={7: -1.5, 8: 2}).answers([5])
     assert made == RequestParams(**given, seed=9, logit_bias=((7, -1.5), (8, 2)))
+
+
+def seeds(params: SamplingParams, *fresh: int) -> list[list[int]]:
+    return [[one.seed for one in of_prompt] for of_prompt in params.answers(fresh)]
 
 
 def test_several_answers_have_seeds_in_a_row() -> None:
     params = SamplingParams(n=3, temperature=1, seed=MAX_SEED)
-    assert [one.seed for one in params.answers(5)] == [MAX_SEED, MIN_SEED, MIN_SEED + 1]
-    assert [one.seed for one in SamplingParams(n=2, temperature=1).answers(5)] == [5, 6]
+    assert seeds(params, 5) == [[MAX_SEED, MIN_SEED, MIN_SEED + 1]]
+    assert seeds(SamplingParams(n=2, temperature=1), 5) == [[5, 6]]
+
+
+def test_each_prompt_has_a_fresh_seed_unless_one_is_given() -> None:
+    assert seeds(SamplingParams(temperature=1), 5, 70) == [[5], [70]]
+    assert seeds(SamplingParams(temperature=1, n=2, seed=3), 5, 70) == [[3, 4]] * 2
 
 
 def test_a_single_stop_text_may_be_given_alone() -> None:
@@ -58,6 +67,9 @@ def test_a_single_stop_text_may_be_given_alone() -> None:
         ({"n": 0, "temperature": 1}, "n is 0, but must be a whole number"),
         ({"n": 2}, "n is 2, but with temperature 0 all answers are equal; set temperature"),
         ({"stop": ["a", ""]}, "stop holds an empty text"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids is -1, but must be"),
+        ({"stop_token_ids": [7] * 1025}, "stop_token_ids holds 1025 tokens, but may hold 1024"),
+        ({"acceptance": "strict"}, "acceptance=strict accepts the draft tokens that top_k"),
         ({"stop": 7}, "stop is 7, but must be"),
         ({"logprobs": 21}, "logprobs is 21, but must be from 0 to 20"),
         ({"logit_bias": {3: 101}}, "logit_bias is 3:101, but must be"),
@@ -86,7 +98,7 @@ def test_what_is_out_of_range_is_refused_in_one_sentence(given: dict[str, Any], 
 )
 def test_a_form_becomes_the_grammar_of_the_request(form: dict[str, Any], matches: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
-    (made,) = params.answers(0)
+    ((made,),) = params.answers([0])
     assert matches in made.grammar
 
 
@@ -113,7 +125,7 @@ def test_a_form_is_exactly_one(form: dict[str, Any], said: str) -> None:
 )
 def test_a_form_that_cannot_be_followed_is_refused(form: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        SamplingParams(structured_outputs=StructuredOutputsParams(**form)).answers(0)
+        SamplingParams(structured_outputs=StructuredOutputsParams(**form)).answers([0])
 
 
 def test_a_form_and_ignore_eos_exclude_each_other() -> None:

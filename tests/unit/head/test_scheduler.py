@@ -95,6 +95,32 @@ def test_prompt_enters_in_chunks_and_draft_tokens_follow_it():
     assert [on.step, on.draining] == [4, True]
 
 
+def test_rows_are_those_of_the_tree_after_grammars_have_changed_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Looking for a round that would delay the batch may add tokens that a grammar determines."""
+    on = scheduler(BestFirst(8, 2))
+    sequence = opened(on)
+    step(on)
+
+    def determined(*_: object) -> None:
+        tree = sequence.tree
+        leaves = np.flatnonzero(~tree.expanded)
+        tree.append_path(int(leaves[0]), [5, 6, 7])
+
+    monkeypatch.setattr("pipespec.head.scheduler.next_refill", determined)
+    seen: set[int] = set()
+    for _ in range(6):
+        batch, _ = step(on)
+        tree = sequence.tree
+        for row in batch.rows[batch.rows[:, KIND] == DRAFT]:
+            assert int(row[NODE]) not in seen
+            seen.add(int(row[NODE]))
+            place = tree.id.tolist().index(int(row[NODE]))
+            assert tree.fed[place] and tree.fed[tree.parent[place]]
+            assert row[TOKEN] == tree.token[place]
+
+
 def test_hit_feeds_nothing_again_and_miss_feeds_the_token_at_once():
     on = scheduler(Level(8, 2))
     sequence = opened(on)

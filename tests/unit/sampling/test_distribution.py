@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import SequenceBiasLogitsProcessor
 
 from pipespec.core import SamplingParams
-from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
+from pipespec.sampling.distribution import TokenCounts, adjust, candidates, distribution, logprobs
 from pipespec.sampling.draw import SORTED_FIRST
 from pipespec.sampling.params import MAX_REPETITION, MIN_REPETITION, check_sampling
 from tests.helpers.sampling import VOCAB, sample, some_logits
@@ -109,6 +109,16 @@ def test_top_p_over_a_large_vocabulary_equals_that_of_transformers(scale):
         mine = ours(logits, SamplingParams(1.0, top_p=top_p))
         expected = theirs(logits, TopPLogitsWarper(top_p))
         assert torch.equal(mine.isfinite(), expected.isfinite())
+
+
+def test_top_p_of_what_a_large_top_k_leaves_equals_that_of_transformers():
+    logits = 0.5 * some_logits(0, 5 * SORTED_FIRST)
+    params = SamplingParams(1.0, top_k=3 * SORTED_FIRST, top_p=0.7)
+    expected = theirs(logits, TopKLogitsWarper(params.top_k), TopPLogitsWarper(params.top_p))
+    found = candidates(logits.double()[None], [params], SORTED_FIRST)
+    kept = found.ids[0][found.weights[0].isfinite()]
+    assert bool(found.complete)
+    assert sorted(kept.tolist()) == expected.isfinite().nonzero()[:, 0].tolist()
 
 
 def test_presence_and_frequency_penalties_ignore_the_prompt():

@@ -122,6 +122,13 @@ def test_every_field_reaches_the_parsed_request(running: RunningCluster) -> None
     )
 
 
+def test_each_prompt_has_a_fresh_seed(running: RunningCluster) -> None:
+    ask = completion(running, prompt=["Once"] * 3, n=2)
+    assert len({one.seed for one in ask.sampling_params}) == 6
+    ask = completion(running, prompt=["Once"] * 2, seed=4)
+    assert [one.seed for one in ask.sampling_params] == [4, 4]
+
+
 def test_prompt_begins_with_the_special_token_unless_it_is_declined(
     running: RunningCluster,
 ) -> None:

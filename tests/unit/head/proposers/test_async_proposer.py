@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from threading import Event
+from threading import Event, current_thread
 
 import numpy as np
 import pytest
@@ -99,6 +99,21 @@ def test_head_continues_while_a_pass_runs_in_the_thread(slow: Slow, beside: Asyn
         ("accept", [7, 8, 9]),
         ("end", [3]),
     ]
+
+
+def test_the_thread_launches_kernels_on_the_device_of_its_model(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+):
+    made_current: list[tuple[str, object]] = []
+
+    def set_device(device: object) -> None:
+        made_current.append((current_thread().name, device))
+
+    monkeypatch.setattr("torch.cuda.set_device", set_device)
+    beside = AsyncProposer(slow, device="cuda:1")
+    beside.start_sequence(Context(3, [7], [0]))
+    beside.close()
+    assert made_current == [("mid-size model_0", "cuda:1")]
 
 
 def test_error_in_the_thread_is_raised_in_the_head(slow: Slow, beside: AsyncProposer):
