@@ -40,7 +40,7 @@ local counted = redis.call('HGETALL', old .. ':counts')
 for i = 1, #counted, 2 do
   redis.call('HINCRBY', KEYS[7], counted[i], counted[i + 1])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':counts', old .. ':row_times', old .. ':closed', old .. ':link_addresses', old .. ':followers')
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':counts', old .. ':row_times', old .. ':computing', old .. ':closed', old .. ':link_addresses', old .. ':followers')
 if ARGV[4] ~= '' then
   for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
     local request = KEYS[5] .. ':' .. id

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.schema import Config
 
-# The way to it leads through the interface of the default route; nothing is sent (RFC 5737).
-ANYWHERE = "192.0.2.1"
+# The way to them leads through the interface of the default route (RFC 5737, 3849); nothing is
+# sent.
+ANYWHERE = ("192.0.2.1", "2001:db8::1")
 # Called with a host's name and a sentence.
 OnLog = Callable[[str, str], None]
 
@@ -156,17 +156,24 @@ def require_open(config: Config) -> None:
         )
 
 
+def _own_default_address() -> str | None:
+    """This machine's address on its default route."""
+    for anywhere in ANYWHERE:
+        with suppress(OSError):
+            return source_address(anywhere)
+    return None
+
+
 def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
     """The deployment of a cluster that hosts can join. Raises ConfigError."""
     address = options.address or own_address(deployment.hosts)
     if address is None:
-        try:
-            address = source_address(ANYWHERE, socket.AF_INET)
-        except OSError:
+        address = _own_default_address()
+        if address is None:
             raise ConfigError(
                 "This machine has no default route, by which others could reach it; name its "
                 "address with --at."
-            ) from None
+            )
     hosts = (
         replace(host, address=address) if host.local and host.address == LOOPBACK else host
         for host in deployment.hosts

@@ -74,16 +74,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if not arguments.json:
             write(f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.\n")
 
-    leaving = False
     with JoinedHost(admission, link, say) as host:
         while True:
             try:
                 host.run()
                 return 0
             except KeyboardInterrupt:
-                if leaving:
+                if host.leaving:
                     raise
-                leaving = True
                 print_error("leaving; Ctrl-C again ends this host at once, as a fault would")
                 host.leave()
 

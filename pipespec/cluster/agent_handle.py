@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import pickle
@@ -38,6 +39,8 @@ _CUT_S = 25
 # Seconds after which a silent agent counts as cut off, and for which it must have sent messages
 # again before its workers count as hanging rather than as not yet back.
 _SILENT_S, _BACK_S = 2.0, 5.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class AgentHandle:
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self.reached = False  # whether an agent of the host ever sent a message
+        self._refusal = ""  # the last sentence with which a restarted agent refused
         self._start()
 
     def _start(self, *, restarted: bool = False) -> None:
@@ -111,6 +115,8 @@ class AgentHandle:
         self._began = self._last_message_at = time.monotonic()
         self._back_since = -math.inf  # when messages came again after a silence
         self._phase = Phase.SILENT
+        self._restarted = restarted
+        self._answered = False  # whether it sent a message, other than that it refuses
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
         self._directory: Path | None = None
         try:
@@ -267,8 +273,9 @@ class AgentHandle:
     def _restart(self, how: str, *, replaced: bool = False) -> None:
         self._end_processes()
         self._remove_files()
-        for worker in self.host.workers:
-            self._deaths.put(WorkerDeath(worker, how, None, replaced))
+        if self._answered or replaced:  # else they died before, and there were no others
+            for worker in self.host.workers:
+                self._deaths.put(WorkerDeath(worker, how, None, replaced))
         self._start(restarted=True)
         assert self._job is not None, "only a host with a job is restarted"
         self.start_workers(self._job, self._on_log)
@@ -308,6 +315,10 @@ class AgentHandle:
             if now - self._last_message_at > _SILENT_S:
                 self._back_since = now
             self._last_message_at = now
+            if "refused" in message and self._restarted:
+                self._note_refusal(message["refused"])
+                continue
+            self._answered = True
             self._phase = _phase(message)
             self.version = message.get("version", self.version)
             if "died" in message:
@@ -319,6 +330,14 @@ class AgentHandle:
             elif message and self._phase is Phase.WORKING:
                 self._result, self.ended_at = message, now
         self.ended_at = min(self.ended_at, time.monotonic())
+
+    def _note_refusal(self, reason: str) -> None:
+        """The host of a cluster that runs cannot start its workers now: it counts as lost, and is
+        tried again, while others may take its place."""
+        self._phase = Phase.LOST
+        if reason != self._refusal:
+            self._refusal = reason
+            log.warning("%s cannot start again: %s", self.display_name, reason)
 
     def _send_signs_of_life(self, agent: subprocess.Popen[bytes]) -> None:
         while agent.poll() is None and not self._stopped:

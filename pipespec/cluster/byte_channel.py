@@ -7,6 +7,9 @@ frames and END, or by FAILED (a sentence). Calls of the two sides have numbers o
 call is answered by a thread of its own, so that answers do not wait for one another. For the same
 reason a stream never has more than WAITING frames on their way: the caller acknowledges each by
 TAKEN, or ends the stream by STOP.
+
+Each side sends ALIVE every few seconds. One that has sent nothing for SILENCE_S, such as a process
+that was stopped or whose machine has lost its power, counts as ended.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import queue
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +27,7 @@ from typing import Any, BinaryIO
 
 from pipespec.errors import HostFailed, ModelError, PipespecError
 
-CALL, RESULT, DATA, END, FAILED, TAKEN, STOP = range(7)
+CALL, RESULT, DATA, END, FAILED, TAKEN, STOP, ALIVE = range(8)
 _HEAD = struct.Struct("!IBI")
 # Of a payload: a call may hold the headers of all files of a checkpoint.
 MOST_BYTES = 2**31
@@ -32,6 +36,9 @@ CHUNK_BYTES = 2**18
 WAITING = 8
 # Answers that are made at once; some may wait for others.
 NUM_THREADS = 256
+# Seconds between two signs of life, and without any frame after which the other side has ended.
+ALIVE_S, SILENCE_S = 5.0, 40.0
+LOOK_S = 0.5
 # What a handler returns: a JSON value, or the bytes of a stream.
 Handler = Callable[..., Any]
 
@@ -82,8 +89,10 @@ class ByteChannel:
         self._answers: dict[int, queue.SimpleQueue[tuple[int, bytes]]] = {}
         self._credits: dict[int, _Credit] = {}
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"channel {name}")
+        self._read_at = time.monotonic()  # when the other side last sent anything
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
+        threading.Thread(target=self._show_life, daemon=True).start()
 
     def call(self, function: str, **arguments: Any) -> Any:
         """The JSON value that the other side answers. Raises ModelError with the sentence of the
@@ -112,7 +121,18 @@ class ByteChannel:
 
     def join(self) -> None:
         """Wait for the end of the other side."""
-        self._listener.join()
+        while self._listener.is_alive() and not self._silent:
+            self._listener.join(LOOK_S)
+
+    @property
+    def _silent(self) -> bool:
+        """Whether the other side has given no sign of life for too long."""
+        return time.monotonic() - self._read_at > SILENCE_S
+
+    def _show_life(self) -> None:
+        with suppress(ChannelClosed):
+            while not self.closed.wait(ALIVE_S):
+                self._write(ALIVE, 0, b"")
 
     def _answered(self, function: str, arguments: Mapping[str, Any]) -> _Answers:
         number = next(self._numbers)
@@ -123,8 +143,12 @@ class ByteChannel:
     def _next(self, answers: _Answers) -> tuple[int, bytes]:
         while True:
             try:
-                kind, payload = answers.frames.get(timeout=0.5)
+                kind, payload = answers.frames.get(timeout=LOOK_S)
             except queue.Empty:
+                if self._silent:
+                    raise ChannelClosed(
+                        f"{self.name} gave no sign of life for {SILENCE_S:g} s"
+                    ) from None
                 if self.closed.is_set() and answers.frames.empty():
                     raise ChannelClosed(f"{self.name} has ended while it sent weights") from None
             else:
@@ -172,7 +196,12 @@ class ByteChannel:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, count: int) -> bytes:
-        return self._reader.read(count) or b""
+        parts: list[bytes] = []
+        while count and (part := self._reader.read(min(count, CHUNK_BYTES))):
+            self._read_at = time.monotonic()
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
 
     def _answer(self, number: int, payload: bytes) -> None:
         credit = self._credits[number]

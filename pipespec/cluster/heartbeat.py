@@ -24,6 +24,8 @@ RENEW_S = 0.4
 RETRY_S = 0.1
 # Seconds within which a thread that waits in gloo must leave a link that was aborted.
 RELEASE_S = 3.0
+# How much longer than for Redis the heartbeat waits for the launcher.
+LAUNCHER_S = 20.0
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class Heartbeat:
             with heartbeat.aborting(epoch.number, link):
                 ...     # `link` fails soon after a newer epoch begins, or Redis is gone
 
-    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds.
+    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. A
+    Redis of the user's outlives the launcher: where that has given no sign of life for LAUNCHER_S
+    seconds more, the cluster has ended, too.
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
@@ -134,9 +138,15 @@ class Heartbeat:
         while not self._closed:
             try:
                 with Membership(self._url, self._namespace) as shared:
+                    launched = time.monotonic()
                     while not self._closed:
                         shared.renew(self._worker, os.getpid())
                         reached = time.monotonic()
+                        if shared.launcher_lives():
+                            launched = reached
+                        elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
+                            self._publish(gone=_launcher_gone(away_s))
+                            return
                         self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
                         if epoch is not None:
@@ -176,3 +186,7 @@ class Heartbeat:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()
+
+
+def _launcher_gone(away_s: float) -> Unreachable:
+    return Unreachable(f"The launcher of the cluster gave no sign of life for {away_s:.0f} s.")

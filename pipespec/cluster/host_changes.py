@@ -21,7 +21,7 @@ from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.replanning import assignment_without, placement_without
-from pipespec.cluster.weight_distribution import distribute_weights, shared_names
+from pipespec.cluster.weight_distribution import Distribute, distribute_weights, shared_names
 from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.config.hosts import Host
@@ -60,6 +60,7 @@ class HostChanges:
 
     Args:
         start: starts the workers of a host's agent for a deployment.
+        distribute: gives the hosts of a deployment their weights, and calls with sentences.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class HostChanges:
         recovery: Recovery,
         moves: WeightMoves,
         start: Callable[[AgentHandle, Deployment], None],
+        distribute: Distribute,
     ) -> None:
         self._agents, self._recovery, self._moves = agents, recovery, moves
-        self._start = start
+        self._start, self._distribute = start, distribute
         self._changing = threading.Lock()
         self._guests: dict[str, _Guest] = {}
 
@@ -99,10 +101,11 @@ class HostChanges:
         with self._changing:
             before = self.deployment
             tell("the host is measured")
-            after = with_hosts(before, [(host, measured(host, before, measure))])
+            found = measured(host, before, measure, self._distribute)
+            after = with_hosts(before, [(host, found)])
             _require_staying(host, leaving)
             tell(f"it gets the weights of {_ranks_of(after, host)}")
-            distribute_weights(replace(after, fetched=False), on_warning=print_error)
+            self._distribute(replace(after, fetched=False), on_warning=print_error)
             agent = self._agents.add(host)
             self._guests[host.name] = _Guest(host, agent)
             try:
@@ -125,7 +128,7 @@ class HostChanges:
             before = self.deployment
             after = without_host(before, self._guests[name].host)
             # The host that leaves sends others what they get.
-            distribute_weights(
+            self._distribute(
                 replace(after, hosts=before.hosts, fetched=False), on_warning=print_error
             )
             self._change_to(after, f"{name} leaves")
@@ -139,7 +142,7 @@ class HostChanges:
                 return
             guest = self._guests[name]
             after = without_host(self.deployment, guest.host)
-            distribute_weights(replace(after, fetched=False), on_warning=print_error)
+            self._distribute(replace(after, fetched=False), on_warning=print_error)
             self._change_to(after, f"{name} is gone")
             self._take_away(name, after)
 
@@ -198,7 +201,7 @@ class HostChanges:
                     raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
                 time.sleep(LOOK_S)
         except BaseException:
-            self._recovery.change(None)
+            self._recovery.drop_change()
             raise
 
     def _take_away(self, name: str, after: Deployment) -> None:
@@ -218,7 +221,12 @@ def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
         raise HostFailed(f"{host.name} has left before it had joined")
 
 
-def measured(host: Host, before: Deployment, measure: Measure) -> MeasuredHost:
+def measured(
+    host: Host,
+    before: Deployment,
+    measure: Measure,
+    distribute: Distribute = distribute_weights,
+) -> MeasuredHost:
     """Measure a new host with a few layers of the target, which it gets from the others. Raises
     PipespecError."""
     layers = sample_layers(before)
@@ -230,7 +238,7 @@ def measured(host: Host, before: Deployment, measure: Measure) -> MeasuredHost:
         layers=(layers,),
         fetched=False,
     )
-    distribute_weights(trial, on_warning=print_error)
+    distribute(trial, on_warning=print_error)
     return measure(host, before, layers)
 
 

@@ -53,6 +53,10 @@ class HostSession:
         """Have the host print a sentence."""
         self._send({"say": sentence})
 
+    def keep(self, sentence: str) -> None:
+        """Have the host print why it cannot leave, and stay."""
+        self._send({"say": sentence, "stays": True})
+
     def dismiss(self, sentence: str, *, failed: bool) -> None:
         """Have the host print a last sentence and end, unless it was dismissed already."""
         with self._lock:

@@ -108,6 +108,9 @@ def enter(
 class JoinedHost:
     """This host, from its admission until it has left. Leaving the block ends its programs.
 
+    Attributes:
+        leaving: it has asked to leave, and was not told to stay.
+
     Args:
         say: called with sentences of the launcher.
     """
@@ -117,7 +120,7 @@ class JoinedHost:
         self._link: JoinLink | None = link
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._programs: set[_Program] = set()
-        self._leaving = self._over = False
+        self.leaving = self._over = False
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._listen, daemon=True).start()
@@ -134,6 +137,8 @@ class JoinedHost:
                 threading.Thread(target=self._start, args=(message,), daemon=True).start()
             elif "say" in message:
                 self._say(str(message["say"]))
+                if message.get("stays"):
+                    self.leaving = False
             elif "over" in message:
                 if message.get("failed"):
                     raise HostFailed(str(message["over"]))
@@ -145,7 +150,7 @@ class JoinedHost:
 
     def leave(self) -> None:
         """Ask the launcher to go on without this host; `run` returns once it does."""
-        self._leaving = True
+        self.leaving = True
         link = self._link
         if link is not None:
             with suppress(OSError):
@@ -179,7 +184,7 @@ class JoinedHost:
                 except (OSError, HostFailed):
                     time.sleep(RETRY_S)
                     continue
-                if self._leaving:
+                if self.leaving:
                     self.leave()
                 continue
             lost_at = None

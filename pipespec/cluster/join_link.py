@@ -28,9 +28,10 @@ from contextlib import suppress
 from typing import Any
 
 from pipespec.cluster.join_token import Refused, fingerprint_of
-from pipespec.cluster.weight_links import keep_alive, shut_down
+from pipespec.cluster.weight_links import shut_down
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed
+from pipespec.system.keep_alive import keep_alive
 from pipespec.system.versions import own_version
 
 # The purposes of a connection: a host that is new, one that is back, a program on a host.

@@ -72,7 +72,9 @@ def look_after_host(
             except PipespecError as error:
                 if changes.over():
                     return
-                tell(f"it cannot leave yet: {error}")
+                refusal = f"it cannot leave yet: {error}"
+                on_log(name, refusal)
+                session.keep(refusal)
                 continue
             on_log(name, "it has left")
             session.dismiss("this host has left the cluster", failed=False)

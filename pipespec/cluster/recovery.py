@@ -23,6 +23,7 @@ Threads share state by these rules:
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -41,7 +42,7 @@ from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.cluster.worker_leases import WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.membership import LEASE_S, Membership
+from pipespec.controller.membership import LAUNCHER_LEASE_S, LEASE_S, Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 
@@ -89,7 +90,7 @@ class Recovery:
         self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | None]
+        self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
         self._orders = queue.SimpleQueue()
         # From here on all fields belong to the thread; others read `state`.
         self._workers: WorkerGroup | None = None
@@ -101,6 +102,7 @@ class Recovery:
         self._ever_complete = False
         self._pids = JoinedPids()
         self._begun_at = time.monotonic()  # when this epoch began
+        self._life_shown_at = -math.inf  # when the workers were last shown that the launcher lives
         self._plain = False  # whether weights must be dequantised, as of this epoch
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
@@ -126,10 +128,17 @@ class Recovery:
         self._workers = workers
         self._thread.start()
 
-    def change(self, change: LayoutChange | None) -> None:
+    def change(self, change: LayoutChange) -> None:
         """Begin an epoch with another assignment as soon as all of its workers live. It takes the
-        place of a change that has not begun; None: only that one is dropped."""
+        place of a change that has not begun."""
         self._orders.put(change)
+
+    def drop_change(self) -> None:
+        """Drop a change that has not begun. When this returns, it has, or will never."""
+        dropped = threading.Event()
+        self._orders.put(dropped)
+        while not dropped.wait(LOOK_S) and self._thread.is_alive():
+            pass
 
     def watch_workers(self, workers: Sequence[str]) -> None:
         """These are all workers from now on."""
@@ -190,6 +199,7 @@ class Recovery:
         """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
         self._take_orders()
+        self._show_life(shared)
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
         failed = next((each for each in found if each.start_failed), None)
         if failed is not None and not self._ever_complete:
@@ -246,11 +256,19 @@ class Recovery:
         ):
             self._make_change(shared, self._change)
 
+    def _show_life(self, shared: Membership) -> None:
+        if (now := time.monotonic()) - self._life_shown_at > LAUNCHER_LEASE_S / 5:
+            shared.renew_launcher()
+            self._life_shown_at = now
+
     def _take_orders(self) -> None:
         while not self._orders.empty():
             order = self._orders.get()
             if isinstance(order, tuple):
                 self._leases.watch(order)
+            elif isinstance(order, threading.Event):
+                self._change = None
+                order.set()
             else:
                 self._change = order
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,7 +98,9 @@ def own_address(hosts: Sequence[Host]) -> str | None:
     if far is None:
         return None
     try:
-        return source_address(far, socket.AF_INET)
+        with suppress(OSError):
+            return source_address(far, socket.AF_INET)
+        return source_address(far)  # the host has addresses of IPv6 alone
     except OSError as error:
         raise ConfigError(
             f"This machine has no route to {far} ({error.strerror}); correct the address."

@@ -32,7 +32,11 @@ from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.replanning import first_assignment
-from pipespec.cluster.weight_distribution import distribute_weights, shared_names
+from pipespec.cluster.weight_distribution import (
+    WeightDistributions,
+    distribute_weights,
+    shared_names,
+)
 from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
 from pipespec.controller import epoch_control
@@ -268,7 +272,8 @@ def start_cluster(
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
-    moves = WeightMoves(known)
+    distributions = WeightDistributions()
+    moves = WeightMoves(known, distributions.distribute)
     with (
         cluster_redis(deployment) as redis,
         Recovery(
@@ -301,7 +306,7 @@ def start_cluster(
                 on=on,
             )
 
-        changes = HostChanges(agents, recovery, moves, start)
+        changes = HostChanges(agents, recovery, moves, start, distributions.distribute)
         session = ClusterSession(deployment, redis, agents, recovery, changes)
         start(None, known)
         recovery.watch(agents)
@@ -317,6 +322,7 @@ def start_cluster(
             failed = True
             raise
         finally:
+            distributions.end()
             # Spares, and workers that were started by hand, end with the epoch.
             with suppress(ControllerError):
                 recovery.stop()

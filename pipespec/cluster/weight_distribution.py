@@ -16,13 +16,14 @@ come from another one.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
@@ -36,7 +37,7 @@ from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.checkpoint_parts.repository import Repository, SharedName, read_repository
 from pipespec.engine.partial_checkpoint import missing
-from pipespec.errors import ModelError, PipespecError
+from pipespec.errors import ModelError, PipespecError, RankFailed
 
 # Seconds within which the end of a host's process is known once its connections have broken.
 ENDED_S = 1.0
@@ -44,6 +45,12 @@ ENDED_S = 1.0
 OnProgress = Callable[[str, int, int], None]
 # Called with a sentence on a host that is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
+
+
+class Distribute(Protocol):
+    """What gives the hosts of a deployment the weights that they lack."""
+
+    def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
 
 
 def shared_names(deployment: Deployment) -> dict[str, SharedName]:
@@ -58,13 +65,50 @@ def shared_names(deployment: Deployment) -> dict[str, SharedName]:
     return found
 
 
+class WeightDistributions:
+    """Those of one cluster, which its end stops, whichever thread waits for them."""
+
+    def __init__(self) -> None:
+        self._running: set[_Distribution] = set()
+        self._changing = threading.Lock()
+        self._over = False
+
+    def distribute(
+        self, deployment: Deployment, on_warning: OnWarning = lambda sentence: None
+    ) -> Deployment:
+        """As `distribute_weights`. Raises RankFailed, too, if the cluster ends meanwhile."""
+        return distribute_weights(deployment, on_warning=on_warning, running=self)
+
+    def end(self) -> None:
+        """Stop those that run, and let no other begin."""
+        with self._changing:
+            self._over = True
+            running = list(self._running)
+        for each in running:
+            each.stop()
+
+    @contextmanager
+    def holding(self, work: _Distribution) -> Iterator[None]:
+        """Let a distribution be stopped within the block."""
+        with self._changing:
+            if self._over:
+                raise RankFailed("The cluster has ended.")
+            self._running.add(work)
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._running.remove(work)
+
+
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
     on_warning: OnWarning = lambda sentence: None,
+    running: WeightDistributions | None = None,
 ) -> Deployment:
     """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
-    for themselves.
+    for themselves. `running` may stop it.
 
     Raises ModelError, HostFailed.
     """
@@ -85,14 +129,15 @@ def distribute_weights(
             far += [(host, needs)] if needs else []
     with ExitStack() as stack:
         work = _Distribution(models, on_progress, on_warning)
+        if running is not None:
+            stack.enter_context(running.holding(work))
         name = LAUNCHER_NAME if here is None else here.name
         launcher = stack.enter_context(on_this_machine(name, here, work.handlers(name)))
-        work.peers[name] = launcher
+        work.add(launcher)
         for host, _ in far:
-            peer = stack.enter_context(connected(host, work.handlers(host.name)))
-            work.peers[host.name] = peer
+            work.add(stack.enter_context(connected(host, work.handlers(host.name))))
         asked = [(work.peers[host.name], needs) for host, needs in far]
-        with ThreadPoolExecutor(max(len(work.peers), 1)) as pool:
+        with ThreadPoolExecutor(max(len(work.peers), 1)) as pool, work.stopped_by_errors():
             list(pool.map(lambda each: each[0].require_version(), asked))
             held = list(pool.map(lambda each: each[0].holds(models, each[1]), asked))
             offered = {
@@ -142,6 +187,14 @@ class _Distribution:
         self._unreachable: set[tuple[str, str]] = set()
         self._hashes: dict[Key, str] = {}  # the right ones
         self._failed = False
+        self._stopping = threading.Lock()
+
+    def add(self, peer: WeightPeer) -> None:
+        """Another host takes part. Raises RankFailed if all of it was stopped."""
+        with self._stopping:
+            if self._failed:
+                raise RankFailed("The cluster has ended.")
+            self.peers[peer.name] = peer
 
     def handlers(self, host: str) -> dict[str, Any]:
         """What a host may ask."""
@@ -179,24 +232,20 @@ class _Distribution:
 
     def run(self) -> None:
         """Fetch for all hosts until all that they got is right."""
-        try:
-            while any(peer.lacks for peer in self.peers.values()):
-                transfers = self._plan()
-                # Hosts may be asked for tensors before they are told to fetch them.
-                self._at_once({peer: partial(self._expect, peer) for peer in self.peers.values()})
-                found = self._at_once(
-                    {
-                        peer: partial(self._fetch_for, peer, transfers)
-                        for peer in self.peers.values()
-                        if peer.lacks
-                    }
-                )
-                self._compare(transfers, found)
-            checks = {peer: partial(self._check, peer) for peer in self.peers.values()}
-            self._at_once(checks)
-        except BaseException:
-            self._stop()
-            raise
+        while any(peer.lacks for peer in self.peers.values()):
+            transfers = self._plan()
+            # Hosts may be asked for tensors before they are told to fetch them.
+            self._at_once({peer: partial(self._expect, peer) for peer in self.peers.values()})
+            found = self._at_once(
+                {
+                    peer: partial(self._fetch_for, peer, transfers)
+                    for peer in self.peers.values()
+                    if peer.lacks
+                }
+            )
+            self._compare(transfers, found)
+        checks = {peer: partial(self._check, peer) for peer in self.peers.values()}
+        self._at_once(checks)
 
     def _at_once(
         self, tasks: Mapping[WeightPeer, Callable[[], dict[Key, str]]]
@@ -212,19 +261,31 @@ class _Distribution:
             except PipespecError as error:
                 # The host that has ended comes before those that wait for it.
                 ended = [why for peer in self.peers.values() if (why := peer.failure) is not None]
-                self._stop()
+                self.stop()
                 raise (ended[0] if ended else error) from error
             except BaseException:
-                self._stop()
+                self.stop()
                 raise
         return {name: task.result() for name, task in futures.items()}
 
-    def _stop(self) -> None:
-        self._failed = True
+    @contextmanager
+    def stopped_by_errors(self) -> Iterator[None]:
+        """An exception in the block, a signal too, ends what the hosts do: threads wait for it."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End what the hosts do; whoever waits for them gets an error."""
+        with self._stopping:
+            self._failed = True
+            peers = list(self.peers.values())
         for model in self._models.values():
             if model.client is not None:
                 model.client.stopped.set()
-        for peer in self.peers.values():
+        for peer in peers:
             peer.end()
 
     def _plan(self) -> list[Transfer]:

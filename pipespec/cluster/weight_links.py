@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ModelError, PipespecError
+from pipespec.system.keep_alive import keep_alive
 from pipespec.system.network_interfaces import interfaces, resolve
 
 DATA, WAIT, FAILED = range(3)
@@ -264,18 +265,6 @@ def shut_down(connection: socket.socket) -> None:
     encryption away, under which that thread may be sending."""
     with suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the host at the other end is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, 10),
-        (socket.TCP_KEEPINTVL, 5),
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1e3)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _reason(error: OSError) -> str:

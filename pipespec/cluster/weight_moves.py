@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +15,8 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.replanning import WeightsPending, assignment_of, placement_without
-from pipespec.cluster.weight_distribution import distribute_weights
-from pipespec.errors import PipespecError
+from pipespec.cluster.weight_distribution import Distribute
+from pipespec.errors import PipespecError, RankFailed
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +28,12 @@ class WeightMoves:
         deployment: the cluster as it is if no worker is lost.
 
     Args:
-        distribute: gives the hosts of a deployment their weights; None: `distribute_weights`, whose
-            sentences go to the log.
+        distribute: gives the hosts of a deployment their weights, and calls with sentences.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        distribute: Callable[[Deployment], object] | None = None,
-    ) -> None:
+    def __init__(self, deployment: Deployment, distribute: Distribute) -> None:
         self.deployment = deployment
-        self._distribute = _logged if distribute is None else distribute
+        self._distribute = distribute
         self._done: set[str] = set()  # assignments whose hosts have their weights
         self._thread: threading.Thread | None = None
 
@@ -74,14 +68,12 @@ class WeightMoves:
         raise WeightsPending
 
     def _move(self, deployment: Deployment, key: str) -> None:
+        warn = partial(log.warning, "weights of the new layout: %s")
         try:
-            self._distribute(deployment)
+            self._distribute(deployment, on_warning=warn)
+        except RankFailed:  # the cluster ends
+            pass
         except PipespecError as error:
-            log.warning("weights of the new layout: %s", error)
+            warn(str(error))
         finally:
             self._done.add(key)
-
-
-def _logged(deployment: Deployment) -> None:
-    warn = partial(log.warning, "weights of the new layout: %s")
-    distribute_weights(deployment, on_warning=warn)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,8 +77,7 @@ class EmbeddedRedis:
     on the TCP port. An append-only file keeps the data over `restart`; with `data`, a folder,
     also over the end of the context, and password, port and certificate with them.
 
-    Enter the context and restart in a thread that lives as long as the server is needed: Linux
-    ends the child with the thread that made it.
+    Any thread may restart it.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class EmbeddedRedis:
         self._password = secrets.token_urlsafe(24)
         self._scratch: TemporaryFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        # Linux ends the process with the thread that made it.
+        self._spawner = ThreadPoolExecutor(1, "redis-server")
         self._lock: int | None = None
         self._held = ExitStack()
 
@@ -187,6 +189,7 @@ class EmbeddedRedis:
             self._proxy.close()
             self._proxy = None
         self._stop(STOP_TIMEOUT_S)
+        self._spawner.shutdown()
         self._held.close()
         self._lock = None
         if self._scratch:
@@ -227,24 +230,28 @@ class EmbeddedRedis:
         binary = find_redis()
         assert self._scratch
         with open(self._folder / "redis.log", "w+b") as log:
-            self._process = subprocess.Popen(
-                [binary, "-"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=self._folder,
-                umask=0o077,
-                pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
-                # Ctrl-C on the terminal is for us; we stop the server last.
-                start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
+            self._process = self._spawner.submit(self._spawn, binary, log).result()
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or
             # the command line.
             with self._process.stdin as stdin:
                 stdin.write(self._configuration().encode())
             self._await_answer(log)
+
+    def _spawn(self, binary: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        assert self._scratch
+        return subprocess.Popen(
+            [binary, "-"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=self._folder,
+            umask=0o077,
+            pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
+            # Ctrl-C on the terminal is for us; we stop the server last.
+            start_new_session=True,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
 
     def _stop(self, patience: float) -> None:
         if not self._process:

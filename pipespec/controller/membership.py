@@ -21,6 +21,8 @@ from pipespec.controller.redis_keys import RedisKeys
 
 # How long a worker counts as alive after it has renewed its lease.
 LEASE_S = 2.0
+# The same of the launcher.
+LAUNCHER_LEASE_S = 5.0
 # Suspicions that are kept.
 KEEP_SUSPICIONS = 1000
 # How often to check which workers have joined.
@@ -70,6 +72,14 @@ class Membership:
         """Renew the lease of a worker, for LEASE_S seconds from now."""
         beat = f"{pid} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
+
+    def renew_launcher(self) -> None:
+        """Show the workers that the launcher lives, for LAUNCHER_LEASE_S seconds from now."""
+        self._pipe.call("SET", self._keys.launcher, 1, "PX", round(LAUNCHER_LEASE_S * 1000))
+
+    def launcher_lives(self) -> bool:
+        """Whether the launcher has shown so."""
+        return bool(self._pipe.call("EXISTS", self._keys.launcher))
 
     def alive(self, workers: Sequence[str]) -> dict[str, int]:
         """Those of the workers whose leases have not run out, and their process ids."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from pipespec.controller.certificate import TlsFiles
 from pipespec.controller.listen_address import listener_at
 from pipespec.errors import ControllerError
+from pipespec.system.keep_alive import keep_alive
 from pipespec.system.process_identity import die_with_parent
 
 START_TIMEOUT_S = 30.0
@@ -197,6 +198,7 @@ class _HostEnd(_ProxyEnd):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
+        keep_alive(transport.get_extra_info("socket"))
         self.transport.pause_reading()
         task = asyncio.get_running_loop().create_task(self._connect())
         self._tasks.add(task)

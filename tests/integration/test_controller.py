@@ -46,7 +46,13 @@ class Cluster:
         self.layout = Layout(num_stages)
         self.epoch = epoch_control.begin_epoch(self.url, namespace)
         self.ranks = [
-            Controller(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
+            Controller(
+                self.url,
+                namespace=namespace,
+                epoch=self.epoch,
+                rank=rank,
+                computing={"attention": "sdpa"},
+            )
             for rank in self.layout.ranks
         ]
 

@@ -366,6 +366,28 @@ def test_a_host_whose_connection_breaks_comes_back_by_itself(
     assert session.lost_s == 0
 
 
+def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
+    joined: tuple[JoinedHost, HostSession, list[str]],
+) -> None:
+    host, session, said = joined
+    # Else the launcher of this test would let it go at once.
+    changed, session.changed = session.changed, threading.Event()
+    host.leave()
+    until(lambda: session.leaving, PATIENCE_S)
+    session.leaving = False
+    session.keep("it cannot leave yet: b holds too little memory")
+    until(lambda: not host.leaving, PATIENCE_S)
+    assert said == ["it cannot leave yet: b holds too little memory"]
+    first = session._link
+    assert first is not None
+    first.end()
+    until(lambda: session._link not in (None, first), PATIENCE_S)
+    session.tell("welcome back")
+    until(lambda: "welcome back" in said, PATIENCE_S)
+    assert not session.leaving
+    session.changed = changed
+
+
 def test_hosts_are_let_go_when_the_cluster_ends() -> None:
     cluster, said = Cluster(), list[str]()
     with cluster.server:

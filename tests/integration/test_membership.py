@@ -457,6 +457,32 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
     assert "recoveries" not in shared.totals()
 
 
+def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -> None:
+    """Who drops it must know whether the host that joins is part of the cluster."""
+    processes, shared = Processes(), life.worker()
+    begun: list[int] = []
+    with recovery_of(life) as recovery:
+        recovery.watch(processes)
+
+        def renewed() -> int:
+            for worker in ASSIGNMENT.everyone:
+                shared.renew(worker, os.getpid())
+            return processes.checks
+
+        def checked_again() -> None:
+            checks = renewed()
+            until(lambda: renewed() > checks + 2)
+
+        checked_again()
+        for changes in range(1, 11):
+            other = RankAssignment(ASSIGNMENT.workers, ASSIGNMENT.layers, changes=changes)
+            recovery.change(LayoutChange(other, "", lambda: begun.append(recovery.state.epoch)))
+            recovery.drop_change()
+            known = len(begun)
+            checked_again()
+            assert len(begun) == known
+
+
 def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:

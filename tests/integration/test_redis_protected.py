@@ -74,6 +74,23 @@ def ask(url: str) -> None:
         assert controller.tokens(request) == (int(ANSWER),)
 
 
+def test_redis_notices_a_host_that_is_gone_without_a_word(server: EmbeddedRedis) -> None:
+    """Linux shows which timer runs for a connection, 2 being that of probes."""
+    url = parse_url(server.url_at(LOOPBACK))
+    pipe = RedisConnection(server.url_at(LOOPBACK))
+    assert pipe.call("PING") == b"PONG"
+
+    def timers() -> set[str]:
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        ours = f"0100007F:{url['port']:04X}"
+        fields = [line.split() for line in lines]
+        connected = [each for each in fields if each[1] == ours and each[3] == "01"]
+        return {each[5].partition(":")[0] for each in connected}
+
+    until(lambda: timers() == {"02"})
+    pipe.close()
+
+
 # What packets show ---------------------------------------------------------------------------
 
 
@@ -284,6 +301,7 @@ sys.exit(exit_code_of(manual_host.main, sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_a_worker_refuses_a_man_in_the_middle_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,18 @@ def kill(server: EmbeddedRedis) -> None:
 # The server ----------------------------------------------------------------------------------
 
 
+def test_a_server_outlives_the_thread_that_restarted_it(server: EmbeddedRedis) -> None:
+    """The recovery's thread ends before the cluster does."""
+    recovering = threading.Thread(target=server.restart)
+    recovering.start()
+    recovering.join()
+    pipe = RedisConnection(server.url)
+    for _ in range(100):
+        pipe.call("PING")
+    pipe.close()
+    assert server.alive()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, None])
 def test_a_restarted_server_is_the_same_one(
     server: EmbeddedRedis, number: signal.Signals | None
@@ -514,7 +526,7 @@ except Unreachable as error:
 """
 
 
-@pytest.mark.parametrize("kind", ["rank", "reader"])
+@pytest.mark.parametrize("kind", ["rank", pytest.param("reader", marks=pytest.mark.long)])
 def test_listener_notices_a_cut_link(kind: str) -> None:
     """Nobody has anything to send, and the wait itself has no end."""
     if reason := testbed.missing():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipespec.cluster import byte_channel
 from pipespec.cluster.byte_channel import (
     _HEAD,
     CALL,
@@ -41,6 +42,34 @@ def test_calls_are_answered_in_both_directions():
     a, b, _ = pair({"double": lambda n: 2 * n}, {"join": lambda texts: "+".join(texts)})
     assert a.call("join", texts=["x", "y"]) == "x+y"
     assert b.call("double", n=21) == 42
+
+
+def test_a_side_that_gives_no_sign_of_life_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process was stopped: its end of the pipes stays open."""
+    monkeypatch.setattr(byte_channel, "SILENCE_S", 0.2)
+    monkeypatch.setattr(byte_channel, "LOOK_S", 0.01)
+    (read_a, write_a), (read_b, write_b) = os.pipe(), os.pipe()
+    channel = ByteChannel("beta", os.fdopen(read_a, "rb"), os.fdopen(write_b, "wb"), {})
+    with pytest.raises(ChannelClosed, match=r"beta gave no sign of life for 0\.2 s"):
+        channel.call("fetch")
+    channel.join()
+    for end in (write_a, read_b):
+        os.close(end)
+
+
+def test_a_side_that_takes_its_time_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_channel, "SILENCE_S", 1.0)
+    monkeypatch.setattr(byte_channel, "ALIVE_S", 0.02)
+    released = threading.Event()
+
+    def fetch() -> str:
+        assert released.wait(60)
+        return "done"
+
+    a, b, _ = pair({}, {"fetch": fetch})
+    threading.Timer(1.5, released.set).start()
+    assert a.call("fetch") == "done"
+    assert not b.closed.is_set()
 
 
 def test_a_stream_longer_than_the_pipe_comes_whole():

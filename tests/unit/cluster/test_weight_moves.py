@@ -36,7 +36,7 @@ def test_an_assignment_waits_for_its_weights_and_no_longer(deployment: Deploymen
     begun, ready = threading.Event(), threading.Event()
     asked: list[Deployment] = []
 
-    def distribute(changed: Deployment) -> None:
+    def distribute(changed: Deployment, **_: object) -> None:
         asked.append(changed)
         begun.set()
         assert ready.wait(60)
@@ -61,7 +61,7 @@ def test_an_assignment_waits_for_its_weights_and_no_longer(deployment: Deploymen
 def test_weights_that_cannot_be_moved_do_not_keep_the_epoch_from_beginning(
     deployment: Deployment,
 ) -> None:
-    def distribute(_: Deployment) -> None:
+    def distribute(*_: object, **__: object) -> None:
         raise ModelError("no host has them")
 
     moves = WeightMoves(deployment, distribute)
@@ -73,25 +73,24 @@ def test_weights_that_cannot_be_moved_do_not_keep_the_epoch_from_beginning(
 
 
 def test_too_few_workers_are_refused_before_anything_moves(deployment: Deployment) -> None:
-    moves = WeightMoves(deployment, lambda _: pytest.fail("nothing to move"))
+    moves = WeightMoves(deployment, lambda *_, **__: pytest.fail("nothing to move"))
     with pytest.raises(ConfigError):
         moves.plan({"alpha/1", "beta/0", "gamma/0"})
 
 
 def test_one_machine_needs_no_moves() -> None:
     alone = decide(compose(["cluster.stages=2", "cluster.spares=1", "cluster.devices=[cpu]"]))
-    moves = WeightMoves(alone, lambda _: pytest.fail("nothing to move"))
+    moves = WeightMoves(alone, lambda *_, **__: pytest.fail("nothing to move"))
     assert moves.plan({"local/1"}).workers[0] == "local/0"
 
 
 def test_what_is_said_while_weights_move_is_in_the_log(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:
     def distribute(_: Deployment, on_warning: Callable[[str], None]) -> None:
         on_warning("gamma cannot read weights from alpha.")
 
-    monkeypatch.setattr("pipespec.cluster.weight_moves.distribute_weights", distribute)
-    moves = WeightMoves(deployment)
+    moves = WeightMoves(deployment, distribute)
     with pytest.raises(WeightsPending):
         moves.plan({"beta/0"})
     assert moves._thread is not None
