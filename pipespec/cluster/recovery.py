@@ -23,7 +23,6 @@ Threads share state by these rules:
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -42,7 +41,7 @@ from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.cluster.worker_leases import WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.membership import LAUNCHER_LEASE_S, LEASE_S, Membership
+from pipespec.controller.membership import LEASE_S, Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 
@@ -102,7 +101,6 @@ class Recovery:
         self._ever_complete = False
         self._pids = JoinedPids()
         self._begun_at = time.monotonic()  # when this epoch began
-        self._life_shown_at = -math.inf  # when the workers were last shown that the launcher lives
         self._plain = False  # whether weights must be dequantised, as of this epoch
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
@@ -199,7 +197,7 @@ class Recovery:
         """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
         self._take_orders()
-        self._show_life(shared)
+        shared.renew_launcher()
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
         failed = next((each for each in found if each.start_failed), None)
         if failed is not None and not self._ever_complete:
@@ -255,11 +253,6 @@ class Recovery:
             self._change.assignment.everyone
         ):
             self._make_change(shared, self._change)
-
-    def _show_life(self, shared: Membership) -> None:
-        if (now := time.monotonic()) - self._life_shown_at > LAUNCHER_LEASE_S / 5:
-            shared.renew_launcher()
-            self._life_shown_at = now
 
     def _take_orders(self) -> None:
         while not self._orders.empty():

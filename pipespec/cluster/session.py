@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from pipespec.cluster import memory
 from pipespec.cluster.agent_handle import AgentHandle
@@ -32,11 +33,8 @@ from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.replanning import first_assignment
-from pipespec.cluster.weight_distribution import (
-    WeightDistributions,
-    distribute_weights,
-    shared_names,
-)
+from pipespec.cluster.running_work import RunningWork
+from pipespec.cluster.weight_distribution import distribute_weights, shared_names
 from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
 from pipespec.controller import epoch_control
@@ -272,8 +270,9 @@ def start_cluster(
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
-    distributions = WeightDistributions()
-    moves = WeightMoves(known, distributions.distribute)
+    running = RunningWork()
+    distribute = partial(distribute_weights, running=running)
+    moves = WeightMoves(known, distribute)
     with (
         cluster_redis(deployment) as redis,
         Recovery(
@@ -306,7 +305,7 @@ def start_cluster(
                 on=on,
             )
 
-        changes = HostChanges(agents, recovery, moves, start, distributions.distribute)
+        changes = HostChanges(agents, recovery, moves, start, distribute)
         session = ClusterSession(deployment, redis, agents, recovery, changes)
         start(None, known)
         recovery.watch(agents)
@@ -322,7 +321,7 @@ def start_cluster(
             failed = True
             raise
         finally:
-            distributions.end()
+            running.end()
             # Spares, and workers that were started by hand, end with the epoch.
             with suppress(ControllerError):
                 recovery.stop()

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
+from pipespec.cluster.running_work import RunningWork
 from pipespec.cluster.source_model import SourceModel, shared_name_of
 from pipespec.cluster.weight_host import LAUNCHER_NAME
 from pipespec.cluster.weight_locks import lock_folders
@@ -65,47 +66,11 @@ def shared_names(deployment: Deployment) -> dict[str, SharedName]:
     return found
 
 
-class WeightDistributions:
-    """Those of one cluster, which its end stops, whichever thread waits for them."""
-
-    def __init__(self) -> None:
-        self._running: set[_Distribution] = set()
-        self._changing = threading.Lock()
-        self._over = False
-
-    def distribute(
-        self, deployment: Deployment, on_warning: OnWarning = lambda sentence: None
-    ) -> Deployment:
-        """As `distribute_weights`. Raises RankFailed, too, if the cluster ends meanwhile."""
-        return distribute_weights(deployment, on_warning=on_warning, running=self)
-
-    def end(self) -> None:
-        """Stop those that run, and let no other begin."""
-        with self._changing:
-            self._over = True
-            running = list(self._running)
-        for each in running:
-            each.stop()
-
-    @contextmanager
-    def holding(self, work: _Distribution) -> Iterator[None]:
-        """Let a distribution be stopped within the block."""
-        with self._changing:
-            if self._over:
-                raise RankFailed("The cluster has ended.")
-            self._running.add(work)
-        try:
-            yield
-        finally:
-            with self._changing:
-                self._running.remove(work)
-
-
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
     on_warning: OnWarning = lambda sentence: None,
-    running: WeightDistributions | None = None,
+    running: RunningWork | None = None,
 ) -> Deployment:
     """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
     for themselves. `running` may stop it.

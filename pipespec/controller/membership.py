@@ -8,6 +8,7 @@ workers to ranks; the stream of assignments wakes the workers that wait for it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,6 +59,7 @@ class Membership:
         self._keys = RedisKeys(namespace)
         self._pipe = RedisConnection(url, answer_s)
         self._last_suspicion = "0"
+        self._launcher_renewed_at = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -74,8 +76,10 @@ class Membership:
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
 
     def renew_launcher(self) -> None:
-        """Show the workers that the launcher lives, for LAUNCHER_LEASE_S seconds from now."""
-        self._pipe.call("SET", self._keys.launcher, 1, "PX", round(LAUNCHER_LEASE_S * 1000))
+        """Show the workers that the launcher lives, for most of LAUNCHER_LEASE_S seconds."""
+        if (now := time.monotonic()) - self._launcher_renewed_at > LAUNCHER_LEASE_S / 5:
+            self._pipe.call("SET", self._keys.launcher, 1, "PX", round(LAUNCHER_LEASE_S * 1000))
+            self._launcher_renewed_at = now
 
     def launcher_lives(self) -> bool:
         """Whether the launcher has shown so."""

@@ -14,7 +14,8 @@ import yaml
 
 from pipespec.cluster import weight_distribution
 from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.weight_distribution import WeightDistributions, distribute_weights
+from pipespec.cluster.running_work import RunningWork
+from pipespec.cluster.weight_distribution import distribute_weights
 from pipespec.config.compose import compose
 from pipespec.errors import HostFailed, RankFailed
 
@@ -78,15 +79,15 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Peer]]:
 
 @pytest.mark.usefixtures("hosts")
 def test_the_end_of_a_cluster_stops_a_distribution(deployment: Deployment) -> None:
-    distributions = WeightDistributions()
+    running = RunningWork()
     with ThreadPoolExecutor() as pool:
-        moved = pool.submit(distributions.distribute, deployment)
+        moved = pool.submit(distribute_weights, deployment, running=running)
         assert Peer.asked.wait(PATIENCE_S)
-        distributions.end()
+        running.end()
         with pytest.raises(HostFailed, match="it has ended"):
             moved.result(PATIENCE_S)
     with pytest.raises(RankFailed, match="The cluster has ended"):
-        distributions.distribute(deployment)
+        distribute_weights(deployment, running=running)
 
 
 def test_a_signal_does_not_wait_for_a_host_that_hangs(
