@@ -126,7 +126,7 @@ def emulated() -> str:
             cells.append(f"{found['tbt_ms']:.0f} ms ({found['speed_up']:.2f}×)")
         rows.append(f"| {draft} | {' | '.join(cells)} | {source(name)} |")
     header = (
-        "| draft | plain pipeline (`root`) | as SpecInfer (`static_tree`) | as SpecPipe (`level`) "
+        "| draft | plain pipeline (`root`) | as SpecInfer (`static_tree`) | as PipeDec (`level`) "
         "| pipespec (`best_first`) | from `benchmarks/results/` |"
     )
     return table(header, rows)

@@ -33,7 +33,7 @@ class Level(SpeculationPolicy):
     `levels_per_step` (SpecPipe 3.4) computes so many levels at once, which needs as many draft
     rounds per step; a step with fewer rounds computes the levels that exist.
 
-    With many requests each has a level of that width (SpecPipe-DB), or all of them together if
+    With many requests each has a level of that width, or all of them together if
     `shared`.
     """
 
