@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Self
@@ -28,6 +28,7 @@ from pipespec.controller.tls_proxy import TlsProxy
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.process_identity import die_with_parent
+from pipespec.system.spawner import Spawner
 from pipespec.system.temporary_folder import TemporaryFolder
 
 # Reading a long append-only file takes a while.
@@ -103,8 +104,7 @@ class EmbeddedRedis:
         self._password = secrets.token_urlsafe(24)
         self._scratch: TemporaryFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        # Linux ends the process with the thread that made it.
-        self._spawner = ThreadPoolExecutor(1, "redis-server")
+        self._spawner = Spawner()
         self._lock: int | None = None
         self._held = ExitStack()
 
@@ -189,7 +189,7 @@ class EmbeddedRedis:
             self._proxy.close()
             self._proxy = None
         self._stop(STOP_TIMEOUT_S)
-        self._spawner.shutdown()
+        self._spawner.close()
         self._held.close()
         self._lock = None
         if self._scratch:
@@ -230,7 +230,7 @@ class EmbeddedRedis:
         binary = find_redis()
         assert self._scratch
         with open(self._folder / "redis.log", "w+b") as log:
-            self._process = self._spawner.submit(self._spawn, binary, log).result()
+            self._process = self._spawner.make(partial(self._spawn, binary, log))
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or
             # the command line.
