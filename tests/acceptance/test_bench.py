@@ -64,6 +64,7 @@ def expected(data: Path) -> dict[str, tuple[list[int], list[int]]]:
     return {sample.id: (prompt, answer) for sample, prompt, answer in zipped}
 
 
+@pytest.mark.long
 def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_results(
     data: Path,
     expected: dict[str, tuple[list[int], list[int]]],

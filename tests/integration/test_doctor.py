@@ -462,6 +462,7 @@ def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
         assert link["measured"]["gbit_per_s"] < 1.2 * bed.gbit
 
 
+@pytest.mark.long
 def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
     bed.cut("b", "c")
     try:

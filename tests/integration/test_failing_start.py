@@ -105,6 +105,7 @@ def without(package: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
+@pytest.mark.long
 def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path, temporary):
     target = tmp_path / "target"
     shutil.copytree(resource_dir("demo") / "target", target)

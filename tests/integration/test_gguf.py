@@ -485,6 +485,7 @@ def test_the_tokenizer_is_in_the_file(demo):
     assert found.encode(text) == again.encode(text)
 
 
+@pytest.mark.long
 def test_generate_from_gguf_equals_the_plain_model(demo):
     """From the command line, the tokenizer included."""
     prompt = "Once upon a time"

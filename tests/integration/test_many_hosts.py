@@ -25,6 +25,7 @@ from tools.rig.testbed import Testbed, missing
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
 
+pytestmark = pytest.mark.long
 TLS_ALERT = b"\x15\x03"
 TOKENS = 48
 AT = 8
@@ -106,7 +107,6 @@ def test_traffic_with_redis_is_encrypted_between_hosts(cluster, texts):
         assert word not in seen
 
 
-@pytest.mark.long
 def test_text_is_unchanged_when_each_rank_is_killed_in_turn(cluster, texts):
     for worker in cluster.workers:
         found = cluster.ask(SAMPLED, AT)
@@ -114,14 +114,12 @@ def test_text_is_unchanged_when_each_rank_is_killed_in_turn(cluster, texts):
         assert cluster.go_on() == texts["sampled"]
 
 
-@pytest.mark.long
 def test_text_is_unchanged_when_a_rank_hangs(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     os.kill(found["pids"]["c/0"], signal.SIGSTOP)
     assert cluster.go_on() == texts["sampled"]
 
 
-@pytest.mark.long
 def test_text_is_unchanged_when_redis_is_killed(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     os.kill(found["redis"], signal.SIGKILL)
@@ -131,7 +129,6 @@ def test_text_is_unchanged_when_redis_is_killed(cluster, texts):
 LONG = pytest.mark.long
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "link", [pytest.param("ab", marks=LONG), "bc", pytest.param("ac", marks=LONG)]
 )
@@ -145,7 +142,6 @@ def test_text_is_unchanged_when_a_link_is_cut_until_an_epoch_has_ended(cluster, 
     assert cluster.hear("tokens")["tokens"] == texts["sampled"]
 
 
-@pytest.mark.long
 def test_text_is_unchanged_when_a_host_is_lost_and_comes_back(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     agent = os.getsid(found["pids"]["b/0"])

@@ -151,6 +151,7 @@ def test_text_is_unchanged_when_a_rank_hangs(struck, greedy, rank):
     await_another(struck, rank, pid)
 
 
+@pytest.mark.long
 def test_rank_that_hangs_when_the_clock_of_redis_is_set_back_is_replaced(struck, greedy):
     pid = pid_of(struck, 2)
 

@@ -121,6 +121,7 @@ def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     assert answers(cluster, prompts, way) == expected
 
 
+@pytest.mark.long
 def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, expected, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("being another user needs root")
