@@ -212,21 +212,50 @@ def target_batch(state: PipelineState) -> TargetBatch | None:
 
     A step lasts as long as the largest batch in the pipeline takes, so a batch that is larger than
     the others delays them all: one size is chosen for all of them, and requests whose roots come in
-    one step are spread over several.
+    one step are spread over several. More rows than pay in the long run are taken, such as roots
+    that wait, where they make no step longer.
     """
     offered = state.offered
     if offered is None or not len(offered.probabilities) or not state.step_ms:
         return None
-    tokens = tokens_by_rows(offered, state)
-    read = np.cumsum(offered.kv_slots)
-    ms = step_ms_of(state, np.arange(1, len(tokens) + 1)) + state.slot_ms * read
-    ms = np.maximum(ms, state.drafting_ms)
+    lasting = lasting_rows(offered, state)
+    tokens, ms = tokens_by_rows(lasting, state), _batch_ms(lasting, state)
     rate = tokens / ms
-    rows = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1]) + 1
+    best = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1])
+    by_rows = _batch_ms(offered, state)
+    no_longer = np.flatnonzero(by_rows <= ms[best] / ABOUT_AS_FAST)
+    rows = max(best, int(no_longer[-1]) if len(no_longer) else 0) + 1
     max_kv_slots = math.inf
     if state.slot_ms:
-        max_kv_slots = read[rows - 1] + CONTEXT_SLACK * ms[rows - 1] / state.slot_ms
-    return TargetBatch(rows, max_kv_slots, ms[rows - 1] / tokens[rows - 1])
+        read = np.cumsum(offered.kv_slots)[rows - 1]
+        max_kv_slots = read + CONTEXT_SLACK * by_rows[rows - 1] / state.slot_ms
+    return TargetBatch(rows, max_kv_slots, ms[best] / tokens[best])
+
+
+def _batch_ms(offered: OfferedRows, state: PipelineState) -> np.ndarray:
+    """Milliseconds of a step whose batches all have 1, 2, ... of these rows, `[rows]`."""
+    rows = np.arange(1, len(offered.probabilities) + 1)
+    ms = step_ms_of(state, rows) + state.slot_ms * np.cumsum(offered.kv_slots)
+    return np.asarray(np.maximum(ms, state.drafting_ms))
+
+
+def lasting_rows(offered: OfferedRows, state: PipelineState) -> OfferedRows:
+    """The offered rows that every batch can have.
+
+    A request has one root in each pass, so of the roots that wait where batches are small, larger
+    batches would soon have no more than requests / stages.
+    """
+    num_lasting = math.ceil(state.requests / state.num_stages)
+    num_waiting = int(offered.certain.sum()) - num_lasting
+    if num_waiting <= 0:
+        return offered
+    gone = slice(num_lasting, num_lasting + num_waiting)
+    return OfferedRows(
+        np.delete(offered.probabilities, gone),
+        np.delete(offered.certain, gone),
+        np.delete(offered.kv_slots, gone),
+        offered.fed,
+    )
 
 
 def lone_batch(

@@ -45,6 +45,8 @@ POLICIES = [*small_policies(width=8), Level(2, 2, 2)]
 
 
 OTHER = "policy=other"
+# Times that every row adds as much to as the first.
+LINEAR = TimeCurve(((1, 20.0), (64, 1280.0)))
 
 
 def name(policy: SpeculationPolicy) -> str:
@@ -411,3 +413,16 @@ def test_hardly_any_draft_token_is_fed_where_every_row_takes_as_long_as_the_firs
     machine = Machine((TimeCurve(((1, 37.8), (2, 75.6))),) * 8)
     measured, stated = BestFirst(64, 8), BestFirst(64, 8, row_cost=0.0001)
     assert simulated(measured, machine, 4) > 5 * simulated(stated, machine, 4)
+
+
+@pytest.mark.parametrize("requests", [32, 128])
+def test_with_many_requests_on_dear_rows_the_default_is_about_as_fast_as_plain_decoding(
+    requests: int,
+) -> None:
+    """Single large batches of the roots that waited would delay every stage."""
+    machine = Machine((LINEAR,) * 8, draft_ms=17.0)
+    accuracy = Accuracy({1: 0.74, 32: 0.99}, 0.8)
+    made = simulate(
+        BestFirst(), machine, accuracy, rounds=1, num_tokens=60 * requests, num_requests=requests
+    )
+    assert made.tbt_ms < 20.0 * 1.06

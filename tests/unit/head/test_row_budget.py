@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.head.policies.policy import PipelineState
-from pipespec.head.row_budget import RequestCandidates, select_rows, split_expansion, total_certain
+from pipespec.head.policies.policy import OfferedRows, PipelineState
+from pipespec.head.row_budget import (
+    RequestCandidates,
+    select_rows,
+    split_expansion,
+    target_batch,
+    total_certain,
+)
 from pipespec.head.tree import ROOT, Tree
 
 STATE = PipelineState(num_stages=4, step=0)
@@ -34,6 +43,27 @@ def offers_of(
         tree = tree_of(rng, int(rng.integers(1, 30)), fed=bool(rng.random() < 0.5))
         found.append(RequestCandidates(tree, np.flatnonzero(~tree.fed), whole))
     return found
+
+
+def waiting(num_roots: int, step_ms: tuple[tuple[int, float], ...]) -> PipelineState:
+    """32 requests on 8 stages, of whose roots so many wait as batches have 2 rows."""
+    certain = np.ones(num_roots)
+    offered = OfferedRows(certain, certain, np.zeros(num_roots), fed=2.0)
+    return replace(STATE, num_stages=8, requests=32, offered=offered, step_ms=step_ms)
+
+
+def test_waiting_roots_make_no_batch_larger_than_all_can_be() -> None:
+    """One that held them all would be followed by empty ones, and delay each of eight steps."""
+    target = target_batch(waiting(20, ((1, 20.0), (64, 1280.0))))
+    assert target is not None
+    assert target.rows == 4
+    assert target.ms_per_token == pytest.approx(20.0)
+
+
+def test_waiting_roots_are_taken_where_they_make_no_step_longer() -> None:
+    target = target_batch(waiting(20, ((1, 20.0), (64, 20.0))))
+    assert target is not None
+    assert target.rows == 20
 
 
 @given(

@@ -354,7 +354,12 @@ def test_roots_are_spread_over_steps_where_rows_are_expensive():
     offers = [
         RequestCandidates(one_level([0.5], fed=False), np.array([ROOT, 1])) for _ in range(12)
     ]
-    dear = replace(STATE, offered=four_roots(16), step_ms=((1, 10.0), (16, 40.0)))
+    dear = replace(
+        STATE,
+        requests=4 * STATE.num_stages,
+        offered=four_roots(16),
+        step_ms=((1, 10.0), (16, 40.0)),
+    )
     taken = selected(offers, 16, dear)
     assert [len(nodes) for nodes in taken] == [1] * 4 + [0] * 8
     free = replace(dear, step_ms=((1, 10.0), (16, 10.0)))
