@@ -45,9 +45,9 @@ class Heartbeat:
             with heartbeat.aborting(epoch.number, link):
                 ...     # `link` fails soon after a newer epoch begins, or Redis is gone
 
-    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. A
-    Redis of the user's outlives the launcher: where that has given no sign of life for LAUNCHER_S
-    seconds more, the cluster has ended, too.
+    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. With
+    `by_hand`, as no process of the launcher's ends this one, the cluster has ended, too, if the
+    launcher gives no sign of life for LAUNCHER_S seconds more.
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
@@ -60,10 +60,11 @@ class Heartbeat:
         worker: str,
         *,
         patience_s: float,
+        by_hand: bool = False,
         kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL),
     ):
         self._url, self._namespace, self._worker = url, namespace, worker
-        self._patience_s = patience_s
+        self._patience_s, self._by_hand = patience_s, by_hand
         self._kill = kill
         self._changed = threading.Condition()
         self._epoch = Epoch(0, "")
@@ -142,7 +143,7 @@ class Heartbeat:
                     while not self._closed:
                         shared.renew(self._worker, os.getpid())
                         reached = time.monotonic()
-                        if shared.launcher_lives():
+                        if not self._by_hand or shared.launcher_lives():
                             launched = reached
                         elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
                             self._publish(gone=_launcher_gone(away_s))

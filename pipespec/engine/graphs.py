@@ -10,6 +10,7 @@ of layers with a running state until they grow; the graph is then captured anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -36,12 +37,18 @@ class CaptureFunction(Protocol):
         ...
 
 
+@cache
+def _capture_stream(gpu: int) -> torch.cuda.Stream:
+    """The stream of all captures on a GPU: libraries keep memory for each stream. torch's own is of
+    the GPU that was current at the first capture."""
+    return torch.cuda.Stream(gpu)
+
+
 def capture_cuda_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     """Capture a CUDA graph; it fails if the host waits for the device. Other threads may use CUDA
     meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    # By default all captures share a stream, of the GPU that was current at the first.
-    stream = torch.cuda.Stream()
+    stream = _capture_stream(torch.cuda.current_device())
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = run()
     return graph.replay, result

@@ -46,6 +46,11 @@ def beating(server: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:
     return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=patience_s)
 
 
+def by_hand(server: EmbeddedRedis) -> Heartbeat:
+    """Of a worker that was started by hand, without patience."""
+    return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=0.0, by_hand=True)
+
+
 def kill(server: EmbeddedRedis) -> None:
     """Ends the server as a crash would; returns when it is gone."""
     os.kill(server.pid, signal.SIGKILL)
@@ -213,7 +218,7 @@ def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
     """As with a Redis of the user's, whose launcher was killed."""
     monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.2)
     epoch = begin(server)
-    with beating(server, patience_s=0.0) as heartbeat, Membership(server.url, NAMESPACE) as shared:
+    with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         shared.renew_launcher()
         assert heartbeat.next(0).number == epoch
         heartbeat.check(epoch)
@@ -226,7 +231,7 @@ def test_a_worker_lives_as_long_as_its_launcher(
 ) -> None:
     monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.5)
     epoch = begin(server)
-    with beating(server, patience_s=0.0) as heartbeat, Membership(server.url, NAMESPACE) as shared:
+    with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             shared.renew_launcher()
