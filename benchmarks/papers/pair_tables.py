@@ -70,7 +70,7 @@ def chains(name: str) -> StoredTable:
             f"tokens per call, chain of 3, draft in {row['draft']} beside bfloat16",
             "FP8: 0 to -.7 %; INT4: +.3 to -1.1 %",
             f"{_interval(row)} beside {plain[3]}",
-            _interval(row).high >= plain[3].low,
+            "not told apart" if _interval(row).high >= plain[3].low else "behind",
             f"another model; {row['tokens']} tokens",
         )
         for row in rows
