@@ -153,7 +153,8 @@ def pytest_unconfigure() -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """Write what `--write-results` asks for. Of xdist's processes only the first one reports."""
+    """Write what `--write-results` asks for. Of xdist's processes only the first one does: others
+    would change the checkout before it states its commit."""
     path = config.getoption("--write-results")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):
         write_results(path, terminalreporter.stats, exitstatus, STARTED_S)

@@ -171,6 +171,7 @@ def reports() -> list[dict[str, Any]]:
         "counts": counts,
         "first_token": counts | {"steps": 1},
         "hits": 0,
+        "replayed": 0,
         "cached_tokens": 0,
         "control_ns": 0,
         "times": "4:8;0;0",
