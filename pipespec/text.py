@@ -141,6 +141,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty stop string ends every text"
         self._stops = sorted(stops, key=len, reverse=True)
+        # Of a stop string, so many characters may be known while it is not complete.
+        self._most_begun = len(self._stops[0]) - 1 if stops else 0
         self._shown = ""  # the end of what was shown, in which a stop string may begin
         self._held = ""
         self.found: str | None = None
@@ -172,15 +174,14 @@ class StopStrings:
 
     def _release(self, count: int, *, forget: bool = False) -> str:
         shown, self._held = self._held[:count], "" if forget else self._held[count:]
-        longest = max(map(len, self._stops), default=1)
-        self._shown = (self._shown + shown)[1 - longest :] if longest > 1 else ""
+        if self._most_begun:
+            self._shown = (self._shown + shown)[-self._most_begun :]
         return shown
 
     def _longest_beginning(self) -> int:
         """How much of the held text belongs to the longest end that begins a stop string."""
         text = self._shown + self._held
-        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
-        for length in range(longest, 0, -1):
+        for length in range(min(len(text), self._most_begun), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return min(length, len(self._held))
         return 0

@@ -221,15 +221,16 @@ def target_batch(state: PipelineState) -> TargetBatch | None:
     lasting = lasting_rows(offered, state)
     tokens, ms = tokens_by_rows(lasting, state), _batch_ms(lasting, state)
     rate = tokens / ms
-    best = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1])
-    by_rows = _batch_ms(offered, state)
-    no_longer = np.flatnonzero(by_rows <= ms[best] / ABOUT_AS_FAST)
-    rows = max(best, int(no_longer[-1]) if len(no_longer) else 0) + 1
+    best = last = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1])
+    kv_slots = lasting.kv_slots
+    if lasting is not offered:
+        no_longer = np.flatnonzero(_batch_ms(offered, state) <= ms[best] / ABOUT_AS_FAST)
+        if len(no_longer) and no_longer[-1] > best:
+            last, kv_slots = int(no_longer[-1]), offered.kv_slots
     max_kv_slots = math.inf
     if state.slot_ms:
-        read = np.cumsum(offered.kv_slots)[rows - 1]
-        max_kv_slots = read + CONTEXT_SLACK * by_rows[rows - 1] / state.slot_ms
-    return TargetBatch(rows, max_kv_slots, ms[best] / tokens[best])
+        max_kv_slots = kv_slots[: last + 1].sum() + CONTEXT_SLACK * ms[best] / state.slot_ms
+    return TargetBatch(last + 1, max_kv_slots, ms[best] / tokens[best])
 
 
 def _batch_ms(offered: OfferedRows, state: PipelineState) -> np.ndarray:

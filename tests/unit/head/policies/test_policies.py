@@ -374,6 +374,7 @@ def test_roots_are_spread_over_steps_where_long_contexts_are_expensive():
     # Reading the contexts of four roots takes four times as long as the rest.
     dear = replace(
         STATE,
+        requests=4 * STATE.num_stages,
         offered=four_roots(36, context_len=1000),
         step_ms=((1, 10.0), (36, 10.0)),
         slot_ms=0.01,
@@ -396,6 +397,7 @@ def test_contexts_that_have_grown_since_they_were_measured_hold_no_root_back():
     ]
     state = replace(
         STATE,
+        requests=4 * STATE.num_stages,
         offered=four_roots(36, context_len=1000),
         step_ms=((1, 10.0), (36, 10.0)),
         slot_ms=0.01,
