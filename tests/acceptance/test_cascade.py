@@ -148,6 +148,7 @@ def test_memory_estimate_includes_the_mid_size_model(trio):
         require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
+@pytest.mark.long
 def test_synthetic_cascade_gives_the_text_of_the_target(trio, redis, watched, tmp_path):
     target, draft, _, expected = trio
     truth = tmp_path / "truth.jsonl"

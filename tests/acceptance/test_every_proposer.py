@@ -44,7 +44,7 @@ def requests(num_tokens: int = NUM_TOKENS) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("proposer", "policy", "stages"),
-    some_of(PROPOSERS, POLICIES, [1, 3], share=4),
+    some_of(PROPOSERS, POLICIES, [1, 3], share=5),
 )
 def test_every_proposer_and_policy_gives_the_text_of_hugging_face(
     pair, redis, proposer, policy, stages

@@ -207,6 +207,7 @@ def test_interrupted_generate_leaves_no_process_or_key(tmp_path, sent):
     assert not run.leftovers()
 
 
+@pytest.mark.long
 def test_killed_process_does_not_change_the_text(tmp_path):
     """With it its host is started again, which takes longer than the patience given here."""
     _, tokens, text = expected(60)

@@ -164,7 +164,13 @@ def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape):
     ]
 
 
-@pytest.mark.parametrize("proposer", choices.options("proposer"))
+@pytest.mark.parametrize(
+    "proposer",
+    [
+        name if name in ("draft_model", "hybrid") else pytest.param(name, marks=pytest.mark.long)
+        for name in choices.options("proposer")
+    ],
+)
 def test_every_proposer_continues_a_resumed_text(tiny, redis, greedy, proposer, tmp_path):
     truth = tmp_path / "truth.jsonl"
     write_truth(truth, PROMPTS, greedy)

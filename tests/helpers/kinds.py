@@ -15,13 +15,11 @@ ATTENDING = (
     *("gpt_oss", "granite_swa", "llama", "llama4_text", "longcat_flash", "mimo_v2_flash"),
     *("minicpm3", "mistral", "phi3", "qwen3", "qwen3_next"),
 )
-# One of each way in which tensors are shared among members (the distinct `base_model_tp_plan` of
-# Transformers, and what we add to them), one without a plan, and one with a plan of unknown rules.
+# Ways in which tensors are shared among members: those of each kind of layer, one without a plan,
+# and one with a plan of unknown rules. `--long` tries every architecture.
 SHARED = (
-    *("afmoe", "apertus", "arcee", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v32", "dots1"),
-    *("exaone_moe", "flex_olmo", "flint", "gemma2", "glm", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
-    *("gpt_oss", "granitemoe", "kolibri1", "llama", "llama4_text", "minicpm3", "mixtral", "olmo2"),
-    *("phi", "phi3", "qwen3", "qwen3_next", "starcoder2", "youtu"),
+    *("afmoe", "deepseek_v2", "deepseek_v32", "flex_olmo", "gemma2", "glm4_moe", "gpt_oss"),
+    *("llama", "llama4_text", "minicpm3", "mixtral", "olmo2", "phi3", "qwen3_next", "starcoder2"),
 )
 # One of each kind of running state: Mamba 2 beside attention and in layers of its own, delta rules
 # of several gates, short convolutions.

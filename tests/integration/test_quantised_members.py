@@ -74,10 +74,7 @@ FORMATS: dict[str, Callable[[Path, str], Path]] = {
     **{f"gguf {kind.name}": _gguf(kind) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0)},
 }
 # One of each way in which parts are read, and experts.
-OFTEN = (
-    *(("awq", "mixtral"), ("gptq reordered", "llama"), ("nvfp4", "llama")),
-    ("gguf Q4_K", "llama"),
-)
+OFTEN = (("awq", "mixtral"), ("nvfp4", "llama"))
 
 
 def _load(
