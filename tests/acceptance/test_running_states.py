@@ -234,7 +234,7 @@ def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
     until(lambda: statistics(running)["cache_hits"] - before == 2 * 64)
 
 
-@pytest.mark.parametrize(("policy", "stages"), some_of(["root", "best_first"], [1, 2]))
+@pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))
 def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     """Of two prompts that begin alike, and of a conversation."""
     path = target(FAMILIES[0])

@@ -145,7 +145,7 @@ def test_samples_of_many_seeds_follow_the_targets_distribution(tmp_path, redis):
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("source", ["draft_model", "suffix"])
+@pytest.mark.parametrize("source", ["draft_model", pytest.param("suffix", marks=pytest.mark.long)])
 def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, source):
     found = {}
     for foresight in (True, False):
@@ -167,7 +167,9 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
     assert gained > 0.3 if source == "draft_model" else gained > -0.05
 
 
-@pytest.mark.parametrize(("acceptance", "sync"), some_of((RELAXED, STRICT), ("lockstep", "free")))
+@pytest.mark.parametrize(
+    ("acceptance", "sync"), some_of((RELAXED, STRICT), ("lockstep", "free"), share=3)
+)
 def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance):
     deployment = cluster.make_deployment(
         tiny,

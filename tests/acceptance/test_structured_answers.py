@@ -103,7 +103,8 @@ def test_every_policy_gives_the_same_valid_structured_output(redis, expected, se
     assert decoded(redis, settings, requests) == answers
 
 
-@pytest.mark.parametrize("share", [0.3, pytest.param(0.7, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.3, 0.7])
 def test_structured_output_continues_in_a_new_epoch(redis, expected, share):
     requests, answers = (values[:: len(values) // 10] for values in expected)
     deployment = cluster.make_deployment(FOLDER / "target", FOLDER / "draft", *SETTINGS["4-level"])

@@ -222,7 +222,9 @@ def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("who", ["launcher of the ranks", "torchrun"])
+@pytest.mark.parametrize(
+    "who", ["launcher of the ranks", pytest.param("torchrun", marks=pytest.mark.long)]
+)
 def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
     with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)

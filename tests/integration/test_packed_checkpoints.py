@@ -217,7 +217,7 @@ def test_products_of_four_bits_are_those_of_the_plain_weights(packed, kind):
 
 @pytest.mark.parametrize(
     ("kind", "model_type"),
-    some_of(("awq", "gptq", "compressed asymmetric"), ("mixtral", "qwen3_moe")),
+    some_of(("awq", "gptq", "compressed asymmetric"), ("mixtral", "qwen3_moe"), share=3),
 )
 def test_experts_stay_in_four_bits(packed, kind, model_type):
     path, plain = packed(kind, model_type)

@@ -136,6 +136,7 @@ def test_data_password_and_port_outlive_the_server(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
     """It is written anew when it has doubled since the start, so many lives would each add some."""
     much = 200_000

@@ -27,7 +27,7 @@ from tools.rig import packing
 from tools.rig.cluster import reference
 
 TOKENS = 24
-OFTEN = ("policy=best_first", "policy=root")
+OFTEN = ("policy=best_first",)
 WAYS = (
     *OFTEN,
     *(

@@ -187,7 +187,7 @@ LOST = "Rank 1 lost its link to rank 0"
     ("entrypoint", "expected", "kind"),
     [
         (rank_that_stops_and_leaves, [0, 1, 1], IN_THE_CLEAR),
-        (rank_that_is_woken, LOST, SEALED),
+        pytest.param(rank_that_is_woken, LOST, SEALED, marks=pytest.mark.long),
         (rank_whose_predecessor_leaves, LOST, IN_THE_CLEAR),
         pytest.param(rank_whose_predecessor_leaves, LOST, SEALED, marks=pytest.mark.long),
     ],

@@ -165,7 +165,7 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
     assert after["up_s"] > before["up_s"]
 
 
-@pytest.mark.parametrize("command", ["generate", "status"])
+@pytest.mark.parametrize("command", [pytest.param("generate", marks=pytest.mark.long), "status"])
 def test_client_commands_import_neither_torch_nor_transformers(up: Sandbox, command: str) -> None:
     asked = ["--on", NAME, "--prompt", PROMPTS[0], "--chat"] if command == "generate" else [NAME]
     assert slow_imports(command, *asked, "--json", environment=up.environment) == []

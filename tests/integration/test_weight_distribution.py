@@ -144,8 +144,8 @@ def tensors(cache: Path) -> set[str]:
 @pytest.mark.parametrize(
     "split",
     [
-        *([16], [4, 4, 4, 4]),
-        *(pytest.param(split, marks=pytest.mark.long) for split in ([8, 8], [4, 8, 4])),
+        [4, 4, 4, 4],
+        *(pytest.param(split, marks=pytest.mark.long) for split in ([16], [8, 8], [4, 8, 4])),
     ],
     ids=len,
 )
@@ -172,6 +172,7 @@ def test_the_hub_sends_every_byte_once_however_many_hosts(
     assert hub.weight_bytes == sent
 
 
+@pytest.mark.long
 def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
     hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,14 +371,8 @@ def in_view(folder: Path, path: Path, python: str, *, hide: bool) -> str:
 
 
 @needs_root
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "named",
-    [
-        "the host's entry",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("model.target", "a GGUF file")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("named", ["the host's entry", "model.target", "a GGUF file"])
 def test_a_folder_that_only_another_host_has_is_enough(
     named: str, hub: Hub, served: Path, expected: list[int], tmp_path: Path
 ) -> None:

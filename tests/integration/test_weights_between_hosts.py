@@ -99,6 +99,7 @@ class _Whole:
     path: Path
 
 
+@pytest.mark.long
 def test_layers_go_from_host_to_host_each_over_the_links_of_these_two(hosts: Hosts) -> None:
     listening: list[set[str]] = []
     once = threading.Lock()

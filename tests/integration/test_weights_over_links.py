@@ -71,7 +71,7 @@ def sent_bytes(device: str) -> int:
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_link_of_a_host_carries_its_own_layers_alone(
     namespaces: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

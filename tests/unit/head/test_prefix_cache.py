@@ -30,10 +30,7 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 
 
 # The others keep states in the same way; test_running_states.py decodes with them.
-SOME = [
-    name if name in ("lfm2", "qwen3_next") else pytest.param(name, marks=pytest.mark.long)
-    for name in MODULES
-]
+SOME = [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.long) for name in MODULES]
 
 
 def config(policy: SpeculationPolicy = BEST_FIRST, **changes: object) -> SchedulerConfig:
