@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pipespec.cli.up import stay
+from pipespec.cli.up import refuse_trace, stay
 from pipespec.client.registry import check_name
 from pipespec.config.hosts import load_hosts
 from pipespec.console.arguments import finish, overrides
@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Start the cluster and stay with it."""
     settings = [f"cluster={arguments.hosts}", *overrides(rest, arguments.known_options)]
+    refuse_trace(settings, "launch")
     name = load_hosts(arguments.hosts).name if arguments.name is None else arguments.name
     check_name(name)
     return stay(name, settings, as_json=arguments.json, measure=arguments.measure)

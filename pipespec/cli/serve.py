@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipespec.cli import auto
 from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import default_name, read_settings
+from pipespec.cli.up import default_name, read_settings, refuse_trace
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import check_name, clear, left, serving
 from pipespec.console.arguments import STDIN, finish, overrides
@@ -153,6 +153,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         return serve_running(arguments)
     if STDIN in rest:
         settings += read_settings()
+    refuse_trace(settings, "serve")
     return serve_new(arguments, auto.with_models(settings, "serve"))
 
 

@@ -85,10 +85,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     settings = overrides(rest, arguments.known_options, stdin_allowed=True)
     if STDIN in rest:
         settings += read_settings()
-    if any(text.startswith("trace=") for text in settings):
-        raise ConfigError(
-            "`pipespec up` writes no trace; leave trace=FILE to `pipespec generate` without --on."
-        )
+    refuse_trace(settings, "up")
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     settings = auto.with_models(settings, "up")
@@ -103,6 +100,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return stay(
         name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
     )
+
+
+def refuse_trace(settings: Sequence[str], command: str) -> None:
+    """Raise ConfigError for a trace, which would grow for as long as the cluster runs."""
+    if any(text.startswith("trace=") for text in settings):
+        raise ConfigError(
+            f"`pipespec {command}` writes no trace; leave trace=FILE to `pipespec generate` "
+            "without --on."
+        )
 
 
 def read_settings() -> list[str]:

@@ -308,7 +308,7 @@ def _host_of(said: Any) -> Host:
     address = said["address"]
     try:
         ip = resolve(str(address))
-    except (OSError, UnicodeError):
+    except OSError:
         raise Wrong(
             f"its address is {shown(address)}, which the launcher cannot resolve; name another one "
             "with --address."

@@ -85,7 +85,8 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     from pipespec.cluster.worker import run_worker
     from pipespec.config.compose import compose
 
-    settings = [text for text in invitation.overrides if not text.startswith("cluster=")]
+    named = ("cluster=", "cluster.hosts=")  # the launcher's own path of the file
+    settings = [text for text in invitation.overrides if not text.startswith(named)]
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
     run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})

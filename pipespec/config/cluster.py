@@ -103,6 +103,12 @@ class ClusterConfig:
                     f"cluster.{name} is {size}, but a hosts file says itself what computes "
                     "together, as in `devices: [[cuda:0, cuda:1], cuda:2]`; leave one of them out."
                 )
+        for name, default in (("devices", ["auto"]), ("spares", 0)):
+            if self.hosts is not None and getattr(self, name) != default:
+                raise ConfigError(
+                    f"cluster.{name} is {getattr(self, name)}, but a hosts file has {name} of its "
+                    "own; write it there and leave this out."
+                )
         if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
             raise ConfigError(
                 f"cluster.split is {self.split}, but must be a positive number of layers for each "

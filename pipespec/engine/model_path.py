@@ -111,9 +111,9 @@ def _here(hub_id: str, file: str | None) -> Path | None:
     if commit is None:
         return None
     folder = repository.folder_of(hub_id, commit)
-    if file is None:
-        return folder
-    return folder / file if (folder / file).is_file() else None
+    if not repository.is_begun(folder, repository.read_repository(folder), file):
+        return None
+    return folder if file is None else folder / file
 
 
 def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:

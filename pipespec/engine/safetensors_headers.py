@@ -102,8 +102,8 @@ def _text_part(held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, 
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index of a folder; None: it has no index, as all tensors are
-    in one file. Raises ModelError."""
+    """The file of each tensor by the index of a folder; None: all tensors are in one file, which
+    goes before an index, as in Transformers. Raises ModelError."""
     shard_of = stored_index(path)
     if shard_of is None:
         return None
@@ -113,7 +113,9 @@ def read_index(path: Path) -> dict[str, str] | None:
 def stored_index(path: Path) -> dict[str, str] | None:
     """The same by the names in the files, and of all tensors. Raises ModelError."""
     index = path / INDEX
-    return weight_map(index, read_json(index)) if os.path.isfile(index) else None
+    if os.path.isfile(path / WEIGHTS) or not os.path.isfile(index):
+        return None
+    return weight_map(index, read_json(index))
 
 
 def weight_map(index: Path, content: Any) -> dict[str, str]:

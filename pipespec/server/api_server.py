@@ -26,6 +26,7 @@ from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.preparation_workers import PreparationWorkers
 from pipespec.system.exit_codes import OutputClosedError
+from pipespec.system.network_interfaces import address_infos
 
 # How long clients may take to read the error that ends their requests at shutdown.
 SHUTDOWN_NOTICE_S = 2.0
@@ -57,7 +58,7 @@ class FixedCluster:
 def bind_listener(host: str, port: int) -> socket.socket:
     """A socket for requests, which does not listen yet. Raises ConfigError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = address_infos(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with ExitStack() as unless_bound:

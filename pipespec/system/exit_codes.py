@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from pipespec.errors import PipespecError, interrupt_cause, print_error
+from pipespec.errors import ConfigError, PipespecError, interrupt_cause, print_error
 from pipespec.system.folders import state_folder
 from pipespec.system.result_cache import cache_compiled_code
 
@@ -92,7 +92,7 @@ def _write_traceback(text: str) -> str | None:
             descriptor, name = tempfile.mkstemp(".txt", "internal-error-", place())
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
-        except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        except (OSError, ConfigError):  # ConfigError: there is no home folder
             continue
         return name
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -42,7 +43,15 @@ def interfaces() -> list[Interface]:
 
 def resolve(address: str) -> str:
     """The IP address of a host name. Raises OSError."""
-    return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    return str(address_infos(address, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def address_infos(host: str, port: int | None, **how: Any) -> list[Any]:
+    """`socket.getaddrinfo`, which raises OSError also for what no name can be, such as "a..b"."""
+    try:
+        return socket.getaddrinfo(host, port, **how)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def interface_with(address: str, among: Iterable[Interface]) -> Interface | None:
@@ -57,8 +66,8 @@ def source_address(address: str, family: socket.AddressFamily = socket.AF_UNSPEC
 
     `family` limits the addresses of the host to one family. Raises OSError if there is no route.
     """
-    family, kind, protocol, _, sockaddr = socket.getaddrinfo(
-        address, ANY_PORT, family, socket.SOCK_DGRAM
+    family, kind, protocol, _, sockaddr = address_infos(
+        address, ANY_PORT, family=family, type=socket.SOCK_DGRAM
     )[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(sockaddr)

@@ -249,6 +249,29 @@ def test_whole_files_in_the_hubs_cache_are_used_as_they_are(
     assert hub.requests - asked == {"GET api": 1}
 
 
+def test_files_that_left_the_hubs_cache_are_fetched(model: Path, tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
+    cached.mkdir(parents=True)
+    first = min(model.glob("*.safetensors"))
+    shutil.copy(first, cached)
+    fetch_parts(inspect("org/model").path, parts_of(range(0), NUM_LAYERS, tied=False))
+    shutil.rmtree(tmp_path / "hub")
+    path = inspect("org/model").path
+    fetch_parts(path, ALL)
+    assert same_files(path, model)
+
+
+def test_a_gguf_file_does_not_stand_for_the_checkpoint_beside_it(
+    model: Path, tmp_path: Path
+) -> None:
+    source = build("llama", tmp_path / "source", vocab_size=2000, **WIDE)
+    write(source, model / "m.gguf", "llama", lambda _: GGMLQuantizationType.Q8_0)
+    assert inspect("org/model/m.gguf").path.name == "m.gguf"
+    path = inspect("org/model").path
+    fetch_parts(path, ALL)
+    assert same_files(path, model)
+
+
 @pytest.mark.usefixtures("model")
 def test_offline_what_was_fetched_is_used_and_the_rest_is_named(
     monkeypatch: pytest.MonkeyPatch,

@@ -552,6 +552,8 @@ def test_down_ends_a_cluster_that_is_still_loading(place: Sandbox) -> None:
     ("argv", "part"),
     [
         (["up", "trace=t.json"], "`pipespec up` writes no trace"),
+        (["launch", "hosts.yaml", "trace=t.json"], "`pipespec launch` writes no trace"),
+        (["serve", "trace=t.json"], "`pipespec serve` writes no trace"),
         (["up", "--name", "a/b"], "The name of a cluster is 'a/b'"),
         (["up", "policy.widht=3"], "did you mean policy.width?"),
         (["up", "--detatch"], "did you mean --detach?"),

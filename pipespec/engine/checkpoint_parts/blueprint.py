@@ -24,6 +24,7 @@ from pipespec.engine.checkpoint_parts.repository import (
     ranges_of,
     read_repository,
     remember,
+    unlink_if_dangling,
     write_repository,
 )
 from pipespec.engine.formats.gguf import is_gguf
@@ -119,7 +120,8 @@ class Blueprint:
                 with reported(folder):
                     write_atomically(folder / name, data)
         for name, header in self.headers.items():
-            if not (folder / _plain(name)).is_symlink():
+            unlink_if_dangling(folder / _plain(name))
+            if not (folder / name).is_symlink():
                 PartsFile.create(folder / name, self.repository.weights[name].size, header)
         known = read_repository(folder)
         weights = {**({} if known is None else known.weights), **self.repository.weights}

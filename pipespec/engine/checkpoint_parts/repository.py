@@ -168,7 +168,7 @@ def open_repository(client: HubClient, revision: Revision, file: str | None = No
     """
     folder = folder_of(revision.repo, revision.commit)
     known = read_repository(folder)
-    if known is None or (file is not None and file not in known.weights):
+    if not is_begun(folder, known, file):
         with reported(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _fetch_small_files(client, revision, folder)
@@ -180,6 +180,18 @@ def open_repository(client: HubClient, revision: Revision, file: str | None = No
         write_repository(folder, Repository(revision.repo, revision.commit, weights))
     remember(revision.repo, revision.commit)
     return folder
+
+
+def is_begun(folder: Path, known: Repository | None, file: str | None) -> bool:
+    """Whether a folder has the weight files of a checkpoint, or a GGUF file, if without tensors.
+    Links to what was removed since do not count."""
+    if known is None:
+        return False
+    names = [name for name in known.weights if not gguf.is_gguf(Path(name))]
+    wanted = names if file is None else [file]
+    return bool(wanted) and all(
+        name in known.weights and (folder / name).exists() for name in wanted
+    )
 
 
 def remember(repo: str, commit: str) -> None:
@@ -238,6 +250,7 @@ def _weight_files(revision: Revision, folder: Path) -> list[str]:
 def _begin(client: HubClient, revision: Revision, folder: Path, name: str) -> None:
     """Make a weight file without its tensors."""
     path = folder / name
+    unlink_if_dangling(path)
     cached = cached_file(revision.repo, revision.commit, name)
     if cached is not None and not path.exists():
         with reported(path):
@@ -249,6 +262,13 @@ def _begin(client: HubClient, revision: Revision, folder: Path, name: str) -> No
             client.read(revision.commit, name, (start, stop), size)
         )
         PartsFile.create(path, size, header(path, size, read))
+
+
+def unlink_if_dangling(path: Path) -> None:
+    """Remove a link to a file of another cache that is no longer there. Raises ModelError."""
+    if path.is_symlink() and not path.exists():
+        with reported(path):
+            path.unlink(missing_ok=True)
 
 
 def cached_file(repo: str, commit: str, name: str) -> str | None:

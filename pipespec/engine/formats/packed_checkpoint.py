@@ -40,6 +40,8 @@ _LEFT_OVER = (
     ".scales",
     ".weight_shape",
 )
+# Gemma 4 multiplies what an expert yields by a weight of that name.
+_NO_LEFT_OVER = ".per_expert_scale"
 # AWQ may have scaled the inputs of a matrix, which is not supported.
 _SCALED_INPUTS = ".act.scales"
 
@@ -68,7 +70,11 @@ def as_plain(
 
     `packing` None: the numbers are quantised but not packed. Raises ModelError.
     """
-    plain = {name: each for name, each in tensors.items() if not name.endswith(_LEFT_OVER)}
+    plain = {
+        name: each
+        for name, each in tensors.items()
+        if not name.endswith(_LEFT_OVER) or name.endswith(_NO_LEFT_OVER)
+    }
     if any(name.endswith(_SCALED_INPUTS) for name in tensors):
         raise ModelError(
             f"{path} holds scales of activations ({_SCALED_INPUTS[1:]}), which is not supported; "

@@ -45,6 +45,14 @@ def refused(path: Path, why: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+    path = copytree(shared("llama"), tmp_path / "model")
+    whole = inspect(path)
+    left_over = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(left_over))
+    assert inspect(path) == whole
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 

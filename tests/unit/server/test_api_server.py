@@ -26,6 +26,12 @@ class ConnectingCluster:
             raise ConfigError("No cluster is up.")
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example", "not-a-host.invalid"])
+def test_a_host_that_no_name_can_be_is_one_sentence(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"Nothing can listen at .*; choose another --host"):
+        bind_listener(host, 0)
+
+
 def test_connections_are_accepted_before_the_cluster_is_found() -> None:
     listener = bind_listener("127.0.0.1", 0)
 

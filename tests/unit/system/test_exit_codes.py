@@ -97,6 +97,12 @@ def test_a_traceback_goes_where_it_can_be_written(
     assert exit_code_of(raising(KeyError("a"))) == 70
     (file,) = (tmp_path / "temporary").iterdir()
     assert f"the traceback is in {file}\n" in capsys.readouterr().err
+    (tmp_path / "temporary" / file.name).unlink()
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "")
+    assert exit_code_of(raising(KeyError("a"))) == 70
+    assert len([*(tmp_path / "temporary").iterdir()]) == 1
+    capsys.readouterr()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file" / "below"))
     assert exit_code_of(raising(KeyError("a"))) == 70
     err = capsys.readouterr().err
