@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Curve:
     """Accuracy by tokens learnt from, kept in a file."""
 
     def __init__(self, path: Path):
-        self._path = path
+        self.path = path
         self.rows: dict[int, list[float]] = {}
         if path.exists():
             held = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
@@ -69,7 +70,7 @@ class Curve:
         self.rows[tokens] = shares
         values = [{"tokens": n, "top": self.rows[n]} for n in sorted(self.rows)]
         text = json.dumps({"top_ks": TOP_KS, "accuracy": values}, indent=2) + "\n"
-        written(self._path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        written(self.path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def table(self) -> str:
         """As Markdown."""
@@ -130,7 +131,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder or hub id of the target")
     parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
-    parser.add_argument("--folder", type=Path, default=Path(".training"), help="for checkpoints")
+    parser.add_argument("--folder", type=Path, help="for checkpoints (.training/NAME of --out)")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--halve", action="store_true", help="half the target's widths")
     parser.add_argument("--tokens", type=int, default=20_000_000, help="to learn from (20 M)")
@@ -148,6 +149,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
+    args.folder = args.folder or Path(".training") / args.out.name
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = model_folder(args.target)
     layers = kept_layers(AutoConfig.from_pretrained(folder).num_hidden_layers, args.layers)
@@ -157,17 +159,19 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     draft = student_of(target, layers, halve=args.halve).to(args.device)
 
-    streams = read_text(args.text, tokenizer)
+    streams = read_text(args.text, tokenizer, 1 + max(BEGINNING, args.length))
     mix = Mix.of(streams, [1.0] * len(streams))
     own = OwnText(args.own_rows, BEGINNING, args.length, ROWS_AT_ONCE, args.seed)
-    learnt = own.pieces(target, mix, args.folder)
+    learnt = own.pieces(target, mix, args.folder, str(folder))
     (args.folder / "measured").mkdir(exist_ok=True)
     unseen = replace(own, rows=MEASURED_ROWS, seed=args.seed + 1)
-    texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured"))
+    texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured", str(folder)))
     mix = mix.plus(np.concatenate([piece.flatten() for piece in learnt]), args.own_share)
 
     budget = Budget(args.tokens, args.batch_tokens, ((0.0, args.length),), args.seed)
-    curve = Curve(args.folder / "accuracy.json")
+    made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
+    key = zlib.crc32(repr((made_of, budget, mix.digest())).encode())
+    curve = Curve(args.folder / f"accuracy_{key:08x}.json")
 
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)
@@ -186,11 +190,14 @@ def main(argv: list[str] | None = None) -> None:
         checkpoint_every=args.checkpoint_every,
         log_every=args.log_every,
         on_checkpoint=measure,
+        made_of=made_of,
     )
+    if budget.steps * budget.batch_tokens not in curve.rows:
+        measure(budget.steps)  # a run that was killed then had made its last checkpoint
     stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
     draft.to(stored).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    (args.out / "accuracy.json").write_bytes((args.folder / "accuracy.json").read_bytes())
+    (args.out / "accuracy.json").write_bytes(curve.path.read_bytes())
     text = card(draft, cost, curve, args)
     (args.out / "README.md").write_text(text, encoding="utf-8")
     console.print(curve.table(), soft_wrap=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tools.training import Mix, progress_steps, written
 
-# What `--halve` makes half as large, and what is at least one.
-WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+# What `--halve` makes half as large, beside the heads.
+WIDTHS = ("hidden_size", "intermediate_size")
 
 
 def kept_layers(count: int, wanted: int) -> list[int]:
@@ -33,9 +35,20 @@ def config_of(target: PreTrainedConfig, layers: list[int], *, halve: bool) -> Pr
         values["layer_types"] = [values["layer_types"][layer] for layer in layers]
     if halve:
         head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-        values |= {name: max(1, values[name] // 2) for name in WIDTHS if values.get(name)}
-        values["head_dim"] = head
+        values |= {name: values[name] // 2 for name in WIDTHS}
+        values |= _half_the_heads(values) | {"head_dim": head}
     return type(target)(**values)
+
+
+def _half_the_heads(values: Mapping[str, Any]) -> dict[str, int]:
+    """With as many query heads for each head of K and V, unless there is one such head."""
+    heads = values["num_attention_heads"]
+    kv_heads = values.get("num_key_value_heads") or heads
+    if kv_heads == 1:
+        return {"num_attention_heads": max(1, heads // 2)}
+    kept = kv_heads // 2
+    found = {"num_attention_heads": kept * (heads // kv_heads), "num_key_value_heads": kept}
+    return {name: count for name, count in found.items() if name in values}
 
 
 def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> PreTrainedModel:
@@ -98,13 +111,16 @@ def to_learn_from(
 
 
 @torch.inference_mode()
-def continue_greedily(model: PreTrainedModel, ids: Tensor, num_new: int) -> Tensor:
-    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + num_new]`."""
+def continue_greedily(
+    model: PreTrainedModel, ids: Tensor, num_new: int, vocabulary: int | None = None
+) -> Tensor:
+    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + num_new]`, of
+    the first so many tokens of the vocabulary."""
     out = model(input_ids=ids, use_cache=True)
-    tokens = [ids, out.logits[:, -1:].argmax(-1)]
+    tokens = [ids, out.logits[:, -1:, :vocabulary].argmax(-1)]
     while len(tokens) <= num_new:
         out = model(input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1:].argmax(-1))
+        tokens.append(out.logits[:, -1:, :vocabulary].argmax(-1))
     return torch.cat(tokens, 1)
 
 
@@ -119,11 +135,15 @@ class OwnText:
     at_once: int
     seed: int
 
-    def pieces(self, target: PreTrainedModel, mix: Mix, folder: Path) -> list[np.ndarray]:
-        """Arrays int32 `[rows, beginning + continuation]`, which are kept in `folder`."""
+    def pieces(
+        self, target: PreTrainedModel, mix: Mix, folder: Path, name: str = ""
+    ) -> list[np.ndarray]:
+        """Arrays int32 `[rows, beginning + continuation]`, which are kept in `folder` for this
+        corpus and the target of that name."""
         found = []
+        key = zlib.crc32(repr((self, name, mix.digest())).encode())
         for piece in progress_steps("target text", 0, -(-self.rows // self.at_once)):
-            path = folder / f"target_text_{piece}.npy"
+            path = folder / f"target_text_{key:08x}_{piece}.npy"
             if not path.exists():
                 rng = np.random.default_rng([self.seed, 0, piece])
                 rows = min(self.at_once, self.rows - self.at_once * piece)

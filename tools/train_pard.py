@@ -22,8 +22,11 @@ import argparse
 import json
 import string
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +34,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tools.distilling import continue_greedily, save_array
-from tools.training import model_folder, written
+from tools.training import model_folder, require_same, written
 
 HEAD_TOKENS = 64  # of a text that the target continues
 WARMUP_STEPS = 20
@@ -106,16 +109,27 @@ def loss_of(logits: Tensor, wanted: Tensor, top1_weight: float) -> Tensor:
 # --- text --------------------------------------------------------------------------------------
 
 
-def read_text(folder: Path, tokenizer) -> list[np.ndarray]:
-    """Token ids of each text file, except licences and those held out (`book_*`)."""
+def read_text(folder: Path, tokenizer, window: int) -> list[np.ndarray]:
+    """Token ids of each text file that is longer than a window of so many tokens, except licences
+    and those held out (`book_*`)."""
     files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
     files = [p for p in files if not p.name.startswith("book_")]
     if not files:
         raise SystemExit(f"{folder} has no text files (*.txt) to learn from; add at least one.")
-    return [
-        np.array(tokenizer(p.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
-        for p in files
-    ]
+    found = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(ids) > window:
+            found.append(ids)
+        else:
+            said = f"{path} is left out: {len(ids)} tokens are no more than the {window} of a text"
+            console.print(said, soft_wrap=True)
+    if not found:
+        raise SystemExit(
+            f"No text file of {folder} has more than {window} tokens; add longer ones."
+        )
+    return found
 
 
 def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, length: int) -> Tensor:
@@ -128,15 +142,33 @@ def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, leng
     return torch.from_numpy(np.stack(found).astype(np.int64))
 
 
-def target_text(target: PreTrainedModel, streams: list[np.ndarray], args) -> Tensor:
+def text_of(streams: list[np.ndarray], args) -> dict[str, Any]:
+    """What the target's text depends on."""
+    corpus = 0
+    for stream in streams:
+        corpus = zlib.crc32(np.ascontiguousarray(stream), corpus)
+    names = ("seed", "length", "target_rows")
+    return {"text": corpus, "target": str(model_folder(args.target))} | {
+        name: getattr(args, name) for name in names
+    }
+
+
+def _key(values: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
+
+
+def target_text(
+    target: PreTrainedModel, streams: list[np.ndarray], vocabulary: int, args
+) -> Tensor:
     """The target's continuations of beginnings of the text, `[rows, tokens]`, cached in a file."""
-    path = args.work / "target_text.npy"
+    path = args.work / f"target_text_{_key(text_of(streams, args))}.npy"
     if not path.exists():
         rng = np.random.default_rng([args.seed, 0])
         pieces = []
-        for _ in track(range(args.target_rows // 64), "target text", console=console):
-            heads = windows(streams, rng, 64, HEAD_TOKENS).to(args.device)
-            pieces.append(continue_greedily(target, heads, args.length).cpu())
+        for first in track(range(0, args.target_rows, 64), "target text", console=console):
+            heads = windows(streams, rng, min(64, args.target_rows - first), HEAD_TOKENS)
+            heads = heads.to(args.device)
+            pieces.append(continue_greedily(target, heads, args.length, vocabulary).cpu())
         written(path, lambda partial: save_array(partial, torch.cat(pieces).numpy()))
     return torch.from_numpy(np.load(path).astype(np.int64))
 
@@ -150,20 +182,31 @@ def learning_rate_scale(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS, decay)
 
 
+def shared_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> int:
+    """Tokens that both have: either may be padded, and the draft has the mask token besides."""
+    return min(draft.config.pard_token, target.config.vocab_size)
+
+
 def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndarray], args) -> int:
     """Train to `--steps`, from the last checkpoint on; returns the steps made."""
-    own = target_text(target, streams, args)
+    vocabulary = shared_vocabulary(draft, target)
+    own = target_text(target, streams, vocabulary, args)
     path = args.work / "draft.pt"
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    names = ("tokens", "retain", "least", "steps", "batch", "lr")
+    began_with = text_of(streams, args) | {name: getattr(args, name) for name in names}
+    began_with["draft"] = str(model_folder(args.draft))
     first = 0
     if path.exists():
         state = torch.load(path, map_location=args.device)
+        require_same(path, state, began_with, "--work")
         draft.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
 
     def save(step: int) -> None:
         state = {
+            "began_with": began_with,
             "model": draft.state_dict(),
             "optimizer": optimizer.state_dict(),
             "step": step,
@@ -171,7 +214,6 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
         written(path, lambda partial: torch.save(state, partial))
 
     draft.train()
-    vocabulary = target.config.vocab_size
     recent: list[float] = []
     started = time.monotonic()
     for step in range(first, args.steps):
@@ -185,7 +227,8 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
         for group in optimizer.param_groups:
             group["lr"] = args.lr * learning_rate_scale(step, args.steps)
         with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
-            wanted = target(input_ids=ids, use_cache=False).logits[:, places.positions]
+            logits = target(input_ids=ids, use_cache=False).logits[..., :vocabulary]
+            wanted = logits[:, places.positions]
         with torch.autocast(args.device, torch.bfloat16):
             logits = mask_logits(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
         late = max(0.0, 2 * step / args.steps - 1)
@@ -217,8 +260,10 @@ def agreement(draft: PreTrainedModel, target: PreTrainedModel, texts: Tensor, ar
     places = Places.drawn(length, args.tokens, 1.0, 1.0, np.random.default_rng(0))
     hits = np.zeros((args.tokens, len(TOP_KS)))
     counts = np.zeros(args.tokens)
+    vocabulary = shared_vocabulary(draft, target)
     for ids in texts.to(args.device).split(2):
-        wanted = target(input_ids=ids, use_cache=False).logits.argmax(-1)[:, places.positions]
+        logits = target(input_ids=ids, use_cache=False).logits[..., :vocabulary]
+        wanted = logits.argmax(-1)[:, places.positions]
         logits = mask_logits(draft, ids, places, draft.config.pard_token)
         rank = (logits > logits.gather(-1, wanted[..., None])).sum(-1)
         for depth in range(args.tokens):
@@ -259,8 +304,7 @@ def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> 
 
 def export(draft: PreTrainedModel, tokenizer, args) -> PreTrainedModel:
     """Write the model in its own type and return it as a user will load it, computing in fp32."""
-    config = json.loads((model_folder(args.draft) / "config.json").read_text())
-    dtype = getattr(torch, config["dtype"])
+    dtype = AutoConfig.from_pretrained(model_folder(args.draft)).dtype or torch.float32
     draft.to(dtype).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     return AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
@@ -303,13 +347,14 @@ def main() -> None:
     draft.resize_token_embeddings(mask_token + 1)
     draft.config.pard_token, draft.config.pard_tokens = mask_token, args.tokens
     draft.to(args.device)
-    streams = read_text(args.text, tokenizer)
+    streams = read_text(args.text, tokenizer, max(HEAD_TOKENS, args.length))
     steps = train(draft, target, streams, args)
     draft = export(draft, tokenizer, args).to(args.device)
     # Texts that were not learnt from: other beginnings, continued by the target.
     rng = np.random.default_rng([args.seed, 2])
     heads = windows(streams, rng, args.evaluated, HEAD_TOKENS).to(args.device)
-    texts = continue_greedily(target, heads, args.length)[:, HEAD_TOKENS:]
+    vocabulary = shared_vocabulary(draft, target)
+    texts = continue_greedily(target, heads, args.length, vocabulary)[:, HEAD_TOKENS:]
     write_card(draft, agreement(draft, target, texts, args), steps, args)
 
 

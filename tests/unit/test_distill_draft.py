@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from pipespec.system.folders import resource_dir
 from tools.distill_draft import main
-from tools.distilling import kept_layers, student_of
+from tools.distilling import config_of, kept_layers, student_of
 
 TOKENIZER = resource_dir("demo") / "target"
 
@@ -100,6 +101,52 @@ def test_another_budget_in_the_same_folder_is_refused(target, corpus, tmp_path):
     run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
     with pytest.raises(SystemExit, match="begun with other tokens"):
         run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=1024)
+
+
+def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus, tmp_path):
+    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    curve = (tmp_path / "draft" / "accuracy.json").read_text()
+    other = shutil.copytree(target, tmp_path / "other")
+    with pytest.raises(SystemExit, match="begun with other target"):
+        run(other, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    with pytest.raises(SystemExit, match="begun with other layers, halve"):
+        run(target, corpus, tmp_path / "draft", "--layers", "3", "--halve", tokens=512)
+    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    assert (tmp_path / "draft" / "accuracy.json").read_text() == curve
+
+
+def test_a_last_measurement_that_was_lost_is_made_again(target, corpus, tmp_path):
+    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    (stored,) = (tmp_path / "work").glob("accuracy_*.json")
+    curve = json.loads(stored.read_text())
+    assert [row["tokens"] for row in curve["accuracy"]] == [0, 512]
+    stored.write_text(json.dumps(curve | {"accuracy": curve["accuracy"][:1]}))
+    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    assert json.loads((tmp_path / "draft" / "accuracy.json").read_text()) == curve
+
+
+def test_short_texts_are_left_out(target, corpus, tmp_path, capsys):
+    texts = tmp_path / "texts"
+    shutil.copytree(corpus, texts)
+    (texts / "short.txt").write_text("the cat sat")
+    run(target, texts, tmp_path / "draft", "--layers", "2", tokens=256)
+    assert "short.txt is left out: " in capsys.readouterr().out
+    (texts / "words.txt").unlink()
+    with pytest.raises(SystemExit, match=r"No text file .* has more than 65 tokens"):
+        run(target, texts, tmp_path / "other", "--layers", "2", tokens=256)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "halved"),
+    [(15, 5, (6, 2)), (8, 1, (4, 1)), (6, 6, (3, 3)), (9, 3, (3, 1))],
+)
+def test_half_the_heads_are_whole_groups(heads, kv_heads, halved):
+    config = LlamaConfig(
+        hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8
+    )
+    draft = config_of(config, [0], halve=True)
+    assert (draft.num_attention_heads, draft.num_key_value_heads) == halved
+    assert draft.head_dim == 8
 
 
 def test_target_that_is_neither_folder_nor_in_the_hubs_cache_is_named(corpus, tmp_path):
