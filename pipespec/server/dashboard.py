@@ -13,11 +13,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
 from pipespec.client.async_client import AsyncClient
+from pipespec.config.compose import compose_sections
 from pipespec.controller.cluster_status import ClusterStatus, Unfinished
+from pipespec.controller.task_graph import Layout
 from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
@@ -133,7 +136,8 @@ class Dashboard:
                 for each in unfinished:
                     watchable = self._open.may_watch(each.request, api_key_digest)
                     requests.append(_listed(each, origins.get(each.request), watchable))
-        served = self._client.served
+        running = self._client.running
+        served = running.served
         return {
             "at": time.monotonic(),
             "model": self._metrics.model,
@@ -142,12 +146,25 @@ class Dashboard:
             "figures": self._metrics.samples_by_name(status),
             "last_fault": status and status.last_fault,
             "requests": requests,
+            "group_of": group_of_ranks(running.num_ranks, running.overrides),
         }
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
             self._texts[token] = token_text(self._client.served.tokenizer, token)
         return self._texts[token]
+
+
+@lru_cache(maxsize=1)  # a snapshot comes every second
+def group_of_ranks(num_ranks: int, overrides: tuple[str, ...]) -> tuple[int, ...]:
+    """The pipeline step of each rank (`Layout.group_of`) of a cluster with these overrides; empty:
+    every stage is a step."""
+    groups = [text for text in overrides if text.partition("=")[0] == "cluster.groups"]
+    if not groups:
+        return ()
+    stages = num_ranks - 1  # which do not change in a cluster with groups
+    (cluster,) = compose_sections(("cluster",), [f"cluster.stages={stages}", *groups])
+    return Layout(stages, cluster.group_sizes).group_of if cluster.group_sizes else ()
 
 
 def steps_event(

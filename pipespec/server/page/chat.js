@@ -7,6 +7,7 @@ import { KeyForm } from "./key.js";
 import { MessageView, sends } from "./messages.js";
 import { Settings } from "./settings.js";
 import { Stream } from "./stream.js";
+import { recall, remember } from "./tab.js";
 import { TreeView } from "./tree.js";
 import { Drawing, collect } from "./writing.js";
 
@@ -24,7 +25,7 @@ const conversations = new Conversations({
   changed: changedElsewhere,
   problem: (sentence) => notice(sentence),
 });
-let current = conversations.get(sessionStorage.getItem(CURRENT)) ?? newConversation();
+let current = conversations.get(recall(CURRENT)) ?? newConversation();
 let views = [];
 
 const tree = new TreeView({
@@ -75,6 +76,7 @@ function onEvent(name, data) {
   if (name === "snapshot") {
     const labels = [data.time_scale !== null && "EMULATED", data.synthetic && "SYNTHETIC"];
     write(byId("labels"), labels.filter(Boolean).join(", "));
+    tree.groupOf = data.group_of;
     if (number === null || !settings.showsTree) stream.close();
   } else if (data.tree && data.tree.request === number) {
     tree.show(data.tree);
@@ -99,13 +101,25 @@ function watch() {
 const isUnanswered = () =>
   current.messages.at(-1)?.role === "user" || Boolean(current.messages.at(-1)?.problem);
 
+/** What is sent of messages. Answers without text are left out, and what the user wrote before and
+ * after one becomes one message, as templates may want roles that alternate. */
+function turns(messages) {
+  const found = [];
+  for (const { role, content } of messages) {
+    if (role === "assistant" && !content) continue;
+    if (role === "user" && found.at(-1)?.role === role) found.at(-1).content += `\n\n${content}`;
+    else found.push({ role, content });
+  }
+  return found;
+}
+
 /** Answer the last message of the user, instead of the answer that there may be. */
 async function answer() {
   const conversation = current;
   if (running.has(conversation.id)) return;
   if (settings.invalid) return showInvalid();
   if (conversation.messages.at(-1).role === "assistant") conversation.messages.pop();
-  const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
+  const asked = turns(conversation.messages);
   if (settings.system) asked.unshift({ role: "system", content: settings.system });
   const message = { role: "assistant", content: "", reasoning: "" };
   conversation.messages.push(message);
@@ -178,10 +192,14 @@ function showAll() {
   const actions = {
     regenerate: answer,
     edit: (text) => {
-      if (settings.invalid) return showInvalid();
+      if (settings.invalid) {
+        showInvalid();
+        return false;
+      }
       while (current.messages.at(-1).role === "assistant") current.messages.pop();
       current.messages.at(-1).content = text;
       answer();
+      return true;
     },
   };
   views = current.messages.map((message) => new MessageView(message, actions));
@@ -192,7 +210,7 @@ function showAll() {
     const open = running.get(current.id)?.message === view.message;
     view.show({ open, isLast: place === lastOf(view.message.role) });
   });
-  sessionStorage.setItem(CURRENT, current.id);
+  remember(CURRENT, current.id);
   showState();
   scrollToEnd();
 }
@@ -236,8 +254,11 @@ function choose(conversation) {
 }
 
 function changedElsewhere(id) {
+  const found = conversations.get(id);
+  if (!found) running.get(id)?.controller.abort();
   if (id !== current.id) return showState();
-  current = conversations.get(id) ?? newConversation();
+  if (!found) return choose(newConversation());
+  current = found;
   showAll();
 }
 

@@ -20,14 +20,15 @@ export function titleOf({ title, messages }) {
 export class Conversations {
   #all = new Map();
 
-  /** `changed(id)` is called when another tab has changed a conversation, unless `isOpen(id)`: that
-   * one stays as it is here. `problem(sentence)` is called when one cannot be kept. */
+  /** `changed(id)` is called when another tab has changed or removed a conversation. One that
+   * `isOpen(id)` stays as it is here unless it was removed. `problem(sentence)` is called when one
+   * cannot be kept. */
   constructor({ isOpen, changed, problem }) {
     this.problem = problem;
     for (const key of this.#keys()) this.#load(key);
     addEventListener("storage", ({ key }) => {
       const id = key?.startsWith(PREFIX) ? key.slice(PREFIX.length) : null;
-      if (id === null || isOpen(id)) return;
+      if (id === null || (isOpen(id) && localStorage.getItem(key) !== null)) return;
       this.#all.delete(id);
       this.#load(key);
       changed(id);

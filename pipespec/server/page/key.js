@@ -1,12 +1,13 @@
 // The API key of this tab, and the form that asks for it.
 
 import { byId, make } from "./dom.js";
+import { recall, remember } from "./tab.js";
 
 const KEY = "pipespec-key";
 
 /** The headers that prove the key, if there is one. */
 export function keyHeaders() {
-  const key = sessionStorage.getItem(KEY);
+  const key = recall(KEY);
   if (!key) return {};
   // A wrong key may have letters that fetch refuses in a header: it takes one byte for each.
   const bytes = String.fromCharCode(...new TextEncoder().encode(key));
@@ -27,7 +28,7 @@ export class KeyForm {
     );
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
-      sessionStorage.setItem(KEY, this.field.value);
+      remember(KEY, this.field.value);
       this.field.value = "";
       entered();
     });

@@ -13,6 +13,7 @@ const IDLE_MS = 1500; // without steps for so long, none is under way
 const [LOWEST_TREE, HIGHEST_TREE] = [260, 560]; // pixels
 const LOGGED = 100; // lines of the log
 const MEASURED = 1000; // frames
+const STEPS = 1001; // that wait for a frame: one more than there may be stages
 
 const panels = new Panels();
 const history = new History();
@@ -27,8 +28,8 @@ const requests = new Requests(watch);
 const keyForm = new KeyForm("Show the cluster", () => stream.open());
 const stream = new Stream(hear, connection, () => keyForm.ask());
 
-let news = { snapshot: null, steps: [], tree: null };
-let [due, frames, lastSteps] = [false, 0, 0];
+let news = { snapshot: null, steps: [], tree: null }; // a tree that is held back stays in it
+let [due, held, frames, lastSteps] = [false, false, 0, 0];
 let known = { epoch: null, up: null, fault: null };
 
 function hear(name, data) {
@@ -38,14 +39,21 @@ function hear(name, data) {
     log(data);
   } else {
     news.steps.push(...data.steps);
+    news.steps.splice(0, news.steps.length - STEPS);
     if (data.tree && data.tree.request === requests.watched) {
-      // What a frame that was left out has accepted is not lost.
-      const earlier = news.tree ?? { accepted: [], accepted_texts: [] };
-      data.tree.accepted.unshift(...earlier.accepted);
-      data.tree.accepted_texts.unshift(...earlier.accepted_texts);
+      // What was accepted since the last drawing is not lost.
+      for (const name of news.tree ? ["accepted", "accepted_texts"] : []) {
+        news.tree[name].push(...data.tree[name]);
+        data.tree[name] = news.tree[name];
+      }
       news.tree = data.tree;
     }
   }
+  renderSoon();
+}
+
+/** Render with the next frame; none comes while the page is hidden. */
+function renderSoon() {
   if (!due) requestAnimationFrame(render);
   due = true;
 }
@@ -54,11 +62,12 @@ function render() {
   due = false;
   performance.mark("render");
   const { snapshot, steps, tree: newest } = news;
-  news = { snapshot: null, steps: [], tree: null };
+  news = { snapshot: null, steps: [], tree: held ? newest : null };
   if (snapshot) {
     const labels = [snapshot.time_scale !== null && "EMULATED", snapshot.synthetic && "SYNTHETIC"];
     write(byId("model"), snapshot.model);
     write(byId("labels"), labels.filter(Boolean).join(", "));
+    panels.groupOf = tree.groupOf = snapshot.group_of;
     panels.figures(new Figures(snapshot));
     requests.show(snapshot.requests);
     charts.update();
@@ -70,7 +79,7 @@ function render() {
   }
   if (steps.length) lastSteps = performance.now();
   if (steps.length || performance.now() - lastSteps > IDLE_MS) panels.rows(steps);
-  if (newest) tree.show(newest);
+  if (newest && !held) tree.show(newest);
   performance.measure("frame", "render");
   performance.clearMarks("render");
   if ((frames += 1) % MEASURED === 0) performance.clearMeasures("frame");
@@ -78,6 +87,7 @@ function render() {
 
 function watch(request) {
   requests.watched = request;
+  news.tree = null;
   byId("unwatch").hidden = request === null;
   tree.clear(
     request === null
@@ -122,8 +132,9 @@ function log(snapshot) {
 }
 
 byId("pause").addEventListener("click", ({ currentTarget }) => {
-  tree.held = !tree.held;
-  currentTarget.setAttribute("aria-pressed", String(tree.held));
+  held = !held;
+  currentTarget.setAttribute("aria-pressed", String(held));
+  renderSoon();
 });
 byId("unwatch").addEventListener("click", () => watch(null));
 stream.open();

@@ -5,7 +5,8 @@ import { MarkdownView, copyButton } from "./markdown_view.js";
 
 const LONGEST_THOUGHT = 200_000; // characters that are shown
 
-/** A message on the page. `actions` has `edit(text)` and `regenerate()`. */
+/** A message on the page. `actions` has `regenerate()` and `edit(text)`, which returns whether the
+ * text was taken. */
 export class MessageView {
   constructor(message, actions) {
     this.message = message;
@@ -85,9 +86,7 @@ export class MessageView {
     this.element.append(form);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!field.value.trim()) return;
-      close();
-      this.actions.edit(field.value);
+      if (field.value.trim() && this.actions.edit(field.value)) close();
     });
     const cancel = () => {
       close();

@@ -14,7 +14,7 @@ export class TreeView {
   #nodes = [];
   #fedAt = new Map();
   #text = "";
-  held = false;
+  groupOf = []; // the step of the pipeline of each rank; empty: every stage is a step
 
   /** `tree` is the element for the drawing, `words` the one for what it is, and `text` the one for
    * what was accepted, if that is wanted; `height()`: how high the drawing may be. */
@@ -40,7 +40,6 @@ export class TreeView {
   }
 
   show(tree) {
-    if (this.held) return;
     const same = this.#shown && this.#shown.epoch === tree.epoch;
     const now = nodes(tree);
     if (!same) this.#fedAt.clear();
@@ -62,8 +61,9 @@ export class TreeView {
 
   #showText(told) {
     this.#text = (this.#text + told).slice(-KEPT);
-    const before = this.#text.slice(0, this.#text.length - told.length);
-    this.text.replaceChildren(before, make("mark", {}, told));
+    const place = Math.max(0, this.#text.length - told.length);
+    const [before, newest] = [this.#text.slice(0, place), this.#text.slice(place)];
+    this.text.replaceChildren(before, make("mark", {}, newest));
     this.text.scrollTop = this.text.scrollHeight;
   }
 
@@ -107,15 +107,22 @@ export class TreeView {
   }
 
   #about(node, tree) {
-    const stage = tree.step - (this.#fedAt.get(node.id) ?? tree.step) + 1;
+    const step = tree.step - (this.#fedAt.get(node.id) ?? tree.step) + 1;
     const kinds = {
       root: "the last accepted token",
-      flight: `in flight, about stage ${stage}`,
+      flight: `in flight, about ${this.#stages(step)}`,
       waiting: "not scheduled",
       accepted: "accepted",
       pruned: "pruned",
     };
     return `${JSON.stringify(node.text)}: ${kinds[node.kind]}, p ${Math.exp(node.logp).toFixed(3)}`;
+  }
+
+  /** The stages that compute a batch in this step of the pipeline; 1: the first. */
+  #stages(step) {
+    const group = Math.min(step, this.groupOf.at(-1) ?? step);
+    const ranks = [...this.groupOf.keys()].filter((rank) => this.groupOf[rank] === group);
+    return ranks.length > 1 ? `stages ${ranks[0]} to ${ranks.at(-1)}` : `stage ${ranks[0] ?? group}`;
   }
 }
 

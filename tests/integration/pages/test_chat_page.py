@@ -170,13 +170,20 @@ def test_answer_is_stopped_regenerated_and_edited(view: View, server: Server) ->
     page.focus("#message")
     page.keyboard.press("ArrowUp")
     page.get_by_label("Edit the message").fill("How many apples has Tom?")
+    # What was written stays where a setting must be mended first.
+    set_fields(view, temperature=-1)
+    page.locator(".editing .main").click()
+    assert page.is_visible("#settings")
+    assert page.input_value(".editing textarea") == "How many apples has Tom?"
+    page.fill("#temperature", "0")
+    page.focus(".editing textarea")
     page.keyboard.press("Enter")
     view.wait("document.querySelector('.message.user .plain').textContent.startsWith('How')")
     assert answered(view) != first
     assert page.locator(".message").count() == 2
 
 
-def test_conversations_are_kept_renamed_exported_and_deleted(view: View) -> None:
+def test_conversations_are_kept_renamed_exported_and_deleted(view: View, server: Server) -> None:
     page = view.page
     set_fields(view, max_tokens=4)
     for text in ("First question\nand more", "Second question"):
@@ -214,6 +221,19 @@ def test_conversations_are_kept_renamed_exported_and_deleted(view: View) -> None
     another_tab.click("#delete")
     view.wait("document.querySelectorAll('.message').length === 0")
     assert view.text("h2#title") == "New conversation"
+    # One that is being answered ends, and is not kept again.
+    before = aborted(server)
+    set_fields(view, max_tokens="")
+    endless(view)
+    say(view, "Third question")
+    page.wait_for_selector(".message.open .markdown p")
+    another_tab.locator("#conversations button").click()
+    another_tab.click("#delete")
+    view.wait("document.querySelectorAll('.message').length === 0")
+    until(lambda: aborted(server) > before)
+    for tab in (page, another_tab):
+        tab.reload()
+        assert tab.locator("#conversations button").count() == 0
 
 
 def test_errors_are_sentences_and_the_answer_can_be_tried_again(view: View) -> None:
@@ -239,6 +259,39 @@ def test_errors_are_sentences_and_the_answer_can_be_tried_again(view: View) -> N
     page.get_by_role("button", name="Try again").click()
     view.wait("document.querySelector('.problem').hidden")
     assert answered(view)
+    # An answer that never was is not sent.
+    page.click("#new")
+    replying(view, status=503)
+    say(view, "First")
+    page.locator(".problem").get_by_text("503").wait_for()
+    page.unroute(COMPLETIONS)
+    with page.expect_request(COMPLETIONS) as request:
+        say(view, "Second")
+    assert request.value.post_data_json["messages"] == [
+        {"role": "user", "content": "First\n\nSecond"}
+    ]
+    assert answered(view)
+
+
+def test_chat_works_where_the_browser_keeps_nothing(opened: Callable[..., View]) -> None:
+    view = opened("/chat", key=None)
+    page = view.page
+    view.context.add_init_script(
+        """for (const name of ["localStorage", "sessionStorage"])
+            Object.defineProperty(window, name, {
+                get() { throw new DOMException("Access is denied", "SecurityError"); },
+            });"""
+    )
+    page.reload()
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.get_by_label("API key").wait_for(state="hidden")
+    set_fields(view, max_tokens=4)
+    say(view, QUESTION)
+    answered(view)
+    page.click("#new")
+    page.get_by_role("button", name=QUESTION).click()
+    assert page.locator(".message").count() == 2
 
 
 def test_tree_of_the_answer_is_shown_beside_it(view: View) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -217,6 +218,85 @@ def test_displayed_tree_equals_the_heads(
     assert (root[1], root[3]) == (tree.id[0], tree.token[0])
     assert any(each[0] == "accepted" for each in shown["nodes"])
     assert "has ended" in view.text("#tree-words") or view.text("#text")
+
+
+REQUEST = 7
+
+
+def telling(view: View, *events: tuple[str, dict[str, Any]]) -> None:
+    """From now on the server's stream has these events and ends; the page asks again and again."""
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    view.page.unroute("**/events*")
+    view.page.route(
+        "**/events*", lambda route: route.fulfill(content_type="text/event-stream", body=body)
+    )
+
+
+def snapshot(group_of: list[int], model: str = "m") -> tuple[str, dict[str, Any]]:
+    """The event of an otherwise unknown cluster with one request."""
+    places = [{"rank": str(rank), "host": "a", "layers": ""} for rank in range(len(group_of))]
+    request = {"request": REQUEST, "taken": True, "length": 9, "prompt": 9, "watchable": True}
+    return "snapshot", {
+        "at": 1.0,
+        "model": model,
+        "time_scale": None,
+        "synthetic": False,
+        "figures": {"rank_place_info": [(place, 1.0) for place in places]},
+        "last_fault": None,
+        "requests": [request],
+        "group_of": group_of,
+    }
+
+
+def steps(*numbers: int, texts: list[str]) -> tuple[str, dict[str, Any]]:
+    """The event of steps, with as many draft tokens as their number, and a tree of two nodes in
+    the last of them that follows the accepted `texts`."""
+    rows = [[1, number, 0, number, 0] for number in numbers]
+    tree = {
+        "epoch": 1,
+        "step": numbers[-1],
+        "request": REQUEST,
+        "length": 9,
+        "size": 2,
+        "id": [0, 1],
+        "parent": [0, 0],
+        "token": [5, 6],
+        "fed": [1, 1],
+        "logp": [0, -0.5],
+        "texts": ["a", "b"],
+        "accepted": len(texts) * [1],
+        "accepted_texts": texts,
+    }
+    return "steps", {"steps": rows, "tree": tree}
+
+
+def test_stages_of_a_group_show_the_batch_that_they_share(view: View) -> None:
+    telling(view, snapshot([0, 1, 1, 2, 2]), steps(7, 8, 9, texts=[]))
+    view.page.reload()
+    view.page.wait_for_selector("#requests .watch").click()
+    words = [f"rows: 0 decided, {step} draft, 0 prompt" for step in (9, 9, 8, 8)]
+    shown = "[...document.querySelectorAll('#stages .words')].map((each) => each.textContent)"
+    view.wait(f"{shown}.join() === '{','.join(words)}'")
+    view.wait("document.querySelector('#tree .flight title') !== null")
+    assert "in flight, about stages 1 to 2, p" in view.text("#tree .flight title")
+
+
+def test_what_is_accepted_while_the_tree_is_held_is_shown_afterwards(view: View) -> None:
+    words = [f"{number} " for number in range(300)]
+    told = [steps(number, texts=[word]) for number, word in enumerate(words)]
+    telling(view, snapshot([]))
+    view.page.reload()
+    view.page.wait_for_selector("#requests .watch")
+    view.page.click("#pause")
+    telling(view, *told, snapshot([], "heard"))
+    view.page.click("#requests .watch")
+    view.wait("document.querySelector('#model').textContent === 'heard'")
+    telling(view, snapshot([]))
+    assert view.text("#text") == ""
+    view.page.click("#pause")
+    # Its end, as the page keeps no more.
+    view.wait(f"document.querySelector('#text').textContent === {''.join(words)[-600:]!r}")
+    assert view.page.locator("#tree .root").count() == 1
 
 
 def origins(view: View) -> list[tuple[str, str]]:
