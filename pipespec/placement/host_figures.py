@@ -17,12 +17,14 @@ LARGEST_FIGURE = 2**62
 
 class KeptSizes(TypedDict, total=False):
     """Of each layer: whether it holds K and V, the bytes of a running state and of a node of it,
-    and its kind (`layer_kinds`). Older figures do not say it."""
+    and its kind (`layer_kinds`); and whether several devices can compute the model together. Older
+    figures do not say it."""
 
     has_kv: Sequence[bool]
     state_bytes: Sequence[int]
     node_bytes: Sequence[int]
     kinds: Sequence[int]
+    divisible: bool
 
 
 class ModelSizes(KeptSizes):

@@ -78,9 +78,7 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
             spares=hosts_file.spare_workers,
         )
     except KeyError as error:
-        raise ConfigError(
-            f"The figures are not complete ({error}); measure again with `pipespec partition`."
-        ) from error
+        raise _incomplete(str(error)) from error
 
 
 def unmeasured(
@@ -176,6 +174,12 @@ def _file_order(hosts_file: HostsFile) -> list[str]:
     return [worker for host in hosts_file.hosts for worker in host.members]
 
 
+def _incomplete(lacking: str) -> ConfigError:
+    return ConfigError(
+        f"The figures are not complete ({lacking}); measure again with `pipespec partition`."
+    )
+
+
 def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     if name not in figures.members:
         raise ConfigError(
@@ -183,6 +187,12 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
         )
     found = figures.members[name]
     members = hosts_file.members_of(name)
+    of_members = [figures.members[each] for each in members]
+    if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
+        raise _incomplete(f"{name} may be a stage, but has no times of a layer")
+    can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
+    if figures.draft and can_draft and any("draft" not in each for each in of_members):
+        raise _incomplete(f"{name} may be the head, but has no time of a draft round")
     stage: dict[str, Any] = dict(found.get("stage") or {})
     draft_round_ms: Number = 0.0
     if "draft" in found:

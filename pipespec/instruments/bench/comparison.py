@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipespec.client import answers
@@ -21,7 +21,7 @@ from pipespec.client.request_settings import RequestSettings, group
 from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
 from pipespec.cluster.deployment import decide, fit_context
-from pipespec.config.compose import compose, compose_sections
+from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Accepted, Event
 from pipespec.errors import ConfigError
@@ -32,7 +32,7 @@ from pipespec.instruments.bench.measurement import check, encode, measure
 from pipespec.stats import Report
 from pipespec.text import FinalText
 
-POLICY = "policy"
+POLICY, REQUEST_POLICIES = "policy", "request_policies"
 # Between settings of one policy: a blank or comma before a name, and none inside a list.
 BETWEEN = re.compile(r"[\s,]+(?=[A-Za-z_][\w.]*=)")
 ONE_AT_A_TIME = Load.of(1)
@@ -80,11 +80,14 @@ def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
 
     Raises ConfigError.
     """
-    config = compose([*settings, *parts(policies[0])])
-    request_policies = {policies[0]: config.policy}
+    names = [entry.name for entry in fields(Config) if entry.name != REQUEST_POLICIES]
+    sections = compose_sections(names, [*settings, *parts(policies[0])])
+    first = dict(zip(names, sections, strict=True))
+    request_policies = {policies[0]: first[POLICY]}
     for policy in policies[1:]:
         (request_policies[policy],) = compose_sections((POLICY,), [*settings, *parts(policy)])
-    return replace(config, request_policies=request_policies)
+    # One of them alone may not allow what the others do, such as proposer.overlap=no.
+    return Config(**first, request_policies=request_policies)
 
 
 # --- what is known of a policy -------------------------------------------------------------------

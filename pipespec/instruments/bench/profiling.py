@@ -21,6 +21,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError
+from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.draft_reader import read_answers
 from pipespec.instruments.bench.figures import BenchResult
@@ -66,9 +67,8 @@ def profile(
     figures = None
     if config.cluster.hosts is not None:
         figures = measure_hosts(load_hosts(config.cluster.hosts), config, shown.measuring)
-    plainly = [each for each in settings if not each.startswith("policy")]
     plain = bench(
-        compose([*plainly, "policy=root"]),
+        plain_config(settings),
         samples,
         prompt_tokens=prompt_tokens,
         on_loaded=shown.loading,
@@ -89,12 +89,29 @@ def profile(
     return with_wide_hop(found, config, speculating)
 
 
+def plain_config(settings: Sequence[str]) -> Config:
+    """That of the plain run. Raises ConfigError."""
+    # root drafts nothing, so proposer.overlap=no is refused with it.
+    of_draft = ("policy", "proposer.overlap")
+    return compose([*(each for each in settings if not each.startswith(of_draft)), "policy=root"])
+
+
 def check(config: Config) -> None:
     """Raise ConfigError unless the pair can be measured so."""
     if not config.proposer.needs_draft:
         raise ConfigError(
             "`pipespec profile` measures a draft model, but the proposer has none; pass "
             "proposer=draft_model."
+        )
+    if type(config.proposer) is not DraftModelConfig:
+        raise ConfigError(
+            "`pipespec profile` measures what a draft model proposes by itself; pass "
+            "proposer=draft_model."
+        )
+    if any(size > 1 for size in config.cluster.group_sizes or ()):
+        raise ConfigError(
+            f"cluster.groups is {config.cluster.groups}, but `pipespec profile` measures stages "
+            "that are a step each; leave cluster.groups out."
         )
     if config.policy.max_rows == 1:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, overrides
@@ -181,11 +182,15 @@ def _plain_step_ms(placement: Placement) -> float | None:
     from pipespec.placement.slices import plan_slices, split_evenly
 
     problem = placement.problem
-    workers = [worker for worker in problem.workers if worker.name not in problem.spares]
+    heads = [
+        worker.name
+        for worker in problem.workers
+        if worker.name not in problem.spares and worker.draft_round_ms < inf
+    ]
     sizes = [len(p) for p in split_evenly(problem.needs.num_layers, len(placement.layers))]
     plain = replace(
         problem,
-        draft=problem.draft or workers[0].name,
+        draft=problem.draft or heads[0],
         order=problem.order or tuple(dict.fromkeys(worker.host for worker in problem.workers)),
         split=tuple(sizes),
     )

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from pipespec.instruments.plan.advice import Prediction
     from pipespec.instruments.plan.pipeline_times import Machine
 
+# What is tried unless other sizes are given.
+WIDTHS = (8, 16, 32, 64)
+CHILDREN = (8,)
+ROUNDS = (1, 2, 3, 4)
+
 
 def add(commands: Commands) -> None:
     """Describe the command."""
@@ -128,11 +133,9 @@ def add(commands: Commands) -> None:
         metavar="NAME,...",
         help="of conf/policy (all)",
     )
-    command.add_argument("--widths", type=list_of(int), default=[8, 16, 32, 64])
-    command.add_argument("--children", type=list_of(int), default=[8])
-    command.add_argument(
-        "--rounds", type=list_of(_rounds), default=[1, 2, 3, 4], help="numbers or auto"
-    )
+    command.add_argument("--widths", type=list_of(int), help="(8,16,32,64)")
+    command.add_argument("--children", type=list_of(int), help="(8)")
+    command.add_argument("--rounds", type=list_of(_rounds), help="numbers or auto (1,2,3,4)")
     command.add_argument(
         "--tokens",
         type=int,
@@ -159,6 +162,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec plan` takes options and no settings, but got {rest[0]!r}; models are for "
             "--gpus."
         )
+    arguments.widths = arguments.widths or WIDTHS
+    arguments.children = arguments.children or CHILDREN
+    arguments.rounds = arguments.rounds or ROUNDS
 
     divided = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
     if any(given is not None for given in divided):
@@ -184,8 +190,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         tensor_parallel=arguments.tensor_parallel,
         sum_ms=arguments.sum_ms,
     )
-    if arguments.curve or arguments.spread is not None:
-        profile = profile.replaced(texts=())  # these describe the draft instead
+    if arguments.curve or arguments.spread is not None or profile.mid_curve:
+        # These describe the draft instead; a cascade is simulated from curves alone.
+        profile = profile.replaced(texts=())
     if arguments.context is not None:
         profile = profile.at_context(arguments.context)
     machines, accuracy = profile.machines(), profile.accuracy()

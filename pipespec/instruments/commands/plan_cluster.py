@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 # Tokens of all requests together, for which the devices need room.
 CONTEXT = 8192
+# Options of plans from given times, and of divided devices.
+OTHERS = (
+    *("profile", "stages", "stage_ms", "experts", "hop_ms", "draft_ms", "mid_curve", "mid_ms"),
+    *("devices", "target_group_ms", "draft_group_ms"),
+    *("policies", "widths", "children", "rounds"),
+)
 
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -24,6 +30,7 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     from pipespec.instruments.plan import cluster_plan
     from pipespec.instruments.plan.hardware import parse_gpus
 
+    _require_none_of_others(arguments)
     names = {}
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -43,7 +50,7 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         gpus=tuple(parse_gpus(arguments.gpus)),
         link=link,
         weights=arguments.weights,
-        context=arguments.context or CONTEXT,
+        context=CONTEXT if arguments.context is None else arguments.context,
         curve=tuple(arguments.curve or ()),
         spread=arguments.spread,
         members=tuple(arguments.tensor_parallel or (1,)),
@@ -57,6 +64,21 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         return 0
     _print(found)
     return 0
+
+
+def _require_none_of_others(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if an option was given that does nothing with --gpus."""
+    given = [name for name in OTHERS if getattr(arguments, name) is not None]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(
+            f"--gpus plans best_first from the names of models and GPUs alone; leave {options} out."
+        )
+    if arguments.spread is not None and not arguments.curve:
+        raise ConfigError(
+            "--spread says how a stated accuracy varies; with --gpus give --curve too, or leave it "
+            "out."
+        )
 
 
 def _print(found: ClusterPlan) -> None:

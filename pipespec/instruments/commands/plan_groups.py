@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipespec.config.schema import Config
     from pipespec.instruments.plan.group_splits import Division, PredictedDivision
     from pipespec.instruments.plan.pipeline_times import Machine
-    from pipespec.placement.host_figures import Figures
+    from pipespec.placement.host_figures import Figures, ModelSizes
 
 SHOWN = 12  # divisions in the table
 
@@ -90,7 +90,7 @@ def run_partition(
         )
     with progress("simulating"):
         found = predict_divisions(
-            divisions(len(host.devices)),
+            [each for each in divisions(len(host.devices)) if _can_compute(each, figures)],
             lambda division: _machine(hosts_file, figures, config, division),
             config.policy,
             RANGE[len(RANGE) // 2],
@@ -108,6 +108,9 @@ def run_partition(
         write(json.dumps(answer, allow_nan=False, indent=2) + "\n")
         return 0
     show_divisions(found)
+    whole = [role for role in ("target", "draft") if not _divisible(getattr(figures, role))]
+    if whole:
+        show(f"Several devices cannot compute the {' or the '.join(whole)} together.")
     show(
         f"\nTo use the first, write into {arguments.hosts}, for {host.name}:",
         f"devices: {_flow(devices)}",
@@ -146,6 +149,17 @@ def require_one_host(hosts_file: HostsFile) -> None:
         )
 
 
+def _divisible(model: ModelSizes | None) -> bool:
+    """Whether several devices can compute a model together; None: there is none."""
+    return model is None or model.get("divisible", True)
+
+
+def _can_compute(division: Division, figures: Figures) -> bool:
+    """Whether the groups of a division can compute their models."""
+    target = division.members == 1 or _divisible(figures.target)
+    return target and (division.draft == 1 or _divisible(figures.draft))
+
+
 def _machine(
     hosts_file: HostsFile, figures: Figures, config: Config, division: Division
 ) -> Machine | None:
@@ -165,9 +179,9 @@ def _machine(
         placement = plan_slices(measured)
     except ConfigError:
         return None
-    head_ms, *stages = placement.rank_ms
-    curves = tuple(TimeCurve(((figures.rows, ms),)) for ms in stages)
-    return Machine(curves, draft_ms=head_ms)
+    curves = tuple(TimeCurve(((figures.rows, ms),)) for ms in placement.stage_ms)
+    head = measured.worker(placement.workers_by_rank[0])
+    return Machine(curves, draft_ms=head.draft_round_ms)
 
 
 def _times(option: str, texts: Sequence[str]) -> dict[int, float]:
@@ -199,13 +213,18 @@ def _flow(devices: Sequence[str | list[str]]) -> str:
     return f"[{', '.join(texts)}]"
 
 
+def _slowest_ms(machine: Machine) -> float:
+    """The time of the slowest stage."""
+    return max(curve.points[0][1] for curve in machine.stages)
+
+
 def as_json(found: Sequence[PredictedDivision]) -> Mapping[str, Any]:
     """The divisions, the fastest first."""
     return {
         "divisions": [
             {
                 **asdict(each.division),
-                "stage_ms": each.machine.stages[0].points[0][1],
+                "stage_ms": _slowest_ms(each.machine),
                 "draft_ms": each.machine.draft_ms,
                 "tbt_ms": each.tbt_ms,
             }
@@ -233,7 +252,7 @@ def show_divisions(found: Sequence[PredictedDivision]) -> None:
             str(division.draft),
             str(division.stages),
             str(division.members),
-            f"{max(curve.points[0][1] for curve in machine.stages):.2f}",
+            f"{_slowest_ms(machine):.2f}",
             f"{machine.round_ms(1):.2f}",
             f"{each.tbt_ms:.2f}",
             f"{1e3 / each.tbt_ms:.0f}",

@@ -5,8 +5,8 @@ result of `measure` to standard output as another. `pipespec partition` runs it 
 SSH.
 
 Results are cached in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
-files, device, threads, rows, text length, dtype, quantisation and versions; free memory is
-read each time.
+files, device, threads, rows, text length, dtype, quantisation, type of K and V, and versions; free
+memory is read each time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipespec.engine.checkpoint_parts.repository import SharedName
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
 from pipespec.engine.slice_tensors import parts_of
-from pipespec.errors import ConfigError, HostFailed, PipespecError
+from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
@@ -97,19 +97,18 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
             found[first]["sum_ms"] = all_reduce_ms(members, request.rows, target.hidden_size, dtype)
         first += size
     return {
-        "target": _sizes(target, request.dtype_of(target), request.weight_format(target, "stage")),
-        "draft": None
-        if draft is None
-        else _sizes(draft, request.dtype_of(draft), request.weight_format(draft, "draft")),
+        "target": _sizes(request, target, "stage"),
+        "draft": None if draft is None else _sizes(request, draft, "draft"),
         "devices": found,
     }
 
 
-def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[str, Any]:
-    sizes, own = info.loaded(dtype, quantization), info.compute_dtype(dtype)
+def _sizes(request: MeasureRequest, info: CheckpointInfo, role: str) -> dict[str, Any]:
+    dtype = request.dtype_of(info)
+    sizes, own = info.loaded(dtype, request.weight_format(info, role)), info.compute_dtype(dtype)
     layers = [range(number, number + 1) for number in range(info.num_layers)]
     return {
-        "dtype": info.compute_dtype(dtype),
+        "dtype": own,
         "layer_bytes": list(sizes.layers),
         "embedding_bytes": sizes.embedding,
         "head_bytes": sizes.head,
@@ -120,7 +119,17 @@ def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[s
         "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
         "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
         "kinds": list(layer_kinds(info, sizes.layers)),
+        "divisible": _divisible(info, request.quantization[role == "draft"]),
     }
+
+
+def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
+    """Whether several devices can compute a model together."""
+    try:
+        info.check_tensor_parallel(2, quantization)
+    except ModelError:
+        return False
+    return True
 
 
 class _DeviceBenchmark:
@@ -155,6 +164,7 @@ class _DeviceBenchmark:
             "children": request.children if role == "draft" else None,
             "dtype": request.dtype_of(info),
             "quantization": request.weight_format(info, role),
+            "kv_dtype": request.kv_dtype,
             "versions": [package_version(name) for name in VERSIONS],
         }
         if any(kinds):

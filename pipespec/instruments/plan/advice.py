@@ -127,6 +127,7 @@ def predict(
     """What one way to decode will do on a machine, with a draft of that accuracy and, in a
     cascade, a `mid`-size model of that one. Of a draft that was recorded, about `num_tokens` of its
     texts are decoded; no cascade can be."""
+    assert mid is None or not isinstance(accuracy, DraftRecord)
     choice = replace(choice, cascade=mid is not None)
     rounds = choice.rounds
     texts: tuple[TextPrediction, ...] = ()

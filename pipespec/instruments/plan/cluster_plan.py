@@ -66,7 +66,8 @@ class Asked:
         if self.sum_ms is None:
             return SUM_MS
         check_number("sum_ms", self.sum_ms, 0, MAX_MS)
-        return self.sum_ms * len(self.gpus) / num_layers
+        of_target = len(self.gpus) - (self.draft is not None)
+        return self.sum_ms * of_target / num_layers
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,8 @@ _UNUSUAL = (
 _GATED = ("afmoe", "beam")
 # Mixtures with one shared expert, which their config.json need not count.
 _ONE_SHARED = ("hunyuan_v1_moe", "llama4_text")
+# What says how a model was tuned; the second also takes what follows it, such as a date.
+_TUNED = re.compile(r"-(instruct|chat|it|base|thinking|hf)(?=-|$)")
 _VARIANT = re.compile(r"-(instruct|chat|it|base|thinking)\b.*$")
 
 
@@ -262,8 +264,8 @@ def raw_config(model: str) -> Mapping[str, Any]:
 
 def _named_config(model: str) -> tuple[str, Mapping[str, Any]]:
     if not Path(model).expanduser().exists():
-        known = {_family(name): name for name in published()}
-        name = known.get(_family(model))
+        known = {_family(name, _TUNED): name for name in published()}
+        name = known.get(_family(model, _TUNED)) or known.get(_family(model, _VARIANT))
         if name is not None:
             return name, published()[name]
     file = resolve_config(model)
@@ -273,6 +275,6 @@ def _named_config(model: str) -> tuple[str, Mapping[str, Any]]:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _family(model: str) -> str:
+def _family(model: str, tuned: re.Pattern[str]) -> str:
     """A name without its owner, and without what says how it was tuned."""
-    return _VARIANT.sub("", model.rpartition("/")[2].lower())
+    return tuned.sub("", model.rpartition("/")[2].lower())

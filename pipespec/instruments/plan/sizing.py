@@ -152,7 +152,14 @@ def clusters(
     share = share or whole_model(target)
     placed = Target(target, weights, context, nodes, share, sum_ms if share.size > 1 else 0.0)
     found, divisible = [], False
-    for own, rest in _draft_gpus(draft, gpus, context, nodes):
+    places = list(_draft_gpus(draft, gpus, context, nodes))
+    if draft is not None and not places:
+        raise ConfigError(
+            f"The draft {draft.name} needs a GPU of its own with room for "
+            f"{_draft_bytes(draft, context, nodes) / GIB:.1f} GiB, beside those of the target, and "
+            "there is none; give more or larger GPUs, or leave model.draft out."
+        )
+    for own, rest in places:
         groups = _groups(rest, share.size)
         divisible = divisible or groups is not None
         split = None if groups is None else _split(placed, groups)
@@ -241,26 +248,33 @@ def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
 
 
 def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
-    """What does not fit, and what would make it fit."""
-    beside = "" if draft is None else f", one of which {draft.name} takes,"
+    """What does not fit, by how much, and what would make it fit."""
+    beside = "" if draft is None else " beside the draft's"
     shape, size, context, nodes = target.shape, target.share.size, target.context, target.nodes
     ends = 2 * shape.head_bytes * target.share.vocabulary
     needed = size * (shape.num_layers * target.layer_bytes + ends)
     kv = size * shape.num_layers * target.kv_bytes
     states = size * shape.num_layers * target.state_bytes
-    usable = sum(gpu.usable_bytes for gpu in gpus)
+    places = [rest for _, rest in _draft_gpus(draft, gpus, context, nodes)]
+    usable, count = max(
+        (sum(gpu.usable_bytes for gpu in rest), len(rest)) for rest in places if _groups(rest, size)
+    )
+    missing = needed + kv + states - usable
     divided = f" in groups of {size} GPUs" if size > 1 else ""
     said = (
         f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with {target.weights} weights "
         f"and {kv / GIB:.1f} GiB for {context} tokens of context"
-        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}{divided}, and these "
-        f"{len(gpus)} GPUs{beside} "
-        f"have room for {usable / GIB:.1f} GiB"
+        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}{divided}, and there "
+        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}{beside}"
     )
+    if missing > 0:
+        said += f": {missing / GIB:.1f} GiB are missing"
+    else:
+        said += ", but not in whole layers, one or more on each"
     for smaller in WEIGHT_BYTES:
         if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[target.weights] and any(
             (groups := _groups(rest, size)) and _split(replace(target, weights=smaller), groups)
-            for _, rest in _draft_gpus(draft, gpus, context, nodes)
+            for rest in places
         ):
             return f"{said}; --weights {smaller} would fit."
     return f"{said}; give more GPUs, or a smaller --context."

@@ -106,6 +106,14 @@ def test_the_cluster_is_made_for_the_most_that_any_way_needs() -> None:
     assert decides.rows == 32
 
 
+def test_what_one_way_allows_is_allowed_in_any_order() -> None:
+    settings, policies = ["proposer.overlap=no"], ["policy=root", "policy=best_first"]
+    for ordered in (policies, policies[::-1]):
+        assert list(composed(settings, ordered).request_policies) == ordered
+    with pytest.raises(ConfigError, match=r"leave proposer\.overlap out"):
+        composed(settings, policies[:1])
+
+
 def test_children_of_every_way_must_be_in_the_vocabulary() -> None:
     config = composed([], ["policy=root", "policy=level policy.children=4096 policy.width=1"])
     with pytest.raises(ConfigError, match=r"policy\.children is 4096"):

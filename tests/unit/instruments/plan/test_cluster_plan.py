@@ -13,6 +13,7 @@ from pipespec.cli.main import main
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.emulation.link import EmulatedLink
+from pipespec.instruments.plan.cluster_plan import Asked
 from pipespec.instruments.plan.hardware import GPUS, parse_gpus
 from pipespec.instruments.plan.member_share import member_share
 from pipespec.instruments.plan.model_shape import ModelShape, find, published
@@ -135,6 +136,30 @@ def test_tuned_versions_have_the_sizes_of_their_base():
 
 
 @pytest.mark.parametrize(
+    ("tuned", "base"),
+    [
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
+        ("meta-llama/Llama-2-70b-chat", "meta-llama/Llama-2-70b-hf"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-2407"),
+        ("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-2407"),
+        ("mistralai/Mistral-Large-Instruct-2407", "mistralai/Mistral-Large-2407"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistralai/Mistral-Small-24B-2501"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        (
+            "moonshotai/Kimi-Linear-48B-A3B-Base",
+            "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        ),
+    ],
+)
+def test_names_of_tuned_versions_are_known(tuned: str, base: str):
+    assert find(tuned) == ModelShape.from_config(base, published()[base])
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"hidden_size": None}, "no hidden_size"),
@@ -241,6 +266,33 @@ def test_the_draft_gets_each_kind_of_gpu_in_turn():
     assert all(len(each.stages) == 3 for each in found)
 
 
+@pytest.mark.parametrize(("draft", "gpus"), [(DRAFT, "h100:1"), (TARGET, "rtx3060:4")])
+def test_a_draft_without_a_gpu_of_its_own_is_refused(draft: ModelShape, gpus: str):
+    with pytest.raises(ConfigError) as refused:
+        clusters(TARGET, draft, parse_gpus([gpus]), None, weights="int4", context=2048)
+    gib = (draft.parameters * 2 + draft.num_layers * draft.kv_bytes(2048)) / 2**30
+    assert f"{draft.name} needs a GPU of its own with room for {gib:.1f} GiB" in str(refused.value)
+
+
+def test_what_is_missing_is_counted_without_the_gpu_of_the_draft():
+    room = 3 * 24 * 0.92
+    missing = 131.4 + 2.5 - room
+    said = f"room for {room:.1f} GiB on 3 GPUs beside the draft's: {missing:.1f} GiB are missing;"
+    with pytest.raises(ConfigError, match=said):
+        clusters(TARGET, DRAFT, parse_gpus(["rtx3090:4"]), None, weights="bfloat16", context=8192)
+    few = ModelShape.from_config("few", published()[TARGET.name] | {"num_hidden_layers": 2})
+    with pytest.raises(ConfigError, match="on 3 GPUs, but not in whole layers"):
+        clusters(few, None, parse_gpus(["h100:3"]), None, weights="bfloat16", context=8192)
+
+
+@pytest.mark.parametrize(("draft", "of_layer"), [(None, 5 * 8 / 80), ("small", 4 * 8 / 80)])
+def test_stated_sums_are_those_of_the_layers_of_a_gpu_of_the_target(
+    draft: str | None, of_layer: float
+):
+    asked = Asked("large", draft, tuple(parse_gpus(["h100:5"])), None, sum_ms=8.0)
+    assert asked.sum_ms_of_layer(80) == pytest.approx(of_layer)
+
+
 @pytest.mark.parametrize(
     ("gpus", "advice"),
     [("rtx3090:4", "--weights int4 would fit"), ("rtx3060:2", "give more GPUs")],
@@ -302,7 +354,15 @@ def test_without_a_draft_the_plain_pipeline_is_predicted(capsys: pytest.CaptureF
         ([*ASKED, "--gpus", "rtx3090:65"], "too many"),
         ([*ASKED, "--gpus", "h100:2", "--weights", "int3"], "--weights is 'int3'"),
         ([*ASKED, "--gpus", "h100:2", "--link", "2gbe"], "emulate_link"),
-        ([*ASKED, "--gpus", "h100:2", "--context", "0"], "context"),
+        ([*ASKED, "--gpus", "h100:2", "--context", "0"], "context is 0"),
+        ([*ASKED, "--gpus", "h100:2", "--spread", "0.5"], "give --curve too"),
+        ([*ASKED, "--gpus", "h100:2", "--profile", "f"], "leave --profile out"),
+        ([*ASKED, "--gpus", "h100:2", "--stage-ms", "1", "--hop-ms", "0"], "--stage-ms, --hop-ms"),
+        ([*ASKED, "--gpus", "h100:2", "--draft-ms", "0"], "leave --draft-ms out"),
+        ([*ASKED, "--gpus", "h100:2", "--mid-curve", "1:0.9"], "leave --mid-curve out"),
+        ([*ASKED, "--gpus", "h100:2", "--policies", "root"], "leave --policies out"),
+        ([*ASKED, "--gpus", "h100:2", "--widths", "8", "--rounds", "1"], "--widths, --rounds"),
+        ([*ASKED, "--gpus", "h100:2", "--devices", "2"], "leave --devices out"),
         ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "2"], "groups of 2 equal ones"),
         ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "5"], "tensor_parallel"),
         ([*ASKED, "--gpus", "h100:4", "--tensor-parallel", "3", "--sum-ms", "-1"], "sum_ms"),

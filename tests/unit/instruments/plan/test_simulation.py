@@ -454,6 +454,21 @@ def test_cascade_is_planned_and_reported(capsys):
     assert answer["profile"]["mid_ms"] == 40
 
 
+def test_a_cascade_is_predicted_from_the_curve_of_a_profile_and_not_from_its_texts(
+    tmp_path: Path, capsys
+):
+    curve = {"curve": ["1:0.5", "16:0.9"], "spread": 0.8}
+    texts = [{"id": "t", "benchmark": "b", "ranks": [1] * 40, "probabilities": [[0.9]] * 40}]
+    options = ["--policies", "best_first", "--widths", "8", "--rounds", "2", "--tokens", "60"]
+    mid = ["--mid-curve", "1:0.9,4:0.99", "--mid-ms", "40", "--json"]
+    found = []
+    for values in (curve, curve | {"texts": texts}):
+        (file := tmp_path / "profile.json").write_text(json.dumps(values))
+        assert main(["plan", "--profile", str(file), *options, *mid]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+
+
 def test_where_speculation_loses_it_says_so(capsys):
     options = ["--stages", "2", "--stage-ms", "10", "--draft-ms", "90", "--curve", "1:0.1"]
     assert main(["plan", "--widths", "8", "--rounds", "1", "--tokens", "30", *options]) == 0
