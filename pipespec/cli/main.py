@@ -7,15 +7,10 @@ answered at once.
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 
 from pipespec.cli import (
     cache,
@@ -34,11 +29,9 @@ from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
 from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan, profile
+from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
-
-# Seconds until a signal is delivered again that met a callback.
-AGAIN_S = 0.01
 
 COMMANDS = (
     generate,
@@ -62,18 +55,10 @@ COMMANDS = (
 )
 
 
-class Terminated(KeyboardInterrupt):
-    """A signal other than Ctrl-C; everything is cleaned up as for Ctrl-C."""
-
-    def __init__(self, number: int):
-        super().__init__()
-        self.number = number
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             return exit_code_of(_run, sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt as interrupt:
         return SIGNALLED + getattr(interrupt, "number", signal.SIGINT)
@@ -106,44 +91,3 @@ def _parser() -> Parser:
     for command in COMMANDS:
         command.add(commands)
     return parser
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind.
-
-    A signal that comes while Python runs a callback which must not raise, as it does at every
-    import, would be lost; it is delivered once more.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    here = threading.get_ident()
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise Terminated(number)
-
-    def again(number: int) -> None:
-        time.sleep(AGAIN_S)
-        signal.pthread_kill(here, number)
-
-    def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            # This can be within any lock, so no `threading`.
-            number = getattr(unraisable.exc_value, "number", signal.SIGINT)
-            _thread.start_new_thread(again, (number,))
-        else:
-            hook(unraisable)
-
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # and not what nohup or a caller has set
-            before[number] = signal.signal(number, end)
-    hook, sys.unraisablehook = sys.unraisablehook, swallowed
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)

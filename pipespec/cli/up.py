@@ -30,6 +30,7 @@ from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides
 from pipespec.console.terminal import progress, show, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
+from pipespec.system.end_signals import raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
 
@@ -255,6 +256,7 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
     """
     num_logged = 0
     while cluster.poll():
+        raise_swallowed()
         for fault in cluster.faults[num_logged:]:
             on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
         num_logged = len(cluster.faults)

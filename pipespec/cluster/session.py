@@ -50,6 +50,7 @@ from pipespec.errors import (
     Unreachable,
     print_error,
 )
+from pipespec.system.end_signals import raise_swallowed
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ class ClusterSession:
             try:
                 with Membership(self.url, self.namespace) as shared:
                     while not is_done(shared):
+                        raise_swallowed()
                         reached = time.monotonic()
                     return
             except Unreachable:

@@ -26,7 +26,7 @@ from tests.helpers.serving import Server
 from tests.helpers.stalls import Stalls, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-COUNT, LONG_COUNT, SEED = 300, 1000, 35
+COUNT, LONG_COUNT, SEED = 150, 1000, 35
 NAME = "default"
 SETTINGS = ("cluster.stages=1", "cluster.devices=[cpu]", "model.context=64", "model.dtype=float32")
 CONTROL = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0.9, "seed": 3}

@@ -74,7 +74,7 @@ FORMATS: dict[str, Callable[[Path, str], Path]] = {
     **{f"gguf {kind.name}": _gguf(kind) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0)},
 }
 # One of each way in which parts are read, and experts.
-OFTEN = (("awq", "mixtral"), ("nvfp4", "llama"))
+OFTEN = (("awq", "mixtral"),)
 
 
 def _load(

@@ -49,10 +49,18 @@ class CommandFailed(Exception):
 
 
 class Command:
-    """`pipespec ...` on a host, whose lines are kept."""
+    """`pipespec ...` on a host, whose lines are kept; `beside` may hold the reason of a failure."""
 
-    def __init__(self, bed: Testbed, host: str, *arguments: str, before: Sequence[str] = ()):
+    def __init__(
+        self,
+        bed: Testbed,
+        host: str,
+        *arguments: str,
+        before: Sequence[str] = (),
+        beside: Command | None = None,
+    ):
         self.lines: list[str] = []
+        self._beside = beside
         home = bed.folder / f"home-{host}"
         self.process = bed.popen(
             host,
@@ -85,7 +93,8 @@ class Command:
                 if words in line:
                     return line
             if ended or time.monotonic() > end:
-                raise CommandFailed(f"no line has {words!r}: {self.lines}")
+                beside = "" if self._beside is None else f"; beside it: {self._beside.lines[-6:]}"
+                raise CommandFailed(f"no line has {words!r}: {self.lines}{beside}")
             time.sleep(LOOK_S)
 
     def wait(self) -> int:
@@ -162,7 +171,7 @@ class JoinableCluster:
         """Host b joins; the models are hidden from it."""
         hidden = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none {self.models} && exec "$@"')
         arguments = ("join", token, "--name", "b", "--devices", "cpu")
-        return Command(self.bed, "b", *arguments, before=(*hidden, "sh"))
+        return Command(self.bed, "b", *arguments, before=(*hidden, "sh"), beside=self.up)
 
     def fetched(self) -> set[str]:
         """The tensors of the target that host b has got."""

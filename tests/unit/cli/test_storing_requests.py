@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cli.main import Terminated, main
+from pipespec.cli.main import main
 from pipespec.cli.up import storing_requests
 from pipespec.cluster import redis_setup
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller.data_folder import write_model
 from pipespec.errors import RankFailed
+from pipespec.system.end_signals import Terminated
 
 
 @pytest.fixture
