@@ -62,6 +62,7 @@ def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
     assert model.num_weight_bytes <= 1.15 * in_files
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", SOME)
 def test_the_text_of_kept_weights_is_one_for_stages_and_policies(fp4, form):
     path, _ = fp4(form)

@@ -167,7 +167,7 @@ def place(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "kind", "spins"), some_of([2, 4], [IN_THE_CLEAR, SEALED], [False, True], share=3)
+    ("num_ranks", "kind", "spins"), some_of([4, 2], [SEALED, IN_THE_CLEAR], [True, False], share=4)
 )
 def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, place, kind, spins):
     told = in_processes(pipeline_rank, num_ranks, place, kind, spins, num_ranks=num_ranks)

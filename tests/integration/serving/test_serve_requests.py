@@ -24,7 +24,10 @@ pytestmark = pytest.mark.slow
 FIRST, SECOND = "first-key", "second-key"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["Tom", "Lily"]}, "age": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "name": {"enum": ["Tom", "Lily"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }

@@ -415,7 +415,7 @@ def test_hardly_any_draft_token_is_fed_where_every_row_takes_as_long_as_the_firs
     assert simulated(measured, machine, 4) > 5 * simulated(stated, machine, 4)
 
 
-@pytest.mark.parametrize("requests", [32, 128])
+@pytest.mark.parametrize("requests", [32, pytest.param(128, marks=pytest.mark.long)])
 def test_with_many_requests_on_dear_rows_the_default_is_about_as_fast_as_plain_decoding(
     requests: int,
 ) -> None:
