@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from transformers import (
 
 from tools.distilling import OwnText, kept_layers, student_of, to_learn_from
 from tools.train_pard import read_text
-from tools.training import Budget, Cost, Mix, console, model_folder, train, written
+from tools.training import Budget, Cost, Mix, console, key_of, model_folder, train, written
 
 TOP_KS = (1, 4, 16)
 # Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
@@ -170,8 +169,7 @@ def main(argv: list[str] | None = None) -> None:
 
     budget = Budget(args.tokens, args.batch_tokens, ((0.0, args.length),), args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
-    key = zlib.crc32(repr((made_of, budget, mix.digest())).encode())
-    curve = Curve(args.folder / f"accuracy_{key:08x}.json")
+    curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
 
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tools.training import Mix, progress_steps, written
+from tools.training import Mix, key_of, progress_steps, written
 
 # What `--halve` makes half as large, beside the heads.
 WIDTHS = ("hidden_size", "intermediate_size")
@@ -141,9 +140,9 @@ class OwnText:
         """Arrays int32 `[rows, beginning + continuation]`, which are kept in `folder` for this
         corpus and the target of that name."""
         found = []
-        key = zlib.crc32(repr((self, name, mix.digest())).encode())
+        key = key_of(self, name, mix.digest())
         for piece in progress_steps("target text", 0, -(-self.rows // self.at_once)):
-            path = folder / f"target_text_{key:08x}_{piece}.npy"
+            path = folder / f"target_text_{key}_{piece}.npy"
             if not path.exists():
                 rng = np.random.default_rng([self.seed, 0, piece])
                 rows = min(self.at_once, self.rows - self.at_once * piece)

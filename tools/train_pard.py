@@ -19,11 +19,8 @@ function of the seed and the step.
 from __future__ import annotations
 
 import argparse
-import json
 import string
 import time
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +34,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tools.distilling import continue_greedily, save_array
-from tools.training import model_folder, require_same, written
+from tools.training import Mix, key_of, model_folder, require_same, written
 
 HEAD_TOKENS = 64  # of a text that the target continues
 WARMUP_STEPS = 20
@@ -142,26 +139,21 @@ def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, leng
     return torch.from_numpy(np.stack(found).astype(np.int64))
 
 
-def text_of(streams: list[np.ndarray], args) -> dict[str, Any]:
+def text_of(streams: list[np.ndarray], vocabulary: int, args) -> dict[str, Any]:
     """What the target's text depends on."""
-    corpus = 0
-    for stream in streams:
-        corpus = zlib.crc32(np.ascontiguousarray(stream), corpus)
-    names = ("seed", "length", "target_rows")
-    return {"text": corpus, "target": str(model_folder(args.target))} | {
-        name: getattr(args, name) for name in names
+    return {
+        "text": Mix.of(streams, [1.0] * len(streams)).digest(),
+        "target": str(model_folder(args.target)),
+        "vocabulary": vocabulary,
+        **{name: getattr(args, name) for name in ("seed", "length", "target_rows")},
     }
-
-
-def _key(values: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
 
 
 def target_text(
     target: PreTrainedModel, streams: list[np.ndarray], vocabulary: int, args
 ) -> Tensor:
     """The target's continuations of beginnings of the text, `[rows, tokens]`, cached in a file."""
-    path = args.work / f"target_text_{_key(text_of(streams, args))}.npy"
+    path = args.work / f"target_text_{key_of(text_of(streams, vocabulary, args))}.npy"
     if not path.exists():
         rng = np.random.default_rng([args.seed, 0])
         pieces = []
@@ -194,7 +186,7 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
     path = args.work / "draft.pt"
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
     names = ("tokens", "retain", "least", "steps", "batch", "lr")
-    began_with = text_of(streams, args) | {name: getattr(args, name) for name in names}
+    began_with = text_of(streams, vocabulary, args) | {name: getattr(args, name) for name in names}
     began_with["draft"] = str(model_folder(args.draft))
     first = 0
     if path.exists():

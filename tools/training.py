@@ -143,6 +143,11 @@ def attend(model: PreTrainedModel, length: int) -> None:
         model.set_attn_implementation("eager" if length <= EAGER else "sdpa")
 
 
+def key_of(*values: object) -> str:
+    """Letters for the name of a file that belongs to these values."""
+    return f"{zlib.crc32(repr(values).encode()):08x}"
+
+
 def written(path: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make a file, which appears under `path` whole or not at all."""
     partial = path.with_name(f".partial-{path.name}")

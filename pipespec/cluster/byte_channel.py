@@ -217,7 +217,7 @@ class ByteChannel:
             else:
                 self._write(RESULT, number, json.dumps(found).encode())
         except (ChannelClosed, _Stopped):
-            return  # nobody waits for the answer
+            return  # the answer is not waited for
         except PipespecError as error:
             self._fail(number, str(error))
         except Exception as error:  # noqa: BLE001 - the caller reports it

@@ -229,7 +229,7 @@ class WeightLink:
         return secured
 
     def _drop(self, secured: ssl.SSLSocket) -> None:
-        """End a connection that broke, and those that nobody uses, which may have broken too."""
+        """End a connection that broke, and those that are not in use, which may have broken too."""
         with self._lock:
             gone = [secured, *self._idle]
             self._idle.clear()

@@ -57,7 +57,6 @@ def ended_by_signals() -> Iterator[None]:
         else:
             hook(unraisable)
 
-    _asked = None
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not what nohup or a caller has set
@@ -66,6 +65,7 @@ def ended_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        _asked = None
         sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

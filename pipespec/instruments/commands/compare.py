@@ -90,11 +90,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         write(json.dumps(as_json(done) | given, allow_nan=False) + "\n")
     elif not on_terminal():
         show(board.table())
-    told = verdict(done)
+    sentence = verdict(done)
     if any(done.differing().values()) and not done.labels["lossy"]:
-        raise PipespecError(told)
+        raise PipespecError(sentence)
     if not arguments.json:
-        show(told)
+        show(sentence)
     return 0
 
 
@@ -187,9 +187,9 @@ def verdict(done: Comparison) -> str:
     differing = {policy: count for policy, count in done.differing().items() if count}
     if not differing:
         return "The texts of all policies are equal, token for token."
-    told = ", ".join(f"{count} with {policy}" for policy, count in differing.items())
+    counts = ", ".join(f"{count} with {policy}" for policy, count in differing.items())
     why = " as the verifier is LOSSY" if done.labels["lossy"] else ""
-    return f"Texts differ from those of {next(iter(done.results))}{why}: {told}."
+    return f"Texts differ from those of {next(iter(done.results))}{why}: {counts}."
 
 
 def as_json(done: Comparison) -> dict[str, Any]:

@@ -103,18 +103,18 @@ def layout_table(hosts_file: HostsFile) -> Table:
 def hosts_table(report: Report) -> Table:
     """One row per host: the interface that carries batches, versions, its clock beside ours.
 
-    What no host told has no column.
+    What no host states has no column.
     """
     from rich.table import Table
 
     table = Table(title="Hosts", title_justify="left")
     columns = ("host", "interface", *VERSIONS, "clock ms")
     rows = [_host_row(name, seen) for name, seen in report.hosts.items()]
-    told = [index for index in range(len(columns)) if any(row[index] for row in rows)]
-    for index in told:
+    stated = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    for index in stated:
         table.add_column(columns[index])
     for row in rows:
-        table.add_row(*(row[index] or "-" for index in told))
+        table.add_row(*(row[index] or "-" for index in stated))
     return table
 
 

@@ -42,9 +42,11 @@ function hear(name, data) {
     news.steps.splice(0, news.steps.length - STEPS);
     if (data.tree && data.tree.request === requests.watched) {
       // What was accepted since the last drawing is not lost.
-      for (const name of news.tree ? ["accepted", "accepted_texts"] : []) {
-        news.tree[name].push(...data.tree[name]);
-        data.tree[name] = news.tree[name];
+      if (news.tree) {
+        for (const name of ["accepted", "accepted_texts"]) {
+          news.tree[name].push(...data.tree[name]);
+          data.tree[name] = news.tree[name];
+        }
       }
       news.tree = data.tree;
     }
