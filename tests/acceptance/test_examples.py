@@ -84,6 +84,7 @@ def test_a_structured_output_fits_its_form(place: Sandbox) -> None:
     assert found["trade"] in ("king", "miller", "tailor")
 
 
+@pytest.mark.long
 def test_a_policy_of_the_user_decodes_the_same_text(place: Sandbox) -> None:
     own, built_in = run(place, "own_policy.py").splitlines()
     assert own.partition(": ")[2] == built_in.partition(": ")[2]

@@ -416,6 +416,10 @@ def test_the_rate_leaves_out_how_a_burst_begins() -> None:
     assert link_probe.rate([(0.0, 10**7), *((t, n + 10**7) for t, n in arrivals[1:])]) == (
         pytest.approx(0.08)
     )
+    # A receiver that stood still: 1 MB in a second.
+    assert link_probe.rate([(0.0, 10**6), (1.0, 2 * 10**6)]) == pytest.approx(0.008)
+    stalled = [(0.0, 10**6), (0.1, 2 * 10**6), (1.1, 3 * 10**6)]
+    assert link_probe.rate(stalled) == pytest.approx(0.008)
     assert link_probe.rate([]) == link_probe.rate([(1.0, 10)]) == 0.0
 
 

@@ -64,11 +64,12 @@ def test_profile_predicts_what_the_bench_then_measures(
     assert 80 <= root["tbt_ms"] < 160
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("listed", "members"),
     [
         (ONE_HOST, {"alpha/0", "alpha/1", "alpha/2"}),
-        pytest.param(TWO_HOSTS, {"alpha/0", "alpha/1", "beta/0"}, marks=pytest.mark.long),
+        (TWO_HOSTS, {"alpha/0", "alpha/1", "beta/0"}),
     ],
     ids=["one host", "two hosts"],
 )

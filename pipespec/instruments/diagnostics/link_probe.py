@@ -233,5 +233,7 @@ def rate(arrivals: Sequence[tuple[float, int]]) -> float:
         return 0.0
     (first, _), (last, total) = arrivals[0], arrivals[-1]
     settled = first + (last - first) / 3
-    start, before = next(arrival for arrival in arrivals if arrival[0] >= settled)
+    place = next(i for i, arrival in enumerate(arrivals) if arrival[0] >= settled)
+    # Of a receiver that stood still meanwhile, the last bytes may be all that came since.
+    start, before = arrivals[min(place, len(arrivals) - 2)]
     return 8e-9 * (total - before) / (last - start) if last > start else 0.0
