@@ -90,5 +90,5 @@ def with_floor(cell: dict[str, Any], total: str, limit: dict[str, Any]) -> dict[
 def name_of(device: torch.device) -> str:
     if device.type == "cpu":
         return str(provenance()["hardware"])
-    name = getattr(torch.get_device_module(device), "get_name_of", None)
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device.type if name is None else name(device))

@@ -11,6 +11,7 @@ have the same hidden states.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ _QUERY_NORM = ".q_norm.weight"
 _GROUPED_PRODUCT = 16
 _KV = (".k_proj", ".v_proj")
 _BIAS = ".bias"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class TPGroup(Protocol):
@@ -235,12 +237,22 @@ def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) 
 
 
 def _rules(model: PreTrainedModel) -> dict[str, str]:
-    """The rules of the modules and parameters of the layers."""
-    rules = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
-    unknown = set(rules.values()) - {*SUMMED, GATHERED, *LOCAL}
+    """The rules of the modules and parameters of the layers, by their names. The plan has `*` for
+    each number in a name; a parameter without a rule of its own has that of its module."""
+    plan = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
+    unknown = set(plan.values()) - {*SUMMED, GATHERED, *LOCAL}
     assert not unknown, f"unknown rules: {unknown}"
-    expanded: dict[str, str] = model._expand_parallel_plan(rules)
-    return expanded
+    found: dict[str, str] = {}
+    for module_name, module in model.named_modules():
+        of_module = plan.get(_NUMBER.sub("*", module_name))
+        for parameter, _ in module.named_parameters(recurse=False):
+            name = f"{module_name}.{parameter}" if module_name else parameter
+            rule = plan.get(_NUMBER.sub("*", name), of_module)
+            if rule is not None:
+                found[name] = rule
+        if of_module is not None:
+            found[module_name] = of_module
+    return found
 
 
 def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:

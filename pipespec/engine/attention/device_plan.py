@@ -162,17 +162,13 @@ class DevicePlan:
         self._arrays.copy(unused=len(slots) - 1 - int(keys[-1]))
 
     def _tiles(self, plan: AttentionPlan) -> np.ndarray:
-        """The tiles, `[tiles, 2]`; each row of padding is a tile of its own."""
-        rows, end = self.capacity.rows, int(plan.row_start[-1])
-        count = np.diff(plan.row_start)
-        of = -(-count // self.tile)
+        """The tiles, `[tiles, 2]`; rows of padding, which read the same key, are a segment too."""
+        starts = np.append(plan.row_start, self.capacity.rows)
+        of = -(-np.diff(starts) // self.tile)
         nth = np.arange(of.sum()) - np.repeat(np.cumsum(of) - of, of)
-        first = np.repeat(plan.row_start[:-1], of) + nth * self.tile
-        until = np.minimum(first + self.tile, np.repeat(plan.row_start[1:], of))
-        padding = np.arange(end, rows)
-        return np.stack(
-            (np.append(first, padding), np.append(until - first, np.ones_like(padding))), 1
-        )
+        first = np.repeat(starts[:-1], of) + nth * self.tile
+        until = np.minimum(first + self.tile, np.repeat(starts[1:], of))
+        return np.stack((first, until - first), 1)
 
 
 class DevicePlanBackend:

@@ -9,6 +9,7 @@ in the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from pipespec.engine.attention.kv_format import unpacked
 # with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs
 # as much as attending to a seventh of the keys with 32 rows, or to half of them with one row.
 _MAX_SPREAD = 1.1
+# CUDA's kernels read a mask 16 bytes at a time, from its beginning on: each segment's begins at a
+# multiple of so many numbers.
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,30 +135,46 @@ def _prepared(
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
     read = [_read(segment, reach) for segment in segments]
-    indices = iter(_joined([index for index, _ in read if not isinstance(index, slice)], like))
-    masks = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
-    biases = iter(_joined([mask.ravel() for mask in masks], like, fill=-torch.inf))
+    indices = iter(_indices([index for index, _ in read if not isinstance(index, slice)], like))
+    biases = iter(
+        _biases([np.repeat(seen, group, 0) for _, seen in read if seen is not None], like)
+    )
     keys = [
         _SegmentKeys(
             segment.rows,
             index if isinstance(index, slice) else next(indices),
-            None if seen is None else next(biases).view(len(seen) * group, -1),
+            None if seen is None else next(biases),
         )
         for segment, (index, seen) in zip(segments, read, strict=True)
     ]
     return to_device(plan.write, like.device), keys
 
 
-def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) -> tuple[Tensor, ...]:
-    """The parts as tensors on the device, transferred in one copy. With `fill`, bool parts become
-    numbers: `fill` where True, else 0.
-    """
+def _indices(parts: list[np.ndarray], like: Tensor) -> tuple[Tensor, ...]:
+    """The parts on the device, transferred in one copy."""
     if not parts:
         return ()
-    tensor = torch.from_numpy(np.concatenate(parts))
-    if fill is not None:
-        tensor = torch.zeros(len(tensor), dtype=like.dtype).masked_fill_(tensor, fill)
-    return to_device(tensor, like.device).split([len(part) for part in parts])
+    joined = to_device(np.concatenate(parts), like.device)
+    return joined.split([len(part) for part in parts])
+
+
+def _biases(seen: list[np.ndarray], like: Tensor) -> list[Tensor]:
+    """For matrices of what is seen, on the device: 0 where it is, else -inf; transferred in one
+    copy."""
+    if not seen:
+        return []
+    starts = list(
+        accumulate((-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in seen), initial=0)
+    )
+    joined = torch.zeros(starts[-1], dtype=like.dtype)
+    for each, start in zip(seen, starts, strict=False):
+        hidden = torch.from_numpy(~each).view(-1)
+        joined[start : start + each.size].masked_fill_(hidden, -torch.inf)
+    copied = to_device(joined, like.device)
+    return [
+        copied[start : start + each.size].view(each.shape)
+        for each, start in zip(seen, starts, strict=False)
+    ]
 
 
 def _read(segment: Segment, reach: Reach) -> tuple[slice | np.ndarray, np.ndarray | None]:

@@ -26,8 +26,8 @@ from pipespec.engine.attention.sdpa import SdpaBackend
 # Slots of the pools of the self-test.
 NUM_SLOTS = 1024
 # The error that is allowed where PyTorch's attention happens to be exact: half of the type's
-# epsilon, and at least this.
-LEAST = 1e-6
+# epsilon, and at least this: sums of 256 products in float32, in another order.
+LEAST = 5e-6
 # For each plan: rows, prefix keys and other tree keys of each request. -1: a single row that is
 # part of the prefix, without tree keys.
 PLANS = (
