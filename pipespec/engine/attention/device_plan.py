@@ -15,7 +15,9 @@ belongs to no sequence, and see only that slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,9 @@ from pipespec.engine.attention.attention_plan import AttentionPlan
 
 # Bits of a word of `mask`.
 WORD = 32
+# Parts into which the keys of a tile are split: at most, for all tiles of a batch together, and
+# keys of a part at least.
+MOST_SPLITS, ALL_SPLITS, LEAST_KEYS = 16, 32, 64
 # Tree keys of one row that a reserved buffer has room for.
 MOST_TREE = 2048
 
@@ -70,6 +75,18 @@ class PlanCapacity:
         )
 
 
+class Tiling(NamedTuple):
+    """Tiles of consecutive rows of one segment; each has a share of a kernel's programs, by its
+    keys.
+
+    `tiles` `[rows, 3]`: the first row, the number of rows, and the parts into which the keys are
+    split; unused entries have none. `splits` `[rows]`: those parts, by row.
+    """
+
+    tiles: Tensor
+    splits: Tensor
+
+
 class DevicePlan:
     """The buffer and its columns, int32 tensors on the device.
 
@@ -81,8 +98,7 @@ class DevicePlan:
         mask: `[rows, words]`.
         tree_positions: `[trees]`.
         slots: `[keys]`.
-        tiles: groups of up to `tile` consecutive rows of one segment: the first row and their
-            number, `[rows, 2]`; unused entries have 0 rows.
+        tilings: for several sizes, groups of up to so many consecutive rows of one segment.
         longest: the largest number of keys of a row, on the host.
     """
 
@@ -92,7 +108,6 @@ class DevicePlan:
     prefix: Tensor
     tree: Tensor
     tree_first: Tensor
-    tiles: Tensor
     mask: Tensor
     tree_positions: Tensor
     slots: Tensor
@@ -100,17 +115,21 @@ class DevicePlan:
     _ROWS = ("write", "positions", "first", "prefix", "tree", "tree_first")
 
     def __init__(
-        self, capacity: PlanCapacity, trash: int, device: torch.device | str, tile: int = 1
+        self,
+        capacity: PlanCapacity,
+        trash: int,
+        device: torch.device | str,
+        tiles: Sequence[int] = (),
     ) -> None:
-        """`trash` is the slot for rows of padding."""
+        """`trash` is the slot for rows of padding, `tiles` the sizes of the tilings."""
         self.capacity = capacity
-        self.tile = tile
         self.longest = 0
         self._trash = trash
         rows = capacity.rows
         words = -(-capacity.tree // WORD)
         shapes = dict.fromkeys(self._ROWS, (rows,)) | {
-            "tiles": (rows, 2),
+            **{f"tiles_{size}": (rows, 3) for size in tiles},
+            **{f"splits_{size}": (rows,) for size in tiles},
             "mask": (rows, words),
             "tree_positions": (capacity.trees,),
             # The last column, as only the used part of it is copied; the key of padding comes
@@ -118,8 +137,12 @@ class DevicePlan:
             "slots": (1 + capacity.keys,),
         }
         self._arrays = StagedArrays(shapes, torch.int32, device)
-        for name, column in self._arrays.device.items():
-            setattr(self, name, column)
+        found = self._arrays.device
+        self.tilings = {
+            size: Tiling(found[f"tiles_{size}"], found[f"splits_{size}"]) for size in tiles
+        }
+        for name in (*self._ROWS, "mask", "tree_positions", "slots"):
+            setattr(self, name, found[name])
 
     def fill(self, plan: AttentionPlan) -> None:
         """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
@@ -140,9 +163,13 @@ class DevicePlan:
         for name in self._ROWS:
             host[name][:rows] = columns[name]
             host[name][rows:] = padding.get(name, 0)
-        host["tiles"][...] = 0
-        tiles = self._tiles(plan)
-        host["tiles"][: len(tiles)] = tiles
+        starts = np.append(plan.row_start, self.capacity.rows)
+        lengths = np.append(plan.prefix_length + trees, 1)
+        for size in self.tilings:
+            tiles = _tiles(starts, lengths, size)
+            host[f"tiles_{size}"][...] = 0
+            host[f"tiles_{size}"][: len(tiles)] = tiles
+            host[f"splits_{size}"][...] = np.repeat(tiles[:, 2], tiles[:, 1])
         host["mask"][:rows] = _words(plan, np.repeat(trees, count), host["mask"].shape[1])
         host["tree_positions"][: len(plan.tree)] = plan.tree_positions
         slots = host["slots"]
@@ -161,20 +188,11 @@ class DevicePlan:
         self.longest = int((plan.prefix_length + trees).max())
         self._arrays.copy(unused=len(slots) - 1 - int(keys[-1]))
 
-    def _tiles(self, plan: AttentionPlan) -> np.ndarray:
-        """The tiles, `[tiles, 2]`; rows of padding, which read the same key, are a segment too."""
-        starts = np.append(plan.row_start, self.capacity.rows)
-        of = -(-np.diff(starts) // self.tile)
-        nth = np.arange(of.sum()) - np.repeat(np.cumsum(of) - of, of)
-        first = np.repeat(starts[:-1], of) + nth * self.tile
-        until = np.minimum(first + self.tile, np.repeat(starts[1:], of))
-        return np.stack((first, until - first), 1)
-
 
 class DevicePlanBackend:
     """The base class of backends that read a `DevicePlan`; `flat` is the current one."""
 
-    TILE = 1  # rows of one segment that are computed together
+    TILES: tuple[int, ...] = ()  # numbers of rows of one segment that are computed together
 
     def __init__(self, device: torch.device | str, num_slots: int):
         self._device, self._num_slots = device, num_slots
@@ -197,7 +215,20 @@ class DevicePlanBackend:
         return self._buffer(PlanCapacity(rows, tree, self._num_slots, self._num_slots))
 
     def _buffer(self, capacity: PlanCapacity) -> DevicePlan:
-        return DevicePlan(capacity, self._num_slots, self._device, self.TILE)
+        return DevicePlan(capacity, self._num_slots, self._device, self.TILES)
+
+
+def _tiles(starts: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+    """The tiles `[tiles, 3]` of segments that start at these rows, the last one being the rows of
+    padding, and have so many keys."""
+    of = -(-np.diff(starts) // size)
+    nth = np.arange(of.sum()) - np.repeat(np.cumsum(of) - of, of)
+    first = np.repeat(starts[:-1], of) + nth * size
+    until = np.minimum(first + size, np.repeat(starts[1:], of))
+    keys = np.repeat(lengths, of)
+    most = np.minimum(-(-keys // LEAST_KEYS), MOST_SPLITS)
+    splits = np.minimum(-(-ALL_SPLITS * keys // keys.sum()), most)
+    return np.stack((first, until - first, splits), 1)
 
 
 def _words(plan: AttentionPlan, trees: np.ndarray, words: int) -> np.ndarray:

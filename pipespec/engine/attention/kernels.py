@@ -77,7 +77,6 @@ def attend(
     PAIRS: tl.constexpr,
     BITS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -86,9 +85,10 @@ def attend(
     """Attention of some rows of one segment and some heads that share a KV head to a part of the
     keys."""
     tile, heads, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    top = tl.load(tiles + 2 * tile)
-    count = tl.load(tiles + 2 * tile + 1)
-    if count > 0 and top < rows:
+    top = tl.load(tiles + 3 * tile)
+    count = tl.load(tiles + 3 * tile + 1)
+    splits = tl.load(tiles + 3 * tile + 2)
+    if split < splits and top < rows:
         blocks = tl.cdiv(group, TAKEN)
         kv_head, block = heads // blocks, heads % blocks
         # Pairs of a row and a head, one after another.
@@ -116,7 +116,7 @@ def attend(
         if WINDOWED or CHUNKED:
             earliest = tl.min(tl.where(there, since, 2147483647), 0)
             begin = tl.minimum(tl.maximum(earliest, 0), prefix)
-        each = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLIT) * KEYS
+        each = tl.cdiv(tl.cdiv(end - begin, KEYS), splits) * KEYS
         low = begin + split * each
         high = tl.minimum(low + each, end)
         best = tl.full([PAIRS], -float("inf"), tl.float32)
@@ -175,10 +175,11 @@ def attend(
         )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["splits"])
 def merge(
     parts,
     weights,
+    splits,
     sinks,
     out,
     rows,
@@ -193,7 +194,8 @@ def merge(
     s = tl.arange(0, SPLIT)
     e = tl.arange(0, VALUE)
     part = s.to(tl.int64) * rows * heads + place
-    weight = tl.load(weights + part)
+    there = s < tl.load(splits + row)
+    weight = tl.load(weights + part, there, -float("inf"))
     best = tl.max(weight, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -202,6 +204,10 @@ def merge(
     total = tl.sum(weight, 0)
     if SINKS:
         total += tl.exp(sink - best)
-    value = tl.load(parts + part[:, None] * value_dim + e[None, :], e[None, :] < value_dim, 0.0)
+    value = tl.load(
+        parts + part[:, None] * value_dim + e[None, :],
+        there[:, None] & (e[None, :] < value_dim),
+        0.0,
+    )
     merged = tl.sum(value * weight[:, None], 0) / total
     tl.store(out + place * value_dim + e, merged, e < value_dim)

@@ -24,13 +24,15 @@ SHARED_KIB: dict[Capability, int] = {
 }
 LEAST_SHARED_KIB = 99
 # GPUs whose tensor cores read operands from shared memory, which takes fewer registers.
+HOPPER: Capability = (9, 0)
 ASYNCHRONOUS: tuple[Capability, ...] = ((9, 0), (10, 0))
 
 
 class Launch(NamedTuple):
-    """Of `kernels.attend`: how many query heads of a KV head a program computes at most, how many
-    keys it processes together, its warps, and the stages of its loop that overlap."""
+    """Of `kernels.attend`: how many rows and query heads of a KV head a program computes at most,
+    how many keys it processes together, its warps, and the stages of its loop that overlap."""
 
+    rows: int
     heads: int
     keys: int
     warps: int
@@ -43,12 +45,17 @@ def attend_launch(capability: Capability, itemsize: int, width: int, group: int)
     stages = 3 if SHARED_KIB.get(capability, LEAST_SHARED_KIB) > LEAST_SHARED_KIB else 2
     if itemsize == 4:
         # Without tensor cores a program's time, code and registers grow with its products.
-        return Launch(heads=4 if width <= 128 else 2, keys=16, warps=8, stages=stages)
+        return Launch(8, heads=4 if width <= 128 else 2, keys=16, warps=8, stages=stages)
+    if capability == HOPPER and width <= 128:
+        # The fastest of 24 on an H200 (docs/gpus.md): 64 pairs of a row and a head, which four
+        # warps multiply at once.
+        rows = 8 if group > 4 else 16
+        return Launch(rows, heads=64 // rows, keys=64, warps=4, stages=stages)
     heads = 16 if width <= (128 if capability in ASYNCHRONOUS else 64) else 8
     # The sums of more than four heads, of eight rows each, need the registers of eight warps.
     if min(group, heads) > 4:
-        return Launch(heads, keys=32, warps=8, stages=stages)
-    return Launch(heads, keys=64 if width <= 128 else 32, warps=4, stages=stages)
+        return Launch(8, heads, keys=32, warps=8, stages=stages)
+    return Launch(8, heads, keys=64 if width <= 128 else 32, warps=4, stages=stages)
 
 
 def capability_error(capability: Capability) -> str | None:

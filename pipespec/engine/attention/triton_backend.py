@@ -14,11 +14,9 @@ from torch import Tensor
 
 from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
-from pipespec.engine.attention.device_plan import WORD, DevicePlanBackend
+from pipespec.engine.attention.device_plan import MOST_SPLITS, WORD, DevicePlanBackend
 from pipespec.engine.attention.launch_table import OLDEST, Capability, attend_launch
 
-# Rows of a program, and programs among which the keys of a row are split.
-TILE, SPLITS = 8, 16
 # The smallest side of a matrix that Triton multiplies.
 LEAST = 16
 # Products and sums are fused, which was Triton's default up to 3.9.
@@ -28,7 +26,7 @@ OPTIONS = {"enable_fp_fusion": True}
 class TritonBackend(DevicePlanBackend):
     """See `AttentionBackend`. For head sizes up to 256, in float32, bfloat16 or float16."""
 
-    TILE = TILE
+    TILES = (8, 16)
 
     def __init__(
         self, device: torch.device | str, num_slots: int, capability: Capability | None = None
@@ -55,17 +53,18 @@ class TritonBackend(DevicePlanBackend):
             self.capability, query.itemsize, max(wide["DIM"], wide["VALUE"]), group
         )
         taken = min(triton.next_power_of_2(group), launch.heads)
+        tiling = flat.tilings[launch.rows]
         parts = torch.empty(
-            SPLITS, rows, heads, value_dim, dtype=torch.float32, device=query.device
+            MOST_SPLITS, rows, heads, value_dim, dtype=torch.float32, device=query.device
         )
-        weights = torch.empty(SPLITS, rows, heads, dtype=torch.float32, device=query.device)
-        kernels.attend[flat.capacity.rows, kv_heads * triton.cdiv(group, taken), SPLITS](
+        weights = torch.empty(MOST_SPLITS, rows, heads, dtype=torch.float32, device=query.device)
+        kernels.attend[flat.capacity.rows, kv_heads * triton.cdiv(group, taken), MOST_SPLITS](
             query,
             keys,
             values,
             parts,
             weights,
-            *(flat.tiles, flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first),
+            *(tiling.tiles, flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first),
             *(flat.mask, flat.tree_positions, flat.slots),
             rows,
             flat.mask.shape[1],
@@ -76,10 +75,9 @@ class TritonBackend(DevicePlanBackend):
             group,
             **wide,
             TAKEN=taken,
-            PAIRS=max(TILE * taken, LEAST),
+            PAIRS=max(launch.rows * taken, LEAST),
             BITS=WORD,
             KEYS=launch.keys,
-            SPLIT=SPLITS,
             CAPPED=options.softcap is not None,
             WINDOWED=options.window is not None,
             CHUNKED=options.chunk is not None,
@@ -93,12 +91,13 @@ class TritonBackend(DevicePlanBackend):
         kernels.merge[rows, heads](
             parts,
             weights,
+            tiling.splits,
             sinks,
             out,
             rows,
             value_dim,
             VALUE=wide["VALUE"],
-            SPLIT=SPLITS,
+            SPLIT=MOST_SPLITS,
             SINKS=options.sinks is not None,
             **OPTIONS,
         )

@@ -41,8 +41,8 @@ def test_batches_of_any_size_run_what_the_first_one_compiled() -> None:
     ("before", "after"),
     [
         ('do_not_specialize=["rows", "words", "span"]', 'do_not_specialize=["words", "span"]'),
-        ('        "slots",\n    ],\n', "    ],\n"),
-        ('(do_not_specialize=["rows"])', ""),
+        ('        "tree_positions",\n', ""),
+        ('do_not_specialize=["rows"], ', ""),
     ],
 )
 def test_a_kernel_that_is_compiled_anew_for_a_batch_is_found(
@@ -74,10 +74,10 @@ def test_the_whole_matrix_has_every_head_size() -> None:
         assert mine in [{each.arguments for each in other} for other in others]
 
 
-def test_gpus_that_the_table_does_not_know_get_the_smallest_launch() -> None:
-    for itemsize, width, group in ((2, 64, 16), (2, 256, 4), (4, 128, 1)):
-        known = [attend_launch(each, itemsize, width, group) for each in SHARED_KIB]
-        assert attend_launch((12, 1), itemsize, width, group) == min(known)
+def test_gpus_that_the_table_does_not_know_get_the_launch_of_those_with_least_memory() -> None:
+    smallest = min(SHARED_KIB, key=SHARED_KIB.__getitem__)
+    for of_layer in ((2, 64, 16), (2, 256, 4), (4, 128, 1)):
+        assert attend_launch((12, 1), *of_layer) == attend_launch(smallest, *of_layer)
 
 
 def test_an_older_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_launches_of_other_gpus_are_found_where_they_do_not_fit(
     assert attend((8, 6)) == []
     (older,) = attend((7, 5))
     assert older.startswith("is not compiled: RuntimeError")
-    large = Launch(heads=16, keys=64, warps=8, stages=3)
+    large = Launch(rows=8, heads=16, keys=64, warps=8, stages=3)
     monkeypatch.setattr(triton_backend, "attend_launch", lambda *_: large)
     shared, *_ = attend((8, 6))
     assert shared.endswith("KiB of shared memory, and a program may have 99")

@@ -15,7 +15,7 @@ from pipespec.engine.attention.attention_plan import (
     Reach,
     Segment,
 )
-from pipespec.engine.attention.device_plan import WORD, DevicePlan, PlanCapacity
+from pipespec.engine.attention.device_plan import MOST_SPLITS, WORD, DevicePlan, PlanCapacity
 from pipespec.engine.attention.torch_backend import TorchBackend
 from tests.helpers.plans import joined, plans, seen_by
 
@@ -58,7 +58,7 @@ def given_rows(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, LayerPool]
 @given(plans(NUM_SLOTS), st.sampled_from([None, 1, 6, 200]))
 def test_device_plan_equals_the_plan(plan: AttentionPlan, window: int | None) -> None:
     flat = DevicePlan(
-        PlanCapacity(1, 1, 1, 1).grown(PlanCapacity.of(plan)), NUM_SLOTS, "cpu", tile=3
+        PlanCapacity(1, 1, 1, 1).grown(PlanCapacity.of(plan)), NUM_SLOTS, "cpu", (2, 3)
     )
     flat.fill(plan)
     rows = len(plan.write)
@@ -80,13 +80,46 @@ def test_device_plan_equals_the_plan(plan: AttentionPlan, window: int | None) ->
         assert prefix + tree <= flat.longest
         assert seen == (expected[row] if row < rows else {NUM_SLOTS: 0})
     # The tiles are all rows, each once, and none of two segments.
-    covered = []
-    for first_row, count in flat.tiles.tolist():
-        covered += range(first_row, first_row + count)
-        starts = flat.first[first_row : first_row + count]
-        assert count <= 3
-        assert count == 0 or starts.eq(starts[0]).all()
-    assert covered == list(range(flat.capacity.rows))
+    for size, (tiles, splits) in flat.tilings.items():
+        covered = []
+        for first_row, count, parts in tiles.tolist():
+            rows_of_tile = slice(first_row, first_row + count)
+            covered += range(first_row, first_row + count)
+            assert count <= size
+            assert flat.first[rows_of_tile].unique().numel() == (count > 0)
+            assert splits[rows_of_tile].tolist() == [parts] * count
+            assert (0 < parts <= MOST_SPLITS) if count else not parts
+        assert covered == list(range(flat.capacity.rows))
+
+
+def test_a_tile_has_programs_by_its_share_of_the_keys() -> None:
+    """A long text is split among many programs, also beside short ones; no part is tiny."""
+
+    def splits(rows: list[int], prefixes: list[int]) -> list[int]:
+        slots = np.arange(sum(prefixes) + 1)
+        ends = np.cumsum(prefixes)
+        nothing = np.zeros(0, np.int64)
+        parts = [
+            Segment(
+                slice(sum(rows[:i]), sum(rows[: i + 1])),
+                np.full(rows[i], prefixes[i] - 1),
+                slots[ends[i] - prefixes[i] : ends[i]],
+                nothing,
+                nothing,
+                np.zeros((rows[i], 0), bool),
+            )
+            for i in range(len(rows))
+        ]
+        plan = joined(parts, np.zeros(sum(rows), np.int64))
+        flat = DevicePlan(PlanCapacity.of(plan), len(slots), "cpu", (8,))
+        flat.fill(plan)
+        return flat.tilings[8].splits[np.cumsum(rows) - 1].tolist()
+
+    assert splits([1], [4000]) == [16]
+    assert splits([1], [100]) == [2]
+    assert splits([64], [4000]) == [4]
+    assert splits([1] * 64, [4000] * 64) == [1] * 64
+    assert splits([1] * 64, [40_000] + [400] * 63) == [16] + [1] * 63
 
 
 @given(st.lists(plans(NUM_SLOTS), min_size=1, max_size=4), OPTIONS, st.integers(0, 99))
