@@ -108,7 +108,7 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
     # torch knows this since 2.12. An older one waits longer for supervisors that do not end; what
     # then still runs is killed by the agent.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    optional = {"shutdown_timeout": int(PATIENCE_S) - 2}
+    optional: dict[str, Any] = {"shutdown_timeout": int(PATIENCE_S) - 2}
     # The workers meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
     config = LaunchConfig(
         min_nodes=1,

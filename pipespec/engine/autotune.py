@@ -34,13 +34,13 @@ def autotune(
     """Switch a slice to its fastest backend. No KV slot may be in use meanwhile.
 
     `buckets`: rows of the graphs to capture (`ModelSlice.capture_graphs`). Backends that fail their
-    self-test are listed in `model.refused`; backends that are not installed, and failures of slower
+    self-test are listed in `model.refused`; backends that are not available, and failures of slower
     backends to be captured, are not."""
     time_ms = time_ms or step_ms
     took: dict[str, float] = {}
     refused = model.refused
     for name in (select.SDPA, *select.FALLBACK):
-        if select.missing_requirement(name, model.device.type):
+        if select.missing_requirement(name, model.device.type, model.dtype):
             continue
         wrong = None
         if name != select.SDPA:

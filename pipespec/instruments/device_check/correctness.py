@@ -41,15 +41,19 @@ def check_attention(device: torch.device) -> dict[str, Any]:
             found[backend] = {"not_available": missing}
             continue
         found[backend] = {
-            str(dtype).removeprefix("torch."): {
-                _shape_name(shape): select.backend_error(
-                    backend, device, [_layer(shape, dtype, device)]
-                )
-                for shape in SHAPES
-            }
-            for dtype in DTYPES
+            str(dtype).removeprefix("torch."): _by_shape(backend, dtype, device) for dtype in DTYPES
         }
     return {"backends": found}
+
+
+def _by_shape(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, str | None]:
+    missing = select.missing_requirement(backend, device.type, dtype)
+    if missing is not None:
+        return {"not_available": missing}
+    return {
+        _shape_name(shape): select.backend_error(backend, device, [_layer(shape, dtype, device)])
+        for shape in SHAPES
+    }
 
 
 def _layer(

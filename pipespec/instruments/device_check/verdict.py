@@ -20,7 +20,7 @@ def faults(name: str, found: Mapping[str, Any]) -> Iterator[str]:
                     yield from (
                         f"{backend}, {dtype}, {shape}: {wrong}"
                         for shape, wrong in by_shape.items()
-                        if wrong is not None
+                        if wrong is not None and shape != "not_available"
                     )
     if name == "packed_weights":
         yield from (f"{kind}: {why}" for kind, why in found.get("kinds", {}).items() if why)

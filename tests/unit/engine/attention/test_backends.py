@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from pipespec.engine.attention import sdpa, select
 from pipespec.engine.attention.attention_plan import (
     AttentionBackend,
     AttentionPlan,
@@ -20,9 +25,10 @@ from pipespec.engine.attention.attention_plan import (
 )
 from pipespec.engine.attention.sdpa import SdpaBackend
 from pipespec.engine.attention.torch_backend import TorchBackend
-from tests.helpers.plans import joined
+from tests.helpers.plans import joined, plans
 
 NUM_SLOTS = 40
+MANY_SLOTS = 300
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa": SdpaBackend,
     "static": lambda: TorchBackend("cpu", NUM_SLOTS),
@@ -186,3 +192,33 @@ def test_a_pool_has_a_row_per_slot_and_knows_its_size():
     assert pool.keys.shape == (11, 2, 8)
     assert pool.values.shape == (11, 2, 6)
     assert pool.num_bytes == 10 * 2 * (8 + 6) * 4
+
+
+@given(plans(MANY_SLOTS), st.sampled_from([torch.bfloat16, torch.float32]))
+def test_masks_begin_where_cuda_reads_them(plan: AttentionPlan, dtype: torch.dtype) -> None:
+    """CUDA's kernels read a mask 16 bytes at a time: a misaligned one ended the process."""
+    starts: list[int] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **given_: Any):
+        if attn_mask is not None:
+            starts.append(attn_mask.storage_offset() * attn_mask.itemsize)
+        return scaled_dot_product_attention(query, key, value, attn_mask, **given_)
+
+    rows = len(plan.write)
+    pool = LayerPool(*(torch.zeros(MANY_SLOTS + 1, 2, 8, dtype=dtype) for _ in "kv"))
+    query, key, value = (torch.zeros(rows, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "scaled_dot_product_attention", attend)
+        backend = SdpaBackend()
+        backend.prepare(plan)
+        backend.attend(query, key, value, pool, LayerOptions(0.3))
+    assert all(start % 16 == 0 for start in starts)
+
+
+def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "find_spec", lambda _name: object())
+    wrong = select.missing_requirement("flashinfer", "cuda", torch.float32)
+    assert wrong == "it computes in bfloat16 and float16, and the slice is in float32"
+    assert select.missing_requirement("flashinfer", "cuda", torch.bfloat16) is None
+    assert select.missing_requirement("flashinfer", "cuda") is None
+    assert select.missing_requirement("triton", "cuda", torch.float32) is None
