@@ -1,9 +1,9 @@
 """Which layers which GPU would hold, and how fast that would be, from a model's config alone.
 
-Times are those of reading weights and of arithmetic (`hardware`), so they are ASSUMED, and so is
-the accuracy of the draft. What a plan is for is the difference between clusters, and what does not
-fit; `pipespec plan --profile` takes measured times. A stage is a GPU, or a tensor-parallel group of
-equal ones.
+Times are those of reading weights and of arithmetic (`hardware`) and what a layer takes beside, so
+they are ASSUMED, and so is the accuracy of the draft. What a plan is for is the difference between
+clusters, and what does not fit; `pipespec plan --profile` takes measured times. A stage is a GPU,
+or a tensor-parallel group of equal ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from pipespec.instruments.plan.pipeline_times import Machine
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 # Layers are divided so that stages take as long as each other with so many rows.
 USUAL_ROWS = 16
-# ASSUMED: nodes of a draft round, what a round takes on the host, and a layer for its launches.
-DRAFT_NODES, ROUND_MS, LAUNCH_MS = 16, 0.5, 0.02
+# ASSUMED: nodes of a draft round, and what a round takes on the host.
+DRAFT_NODES, ROUND_MS = 16, 0.5
+# What a layer takes beside reading and arithmetic: attention to a text of 2048 tokens, small
+# operations, and the gaps between the kernels of a CUDA graph. MEASURED on an H200, without
+# torch.compile (docs/gpus.md); ASSUMED of other GPUs.
+LAYER_MS = 0.18
 # ASSUMED: what the GPUs of a group take to add up a layer's two sums. Four with NVLink take 12.0
 # and 15.3 us (SwiftSpec, Table 3).
 SUM_MS = 0.0273
@@ -98,7 +102,7 @@ class Target:
             read = layers * of_layer * shape.read_bytes(self.weights, rows)
             read += of_head * shape.head_bytes
             flops = layers * of_layer * shape.layer_flops(rows) + of_head * shape.head_flops(rows)
-            return gpu.ms(read, flops) + layers * self.sum_ms
+            return gpu.ms(read, flops) + layers * (LAYER_MS + self.sum_ms)
 
         return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))
 
@@ -189,7 +193,7 @@ def round_ms(draft: ModelShape, gpu: GPU) -> float:
     """A draft round, in milliseconds."""
     read = draft.num_layers * draft.read_bytes("bfloat16", DRAFT_NODES) + draft.head_bytes
     flops = draft.num_layers * draft.layer_flops(DRAFT_NODES) + draft.head_flops(DRAFT_NODES)
-    return gpu.ms(read, flops) + draft.num_layers * LAUNCH_MS + ROUND_MS
+    return gpu.ms(read, flops) + draft.num_layers * LAYER_MS + ROUND_MS
 
 
 def _draft_gpus(
