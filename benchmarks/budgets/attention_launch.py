@@ -103,7 +103,7 @@ def measure(group: int, batches: Sequence[tuple[int, int]]) -> list[dict[str, An
     ]
     used = attend_launch(torch.cuda.get_device_capability(), 2, DIM, group)
     tried = [
-        Launch(rows, 64 // rows, keys, warps, stages)
+        Launch(rows, group, keys, warps, stages)
         for rows, keys, warps, stages in product((8, 16), (32, 64, 128), (4, 8), (2, 3))
     ]
     found = []

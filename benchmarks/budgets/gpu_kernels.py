@@ -38,8 +38,8 @@ def work(stage: TimedStage, rows: int, context: int, *, draft: bool) -> Callable
     rewind = stage.remember()
     tree = random_tree(rows, context, stage.shape.vocab)
     if draft:
-        source = DraftModelProposer(stage, chunk=1, vocabulary=stage.shape.vocab)
-        asked = [ProposalRequest(text, tree, np.arange(1, len(tree)))]
+        proposer = DraftModelProposer(stage, chunk=1, vocabulary=stage.shape.vocab)
+        requests = [ProposalRequest(text, tree, np.arange(1, len(tree)))]
     else:
         batch = stage.batch(draft_rows(tree))
 
@@ -48,7 +48,7 @@ def work(stage: TimedStage, rows: int, context: int, *, draft: bool) -> Callable
         torch.cuda.synchronize()
         began = time.perf_counter()
         if draft:
-            source.propose(asked, CHILDREN)
+            proposer.propose(requests, CHILDREN)
         else:
             stage.compute(batch)
         torch.cuda.synchronize()

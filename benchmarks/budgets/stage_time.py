@@ -203,9 +203,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         layers = min(options.draft_layers or shape.layers, shape.layers)
         context, most = options.profile_context, max(options.draft_rows)
         draft = TimedStage(shape, layers, range(layers), context + most, where)
+        if options.compile:
+            draft.model.compile()
         if options.graph_rows:
             draft.model.capture_graphs(options.graph_rows)
             draft.model.capture_head(options.graph_rows)
+        if draft.model.refused:
+            raise ConfigError(draft.model.refused[0])
         label = {"shape": name, "layers": layers, "of": shape.layers}
         drafts += [
             label | draft_round(draft, rows, context, options.seconds)

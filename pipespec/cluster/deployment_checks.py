@@ -41,7 +41,9 @@ def require_attention(deployment: Deployment) -> None:
         zip(deployment.workers, deployment.devices, strict=True)
     ):
         kind = device.partition(":")[0]
-        wrong = missing_requirement(name, kind) if worker in local or kind == "cpu" else None
+        wrong = None
+        if worker in local or kind == "cpu":
+            wrong = missing_requirement(name, kind, deployment.dtype)
         if rank and wrong:
             raise ConfigError(
                 f"model.attention is {name}, but rank {rank} cannot use it: {wrong}; set "

@@ -40,7 +40,7 @@ def autotune(
     took: dict[str, float] = {}
     refused = model.refused
     for name in (select.SDPA, *select.FALLBACK):
-        if select.missing_requirement(name, model.device.type, model.dtype):
+        if select.missing_requirement(name, model.device.type, select.dtype_name(model.dtype)):
             continue
         wrong = None
         if name != select.SDPA:

@@ -2,9 +2,9 @@
 launch instead of hundreds.
 
 A graph always computes a fixed number of rows, its *bucket*; a smaller batch is padded. So the
-shapes of the matrix products do not depend on the number of draft tokens in a batch, nor does the
-result of a row. Inputs, positions and plans are in tensors with fixed addresses. So are the pools
-of layers with a running state until they grow; the graph is then captured anew.
+shapes of the matrix products do not depend on the number of draft tokens in a batch. Inputs,
+positions and plans are in tensors with fixed addresses. So are the pools of layers with a running
+state until they grow; the graph is then captured anew.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class PlanCapacity:
 
 class Tiling(NamedTuple):
     """Tiles of consecutive rows of one segment; each has a share of a kernel's programs, by its
-    keys.
+    share of the keys that the batch reads. So the rounding of a row may differ with the batch.
 
     `tiles` `[rows, 3]`: the first row, the number of rows, and the parts into which the keys are
     split; unused entries have none. `splits` `[rows]`: those parts, by row.

@@ -23,9 +23,9 @@ SHARED_KIB: dict[Capability, int] = {
     (12, 0): 99,  # RTX 5090
 }
 LEAST_SHARED_KIB = 99
-# GPUs whose tensor cores read operands from shared memory, which takes fewer registers.
 HOPPER: Capability = (9, 0)
-ASYNCHRONOUS: tuple[Capability, ...] = ((9, 0), (10, 0))
+# GPUs whose tensor cores read operands from shared memory, which takes fewer registers.
+ASYNCHRONOUS: tuple[Capability, ...] = (HOPPER, (10, 0))
 
 
 class Launch(NamedTuple):
@@ -46,9 +46,9 @@ def attend_launch(capability: Capability, itemsize: int, width: int, group: int)
     if itemsize == 4:
         # Without tensor cores a program's time, code and registers grow with its products.
         return Launch(8, heads=4 if width <= 128 else 2, keys=16, warps=8, stages=stages)
-    if capability == HOPPER and width <= 128:
-        # The fastest of 24 on an H200 (docs/gpus.md): 64 pairs of a row and a head, which four
-        # warps multiply at once.
+    if capability == HOPPER and width <= 128 and group <= 8:
+        # Of 24 on an H200 the fastest for groups of 4, and nearly so for 8 (docs/gpus.md): 64 pairs
+        # of a row and a head, which four warps multiply at once.
         rows = 8 if group > 4 else 16
         return Launch(rows, heads=64 // rows, keys=64, warps=4, stages=stages)
     heads = 16 if width <= (128 if capability in ASYNCHRONOUS else 64) else 8

@@ -21,8 +21,8 @@ ATTENTIONS = (AUTO, SDPA, STATIC, TRITON, FLASHINFER)
 FALLBACK = {FLASHINFER: TRITON, TRITON: STATIC, STATIC: SDPA}
 # Backends for GPUs: the package that they need, and the extra of pipespec that installs it.
 PACKAGES = {TRITON: ("triton", "triton"), FLASHINFER: ("flashinfer", "cuda")}
-# The types of a slice that a backend computes in, as torch writes them; others take any.
-TYPES = {FLASHINFER: ("torch.bfloat16", "torch.float16")}
+# The types that a backend computes in, as settings name them; others take any.
+TYPES = {FLASHINFER: ("bfloat16", "float16")}
 
 
 def select_backend(
@@ -43,7 +43,7 @@ def select_backend(
     refused: list[str] = []
     name = SDPA if name == AUTO else name
     while name != SDPA:
-        dtype = layers[0].pool.keys.dtype if layers else None
+        dtype = dtype_name(layers[0].pool.keys.dtype) if layers else None
         wrong = missing_requirement(name, device.type, dtype) or backend_error(name, device, layers)
         if wrong is None:
             return name, make_backend(name, device, num_slots), refused
@@ -52,11 +52,14 @@ def select_backend(
     return name, make_backend(name, device, num_slots, batch_invariant=batch_invariant), refused
 
 
-def missing_requirement(
-    name: str, device_type: str, dtype: torch.dtype | None = None
-) -> str | None:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings name it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def missing_requirement(name: str, device_type: str, dtype: str | None = None) -> str | None:
     """Why a backend is not available on a device, as a clause; None: it is available. `dtype`: of
-    the slice, if it is known."""
+    the slice, as settings name it, if it is known."""
     if name not in PACKAGES:
         return None
     if device_type != "cuda":
@@ -64,9 +67,8 @@ def missing_requirement(
     package, extra = PACKAGES[name]
     if find_spec(package) is None:
         return f"the package {package} is not installed; run pip install 'pipespec[{extra}]'"
-    if dtype is not None and str(dtype) not in TYPES.get(name, (str(dtype),)):
-        types = " and ".join(each.removeprefix("torch.") for each in TYPES[name])
-        return f"it computes in {types}, and the slice is in {str(dtype).removeprefix('torch.')}"
+    if dtype is not None and dtype not in TYPES.get(name, (dtype,)):
+        return f"it computes in {' and '.join(TYPES[name])}, and the model is in {dtype}"
     return None
 
 

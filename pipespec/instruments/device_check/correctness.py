@@ -41,13 +41,13 @@ def check_attention(device: torch.device) -> dict[str, Any]:
             found[backend] = {"not_available": missing}
             continue
         found[backend] = {
-            str(dtype).removeprefix("torch."): _by_shape(backend, dtype, device) for dtype in DTYPES
+            select.dtype_name(dtype): _by_shape(backend, dtype, device) for dtype in DTYPES
         }
     return {"backends": found}
 
 
 def _by_shape(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, str | None]:
-    missing = select.missing_requirement(backend, device.type, dtype)
+    missing = select.missing_requirement(backend, device.type, select.dtype_name(dtype))
     if missing is not None:
         return {"not_available": missing}
     return {

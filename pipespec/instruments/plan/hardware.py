@@ -1,10 +1,8 @@
 """GPUs and networks that people have, for plans of clusters that do not exist yet.
 
 Memory, bandwidth and arithmetic are those of NVIDIA's data sheets and architecture papers: dense
-products of bfloat16 with sums in float32. What share of both a stage reaches is ASSUMED: vLLM's
-pipeline takes 181.41 ms a token for a 70B over eight RTX 3090 (SpecPipe, section 4), so 22.7 ms for
-ten layers, which is .8 of the bandwidth; on an H200 the matrix products of ten such layers took
-4.66 ms, which is .77 of it (docs/gpus.md).
+products of bfloat16 with sums in float32. What share of both a stage reaches is ASSUMED: on an H200
+the matrix products of ten layers of a 70B reached .77 of the bandwidth (docs/gpus.md).
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ USUAL_ROWS = 16
 # ASSUMED: nodes of a draft round, and what a round takes on the host.
 DRAFT_NODES, ROUND_MS = 16, 0.5
 # What a layer takes beside reading and arithmetic: attention to a text of 2048 tokens, small
-# operations, and the gaps between the kernels of a CUDA graph. MEASURED on an H200, without
-# torch.compile (docs/gpus.md); ASSUMED of other GPUs.
+# operations, and the gaps between the kernels of a CUDA graph. Fitted to a stage of a 70B and
+# rounds of a 1B and an 8B on an H200, without torch.compile (docs/gpus.md), which alone would give
+# .23, .16 and .18; ASSUMED of other GPUs.
 LAYER_MS = 0.18
 # ASSUMED: what the GPUs of a group take to add up a layer's two sums. Four with NVLink take 12.0
 # and 15.3 us (SwiftSpec, Table 3).

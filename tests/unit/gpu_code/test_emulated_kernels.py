@@ -163,6 +163,12 @@ PLANTED = {
         "bfloat16, chunk",
         OUTSIDE,
     ),
+    "parts of another row are merged": (
+        "there = s < tl.load(splits + row)",
+        "there = s < tl.load(splits)",
+        "bfloat16, many heads",
+        WRONG,
+    ),
     "the sink of another head": (
         "sink = tl.load(sinks + head)",
         "sink = tl.load(sinks + row)",

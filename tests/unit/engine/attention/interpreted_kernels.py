@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipespec.engine.attention import self_test
 from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
+from pipespec.engine.attention.launch_table import HOPPER, OLDEST
 from pipespec.engine.attention.triton_backend import TritonBackend
 from tests.helpers.plans import plans
 
@@ -25,10 +26,11 @@ EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
     st.sampled_from([None, 1.5]),
     st.booleans(),
     st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([OLDEST, HOPPER]),
 )
-def test_kernels_attend_as_defined(these, heads, dims, reach, softcap, sinks, dtype):
+def test_kernels_attend_as_defined(these, heads, dims, reach, softcap, sinks, dtype, capability):
     rng = torch.Generator().manual_seed(1)
-    backend = TritonBackend("cpu", NUM_SLOTS)
+    backend = TritonBackend("cpu", NUM_SLOTS, capability)
     learned = torch.randn(heads[0], generator=rng) if sinks else None
     options = LayerOptions(0.3, reach.window, softcap, learned, reach.chunk)
     for plan in these:

@@ -217,8 +217,8 @@ def test_masks_begin_where_cuda_reads_them(plan: AttentionPlan, dtype: torch.dty
 
 def test_a_backend_is_not_tried_in_a_type_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "find_spec", lambda _name: object())
-    wrong = select.missing_requirement("flashinfer", "cuda", torch.float32)
-    assert wrong == "it computes in bfloat16 and float16, and the slice is in float32"
-    assert select.missing_requirement("flashinfer", "cuda", torch.bfloat16) is None
+    wrong = select.missing_requirement("flashinfer", "cuda", "float32")
+    assert wrong == "it computes in bfloat16 and float16, and the model is in float32"
+    assert select.missing_requirement("flashinfer", "cuda", "bfloat16") is None
     assert select.missing_requirement("flashinfer", "cuda") is None
-    assert select.missing_requirement("triton", "cuda", torch.float32) is None
+    assert select.missing_requirement("triton", "cuda", "float32") is None

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pipespec.cli.main import main
+from pipespec.engine.attention import select
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.instruments.device_check import check_device as check
 from pipespec.instruments.device_check import correctness
@@ -118,6 +119,19 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TorchBackend, "attend", lambda *given: right(*given) + 0.01)
     (wrong,) = faults("attention", correctness.check_attention(CPU))
     assert wrong.startswith("static, float32, 32/8 heads of 64 sinks: its error is ")
+
+
+def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str, _device: str, dtype: str | None = None) -> str | None:
+        return f"{name} lacks {dtype}" if dtype == "float16" else None
+
+    monkeypatch.setattr(select, "missing_requirement", missing)
+    monkeypatch.setattr(correctness, "BACKENDS", ("static",))
+    monkeypatch.setattr(correctness, "SHAPES", correctness.SHAPES[1:2])
+    monkeypatch.setattr(correctness, "DTYPES", (torch.float32, torch.float16))
+    found = correctness.check_attention(CPU)
+    assert found["backends"]["static"]["float16"] == {"not_available": "static lacks float16"}
+    assert list(faults("attention", found)) == []
 
 
 def test_hops_are_timed_by_rows():
