@@ -41,9 +41,7 @@ def add(commands: Commands) -> None:
         "models that pipespec knows), as in rtx3090:4",
     )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
-    command.add_argument(
-        "--weights", default="bfloat16", help="of the target: bfloat16 (default), int8, fp8 or int4"
-    )
+    command.add_argument("--weights", help="of the target: bfloat16 (default), int8, fp8 or int4")
     command.add_argument(
         "--context",
         type=int,
@@ -162,6 +160,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec plan` takes options and no settings, but got {rest[0]!r}; models are for "
             "--gpus."
         )
+    for option in ("link", "weights"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
     arguments.widths = arguments.widths or WIDTHS
     arguments.children = arguments.children or CHILDREN
     arguments.rounds = arguments.rounds or ROUNDS

@@ -391,6 +391,8 @@ def test_without_a_draft_the_plain_pipeline_is_predicted(capsys: pytest.CaptureF
         (["plan", "--gpus", "h100:2"], "needs model.target"),
         (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
         (ASKED, "models are for --gpus"),
+        (["plan", "--link", "1gbe"], "give --gpus too"),
+        (["plan", "--weights", "bfloat16", "--stages", "4"], "--weights is of a cluster"),
     ],
 )
 def test_wrong_input_is_one_sentence(
