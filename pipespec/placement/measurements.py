@@ -50,6 +50,11 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
             f"The figures are of {figures.rows} rows a batch, but {config.policy.max_rows} are to "
             "be fed; measure again, or set policy.width as it was."
         )
+    if config.proposer.needs_draft and figures.draft is None:
+        raise ConfigError(
+            "The figures were measured without a draft model, which the proposer needs; measure "
+            "again, or set proposer as it was."
+        )
     model = config.model
     for name, found, wanted in (
         ("dtype", figures.dtype, choose_dtype(hosts_file, config)),

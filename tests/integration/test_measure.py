@@ -194,6 +194,13 @@ def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
 
 
 @pytest.mark.long
+def test_figures_without_the_draft_that_is_needed_are_refused(figures, hosts_file):
+    config = compose(["cluster.stages=3", *SETTINGS])
+    with pytest.raises(ConfigError, match="measured without a draft model"):
+        problem(load_hosts(hosts_file), replace(figures, draft=None), config)
+
+
+@pytest.mark.long
 def test_figures_of_another_width_are_refused(figures, hosts_file):
     with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 64"):
         problem(load_hosts(hosts_file), figures, compose(["cluster.stages=3"]))
