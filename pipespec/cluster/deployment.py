@@ -19,6 +19,7 @@ from pipespec.cluster.deployment_checks import (
     require_mid_device,
 )
 from pipespec.config.cluster import ClusterConfig
+from pipespec.config.entries import numbered
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
@@ -77,7 +78,8 @@ class Deployment:
     @property
     def mid_device(self) -> str:
         """Where the head's machine computes the mid-size model."""
-        return self.config.cluster.mid_device or self.devices[0]
+        named = self.config.cluster.mid_device
+        return self.devices[0] if named is None else numbered(named)
 
     @property
     def workers(self) -> tuple[str, ...]:

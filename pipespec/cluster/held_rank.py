@@ -38,13 +38,17 @@ class HeldRank:
         """The workers that compute the rank."""
         return self.assignment.members(self.rank)
 
-    def num_workers_on(self, device: str) -> int:
-        """How many workers of this epoch compute on a device of this worker's host."""
+    def num_models_on(self, device: str) -> int:
+        """How many models and parts of models are on a device of this worker's host in this epoch:
+        one of each worker, and the mid-size one of the head."""
         host = self.hosts[self.members[self.member]]
-        return sum(
+        of_workers = sum(
             self.hosts[each].name == host.name and self.deployment.device_of(each) == device
             for each in self.assignment.everyone
         )
+        head, *_ = self.assignment.members(0)
+        has_mid = self.deployment.mid is not None and self.hosts[head].name == host.name
+        return of_workers + (has_mid and self.deployment.mid_device == device)
 
     def core_shares(self) -> CoreShares:
         """The shares of the ranks of this worker's host in its cores, in this epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -148,8 +149,9 @@ class Weights:
         """Free the model."""
         if self._model is not None:
             self._model = self._loaded = None
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # before free memory is measured
+            if torch.cuda.is_initialized():  # before free memory is measured
+                gc.collect()  # graphs and compiled slices refer to the model, which has them
+                torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -168,14 +170,18 @@ def leading_tp_group(model: ModelSlice, group: TPBroadcastGroup) -> Iterator[int
             leader.end()
         finally:
             model.set_driver(None)
+            model.release_graphs()
 
 
 def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
     """Compute what the leader of a tensor-parallel rank computes, until it ends."""
     assert isinstance(model.group, TPRank)
     with model.group.joined(group):
-        negotiate(model, group)
-        run_tp_worker(model, group)
+        try:
+            negotiate(model, group)
+            run_tp_worker(model, group)
+        finally:
+            model.release_graphs()
 
 
 def num_profiled_rows(config: Config) -> int:

@@ -103,22 +103,28 @@ port = number(1, LARGEST_PORT)
 gib = number(0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
 
 
+def numbered(device: str) -> str:
+    """A device with its number."""
+    return "cuda:0" if device == "cuda" else device
+
+
 def devices(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Devices of a host, one per worker, those that compute a stage together in a list of their
-    own; a single one needs no list."""
+    own; a single one needs no list. "cuda" is "cuda:0"."""
     listed = list_of(anything)(name, [value] if isinstance(value, str) else value)
     together = list_of(anything)
     groups = tuple(
         tuple(together(f"a group in {name}", each)) if isinstance(each, list) else (each,)
         for each in listed
     )
-    found = [device for group in groups for device in group]
-    for device in found:
+    for device in (device for group in groups for device in group):
         if not isinstance(device, str) or not DEVICE.fullmatch(device):
             raise Wrong(f"{name} holds {shown(device)}, but {A_DEVICE}.")
+    groups = tuple(tuple(map(numbered, group)) for group in groups)
+    found = [device for group in groups for device in group]
     if "auto" in found and len(found) > 1:
         raise Wrong(f"{name} holds 'auto' beside others; name each device, as in [cuda:0, cpu].")
-    cuda = [device if ":" in device else "cuda:0" for device in found if device != "cpu"]
+    cuda = [device for device in found if device != "cpu"]
     twice = next((device for device in cuda if cuda.count(device) > 1), None)
     if twice is not None:
         raise Wrong(f"{name} holds {twice!r} twice; a CUDA device can hold one worker.")

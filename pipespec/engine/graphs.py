@@ -49,7 +49,11 @@ def capture_cuda_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], object],
     meanwhile."""
     graph = torch.cuda.CUDAGraph()
     stream = _capture_stream(torch.cuda.current_device())
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    # A capture that fails would leave this thread on its stream.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         result = run()
     return graph.replay, result
 

@@ -282,9 +282,19 @@ class ModelSlice:
         """The numbers of rows of the graphs."""
         return self._graphs.rows
 
+    @property
+    def captured_rows(self) -> tuple[int, ...]:
+        """The same, those included that `release_graphs` has freed."""
+        return self._graphs.captured
+
     def keep_graphs(self, buckets: Collection[int]) -> None:
         """Drop the graphs with other numbers of rows."""
         self._graphs.keep(buckets)
+
+    def release_graphs(self) -> None:
+        """Free the layers' graphs, before the group whose collectives they contain ends: NCCL does
+        not end a group that a graph holds."""
+        self._graphs.release()
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:

@@ -15,11 +15,16 @@ from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 
 
 class SliceGraphs:
-    """Those of the layers and of the output head. A batch takes the smallest that holds it."""
+    """Those of the layers and of the output head. A batch takes the smallest that holds it.
+
+    Attributes:
+        captured: the numbers of rows of the layers' graphs, those that were released included.
+    """
 
     def __init__(self) -> None:
         self._layers: list[CapturedGraph] = []  # by rising number of rows
         self._heads: list[CapturedHead] = []
+        self.captured: tuple[int, ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -28,11 +33,16 @@ class SliceGraphs:
 
     def drop(self) -> None:
         """Drop the layers' graphs."""
+        self._layers, self.captured = [], ()
+
+    def release(self) -> None:
+        """Free the layers' graphs, which are to be captured again."""
         self._layers = []
 
     def keep(self, buckets: Collection[int]) -> None:
         """Drop the layers' graphs with other numbers of rows."""
         self._layers = [each for each in self._layers if each.rows in buckets]
+        self.captured = self.rows
 
     def run(
         self,
@@ -79,6 +89,7 @@ class SliceGraphs:
                     f"Batches of up to {len(inputs)} rows are computed without a graph: "
                     f"{_reason(error)}."
                 )
+        self.captured = self.rows
         return refused
 
     def capture_heads(

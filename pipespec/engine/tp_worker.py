@@ -51,7 +51,7 @@ def negotiate(
     if this member cannot use the backend, RankFailed if another member is lost.
     """
     slots = [int(each) for each in group.gather(torch.tensor([model.num_slots]))]
-    rows = list(model.graph_rows)
+    rows = list(model.captured_rows)
     if group.rank == 0:
         choice = json.dumps([model.attention, rows]).encode()
         group.broadcast(_bytes(np.frombuffer(choice, np.uint8).copy()))
@@ -63,6 +63,8 @@ def negotiate(
         captured = torch.tensor([each in model.graph_rows for each in rows])
         by_all = torch.stack([*group.gather(captured)]).all(0).tolist()
         model.keep_graphs([each for each, all_of in zip(rows, by_all, strict=True) if all_of])
+    else:
+        model.keep_graphs(())  # those captured while it was loaded gather nothing
     return min(slots)
 
 

@@ -166,7 +166,7 @@ class DistributedTransport:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         of_nccl = None
-        if nccl:
+        if nccl and rank:  # the head's batches have no hidden states, and its host may have no GPU
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             with raises_rank_failed(f"Rank {rank} cannot use NCCL"):
                 of_nccl = dist.ProcessGroupNCCL(

@@ -8,6 +8,7 @@ gathered over NCCL if each member has a CUDA device of its own, or through the d
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,8 +151,10 @@ class TPProcessGroup:
 
         See `DistributedTransport.abort`.
         """
-        if self._nccl is not None:
-            self._nccl.abort()
         for other in range(self.size):
             if other != self.rank:
                 close_link(self._backend, other)
+        if self._nccl is not None:
+            # It waits until no CUDA graph holds a collective of the group: the thread that it wakes
+            # drops those as it leaves.
+            threading.Thread(target=self._nccl.abort, name="nccl-abort", daemon=True).start()

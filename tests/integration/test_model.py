@@ -308,11 +308,13 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
                 assert (part.graph_rows, part.refused) == (tuple(buckets), [])
                 if rank:
                     run_tp_worker(part, group)
-                    continue
-                leader = TPDriver(group)
-                part.set_driver(leader)
-                found.append(tree.run([part], batches))
-                leader.end()
+                else:
+                    leader = TPDriver(group)
+                    part.set_driver(leader)
+                    found.append(tree.run([part], batches))
+                    leader.end()
+            part.set_driver(None)
+            part.release_graphs()  # as at the end of an epoch
         return found
 
     whole = _load(path, 1)
@@ -322,6 +324,27 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
     for tree, logits in zip(trees, runs[0].result(), strict=True):
         near = ROUNDING.get(model_type, 1e-4)
         torch.testing.assert_close(logits, tree.run(whole, batches), rtol=1e-4, atol=near)
+
+
+def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
+    """They were captured while the slice was loaded, and gather nothing from the others."""
+    path, store = checkpoint("llama"), HashStore()
+
+    def member(rank: int) -> tuple[int, ...]:
+        seat = TPRank(rank, 2)
+        part = ModelSlice.load(
+            path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
+        )
+        if rank:
+            part.capture_graphs([16], stand_in)
+            assert part.graph_rows == (16,)
+        group = RecordableGroup(store, rank, 2)
+        with seat.joined(group):
+            negotiate(part, group, stand_in)
+        return part.graph_rows
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        assert [*pool.map(member, range(2))] == [(), ()]
 
 
 def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpoint):

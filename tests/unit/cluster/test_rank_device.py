@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipespec.cluster.held_rank import HeldRank
 from pipespec.cluster.worker import run_rank
 from pipespec.errors import RankFailed
 
@@ -31,9 +32,31 @@ def test_a_rank_makes_its_gpu_the_current_one_before_it_loads_its_model(
         member=0,
         members=("a",),
         core_shares=lambda: None,
-        num_workers_on=lambda _: 1,
+        num_models_on=lambda _: 1,
     )
     weights: Any = Loading()
     with pytest.raises(RankFailed):
         run_rank(held, weights, weights)
     assert order == ["cuda:1", "load"]
+
+
+def test_the_mid_size_model_counts_where_it_is() -> None:
+    """It is loaded after the draft, and both take their share of the device."""
+    devices = {"a/0": "cuda:0", "a/1": "cuda:1", "b/0": "cuda:0"}
+    deployment: Any = SimpleNamespace(
+        mid=object(), mid_device="cuda:0", device_of=devices.__getitem__
+    )
+    assignment: Any = SimpleNamespace(everyone=[*devices], members=lambda rank: [[*devices][rank]])
+    hosts: Any = {name: SimpleNamespace(name=name.partition("/")[0]) for name in devices}
+    rest: Any = None
+
+    def held(rank: int) -> HeldRank:
+        return HeldRank(deployment, rest, rank, 0, assignment, hosts, rest)
+
+    assert held(0).num_models_on("cuda:0") == 2
+    assert held(1).num_models_on("cuda:1") == 1
+    assert held(2).num_models_on("cuda:0") == 1  # of another host
+    deployment.mid_device = "cuda:1"
+    assert held(1).num_models_on("cuda:1") == 2
+    deployment.mid = None
+    assert held(0).num_models_on("cuda:0") == 1

@@ -90,6 +90,12 @@ def test_devices_in_a_list_of_their_own_compute_together(tmp_path):
     assert hosts_file.members_of("b/1") == ("b/1", "b/2", "b/3")
 
 
+def test_a_gpu_without_a_number_is_the_first(tmp_path):
+    """torch makes no GPU the current one by a name without a number."""
+    (host,) = load(tmp_path, "hosts: [{address: 10.0.0.1, devices: [cuda, cuda:1]}]").hosts
+    assert host.devices == ("cuda:0", "cuda:1")
+
+
 def test_defaults_fill_what_a_host_leaves_out(tmp_path):
     alpha, other = load(tmp_path, FULL).hosts
     assert alpha.env == {"HF_HOME": "/data", "A": "two"}
