@@ -114,7 +114,8 @@ def test_a_partition_of_devices_of_any_name(
     file, hosts_file = tmp_path / "figures.json", tmp_path / "[bold]two.yaml"
     hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
     file.write_text(json.dumps({"figures": figures}))
-    assert main(["partition", "--measured", str(file), str(hosts_file), "policy.width=8"]) == 0
+    settings = ["policy.width=8", "proposer=suffix", "model.draft=null"]
+    assert main(["partition", "--measured", str(file), str(hosts_file), *settings]) == 0
     out = capsys.readouterr().out
     assert NASTY in out
     assert str(hosts_file) in out

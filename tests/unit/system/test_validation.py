@@ -178,7 +178,8 @@ def test_figures_of_wrong_types(
     }
     file, hosts_file = tmp_path / "figures.json", tmp_path / "two.yaml"
     hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
-    argv = ["partition", "--measured", str(file), str(hosts_file), "policy.width=8"]
+    settings = ["policy.width=8", "proposer=suffix", "model.draft=null"]
+    argv = ["partition", "--measured", str(file), str(hosts_file), *settings]
     file.write_text(json.dumps({"figures": figures}))
     assert main(argv) == 0
     capsys.readouterr()
