@@ -9,7 +9,6 @@ in the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -137,7 +136,7 @@ def _prepared(
     read = [_read(segment, reach) for segment in segments]
     indices = iter(_indices([index for index, _ in read if not isinstance(index, slice)], like))
     biases = iter(
-        _biases([np.repeat(seen, group, 0) for _, seen in read if seen is not None], like)
+        _biases([np.repeat(~seen, group, 0) for _, seen in read if seen is not None], like)
     )
     keys = [
         _SegmentKeys(
@@ -158,22 +157,20 @@ def _indices(parts: list[np.ndarray], like: Tensor) -> tuple[Tensor, ...]:
     return joined.split([len(part) for part in parts])
 
 
-def _biases(seen: list[np.ndarray], like: Tensor) -> list[Tensor]:
-    """For matrices of what is seen, on the device: 0 where it is, else -inf; transferred in one
+def _biases(hidden: list[np.ndarray], like: Tensor) -> list[Tensor]:
+    """For matrices of what is hidden, on the device: -inf where it is, else 0; transferred in one
     copy."""
-    if not seen:
+    if not hidden:
         return []
-    starts = list(
-        accumulate((-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in seen), initial=0)
-    )
-    joined = torch.zeros(starts[-1], dtype=like.dtype)
-    for each, start in zip(seen, starts, strict=False):
-        hidden = torch.from_numpy(~each).view(-1)
-        joined[start : start + each.size].masked_fill_(hidden, -torch.inf)
-    copied = to_device(joined, like.device)
+    starts = np.cumsum([0, *(-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in hidden)]).tolist()
+    joined = np.zeros(starts[-1], bool)
+    for each, start in zip(hidden, starts, strict=False):
+        joined[start : start + each.size] = each.ravel()
+    bias = torch.zeros(len(joined), dtype=like.dtype)
+    bias = to_device(bias.masked_fill_(torch.from_numpy(joined), -torch.inf), like.device)
     return [
-        copied[start : start + each.size].view(each.shape)
-        for each, start in zip(seen, starts, strict=False)
+        bias.as_strided(each.shape, (each.shape[1], 1), start)
+        for each, start in zip(hidden, starts, strict=False)
     ]
 
 
