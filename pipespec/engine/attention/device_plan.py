@@ -192,10 +192,9 @@ class DevicePlan:
 class DevicePlanBackend:
     """The base class of backends that read a `DevicePlan`; `flat` is the current one."""
 
-    TILES: tuple[int, ...] = ()  # numbers of rows of one segment that are computed together
-
-    def __init__(self, device: torch.device | str, num_slots: int):
-        self._device, self._num_slots = device, num_slots
+    def __init__(self, device: torch.device | str, num_slots: int, tiles: Sequence[int] = ()):
+        """`tiles`: numbers of rows of one segment that are computed together."""
+        self._device, self._num_slots, self._tiles = device, num_slots, tiles
         self._growing = self._buffer(PlanCapacity(1, 1, 1, 1))
         self.flat = self._growing
 
@@ -215,7 +214,7 @@ class DevicePlanBackend:
         return self._buffer(PlanCapacity(rows, tree, self._num_slots, self._num_slots))
 
     def _buffer(self, capacity: PlanCapacity) -> DevicePlan:
-        return DevicePlan(capacity, self._num_slots, self._device, self.TILES)
+        return DevicePlan(capacity, self._num_slots, self._device, self._tiles)
 
 
 def _tiles(starts: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:

@@ -39,6 +39,11 @@ class Launch(NamedTuple):
     stages: int
 
 
+def tile_rows(capability: Capability) -> tuple[int, ...]:
+    """The numbers of rows that launches on a GPU have."""
+    return (8, 16) if capability == HOPPER else (8,)
+
+
 def attend_launch(capability: Capability, itemsize: int, width: int, group: int) -> Launch:
     """The launch for numbers of `itemsize` bytes, K and V of up to `width` numbers per head (a
     power of two), and `group` query heads for each KV head."""

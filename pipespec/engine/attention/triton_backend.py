@@ -15,7 +15,7 @@ from torch import Tensor
 from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.device_plan import MOST_SPLITS, WORD, DevicePlanBackend
-from pipespec.engine.attention.launch_table import OLDEST, Capability, attend_launch
+from pipespec.engine.attention.launch_table import OLDEST, Capability, attend_launch, tile_rows
 
 # The smallest side of a matrix that Triton multiplies.
 LEAST = 16
@@ -26,17 +26,15 @@ OPTIONS = {"enable_fp_fusion": True}
 class TritonBackend(DevicePlanBackend):
     """See `AttentionBackend`. For head sizes up to 256, in float32, bfloat16 or float16."""
 
-    TILES = (8, 16)
-
     def __init__(
         self, device: torch.device | str, num_slots: int, capability: Capability | None = None
     ):
         """`capability`: CUDA's compute capability to launch for; None: that of the device."""
-        super().__init__(device, num_slots)
         if capability is None:
             on_gpu = torch.device(device).type == "cuda"
             capability = torch.cuda.get_device_capability(device) if on_gpu else OLDEST
         self.capability = capability
+        super().__init__(device, num_slots, tile_rows(capability))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from pipespec.engine.attention.launch_table import (
     Launch,
     attend_launch,
     capability_error,
+    tile_rows,
 )
 from tests.helpers.planted_kernels import plant
 from tools.gpu_code.compiling import Compiled, Results, compile_variant
@@ -78,6 +79,16 @@ def test_gpus_that_the_table_does_not_know_get_the_launch_of_those_with_least_me
     smallest = min(SHARED_KIB, key=SHARED_KIB.__getitem__)
     for of_layer in ((2, 64, 16), (2, 256, 4), (4, 128, 1)):
         assert attend_launch((12, 1), *of_layer) == attend_launch(smallest, *of_layer)
+
+
+def test_every_launch_has_tiles() -> None:
+    """A plan has the tilings of these sizes alone."""
+    for capability in SHARED_KIB:
+        launches = {
+            attend_launch(capability, itemsize, width, group).rows
+            for itemsize, width, group in product((2, 4), (64, 128, 256), (1, 4, 8, 16))
+        }
+        assert launches == {*tile_rows(capability)}
 
 
 def test_an_older_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
