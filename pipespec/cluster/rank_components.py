@@ -163,14 +163,14 @@ def leading_tp_group(model: ModelSlice, group: TPBroadcastGroup) -> Iterator[int
     assert isinstance(model.group, TPRank)
     with model.group.joined(group):
         leader = TPDriver(group)
-        slots = negotiate(model, group)
-        model.set_driver(leader)
         try:
+            slots = negotiate(model, group)
+            model.set_driver(leader)
             yield slots
             leader.end()
         finally:
             model.set_driver(None)
-            model.release_graphs()
+            model.graphs.release()
 
 
 def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
@@ -181,7 +181,7 @@ def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
             negotiate(model, group)
             run_tp_worker(model, group)
         finally:
-            model.release_graphs()
+            model.graphs.release()
 
 
 def num_profiled_rows(config: Config) -> int:

@@ -9,7 +9,7 @@ Transformers calls a registered function, which calls a backend with the layer's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,7 +123,7 @@ class ModelSlice:
             make_batch_invariant(nn.ModuleList((self._base, model)))
             make_experts_batch_invariant(self._base)
         self.experts = ExpertCounts(self._base)
-        self._graphs = SliceGraphs()
+        self.graphs = SliceGraphs()
         self._compiled: Compute | None = None
         self.group, self._tp_plan = group, tp_plan
         self._driver: Driver | None = None
@@ -259,7 +259,7 @@ class ModelSlice:
 
     def set_backend(self, name: str, backend: AttentionBackend) -> None:
         """Use another backend from now on, which has passed its self-test; drops all graphs."""
-        self._graphs.drop()
+        self.graphs.drop()
         self.attention, self._slice.attention = name, backend
 
     def describe(self) -> dict[str, Any]:
@@ -280,21 +280,7 @@ class ModelSlice:
     @property
     def graph_rows(self) -> tuple[int, ...]:
         """The numbers of rows of the graphs."""
-        return self._graphs.rows
-
-    @property
-    def captured_rows(self) -> tuple[int, ...]:
-        """The same, those included that `release_graphs` has freed."""
-        return self._graphs.captured
-
-    def keep_graphs(self, buckets: Collection[int]) -> None:
-        """Drop the graphs with other numbers of rows."""
-        self._graphs.keep(buckets)
-
-    def release_graphs(self) -> None:
-        """Free the layers' graphs, before the group whose collectives they contain ends: NCCL does
-        not end a group that a graph holds."""
-        self._graphs.release()
+        return self.graphs.rows
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
@@ -320,7 +306,7 @@ class ModelSlice:
         if self._driver is not None:
             self._driver(inputs, plan)
         states = self.recurrent.plan(plan)
-        replayed = self._graphs.run(inputs, positions, plan, states)
+        replayed = self.graphs.run(inputs, positions, plan, states)
         if replayed is not None:
             return replayed
         self._slice.attention.prepare(plan)
@@ -382,14 +368,14 @@ class ModelSlice:
         No KV slot may be in use meanwhile, and all members of a group capture at the same time.
         What cannot be captured, or gives other results, is computed as before; `refused` says why.
         """
-        self._graphs.drop()
+        self.graphs.drop()
         if self.group is not None and not self.group.supports_graphs:
             self.refused.append(
                 "The slice is computed without graphs, as the host adds up the results of its "
                 "tensor-parallel members."
             )
             return
-        self.refused += self._graphs.capture_layers(
+        self.refused += self.graphs.capture_layers(
             self._computed,
             [self.example_batch(rows)[0] for rows in sorted(buckets)],
             self._slice.attention,
@@ -407,7 +393,7 @@ class ModelSlice:
         attention; no other member takes part."""
         if self.is_last:
             examples = [self._random_hidden(rows) for rows in sorted(buckets)]
-            self.refused += self._graphs.capture_heads(self._head, examples, capture)
+            self.refused += self.graphs.capture_heads(self._head, examples, capture)
 
     def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
         """A batch with the first rows of a random sequence: inputs, positions, plan."""
@@ -457,7 +443,7 @@ class ModelSlice:
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """The logits of this member's part of the vocabulary."""
         assert self.is_last, "only the last slice has a head"
-        replayed = self._graphs.logits(hidden)
+        replayed = self.graphs.logits(hidden)
         return self._head(hidden) if replayed is None else replayed
 
     def _head(self, hidden: Tensor) -> Tensor:

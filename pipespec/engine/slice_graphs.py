@@ -36,7 +36,8 @@ class SliceGraphs:
         self._layers, self.captured = [], ()
 
     def release(self) -> None:
-        """Free the layers' graphs, which are to be captured again."""
+        """Free the layers' graphs, which are to be captured again, before the group whose
+        collectives they contain ends: NCCL does not end a group that a graph holds."""
         self._layers = []
 
     def keep(self, buckets: Collection[int]) -> None:

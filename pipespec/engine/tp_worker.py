@@ -51,7 +51,7 @@ def negotiate(
     if this member cannot use the backend, RankFailed if another member is lost.
     """
     slots = [int(each) for each in group.gather(torch.tensor([model.num_slots]))]
-    rows = list(model.captured_rows)
+    rows = list(model.graphs.captured)
     if group.rank == 0:
         choice = json.dumps([model.attention, rows]).encode()
         group.broadcast(_bytes(np.frombuffer(choice, np.uint8).copy()))
@@ -62,9 +62,9 @@ def negotiate(
         model.capture_graphs(rows, capture)
         captured = torch.tensor([each in model.graph_rows for each in rows])
         by_all = torch.stack([*group.gather(captured)]).all(0).tolist()
-        model.keep_graphs([each for each, all_of in zip(rows, by_all, strict=True) if all_of])
+        model.graphs.keep([each for each, all_of in zip(rows, by_all, strict=True) if all_of])
     else:
-        model.keep_graphs(())  # those captured while it was loaded gather nothing
+        model.graphs.keep(())  # those captured while it was loaded gather nothing
     return min(slots)
 
 

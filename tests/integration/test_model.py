@@ -314,7 +314,7 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
                     found.append(tree.run([part], batches))
                     leader.end()
             part.set_driver(None)
-            part.release_graphs()  # as at the end of an epoch
+            part.graphs.release()  # as at the end of an epoch
         return found
 
     whole = _load(path, 1)

@@ -55,7 +55,7 @@ def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
                 state.pool.keys.zero_()
                 state.pool.values.zero_()
     replayed = []
-    (recording,) = recorded._graphs._layers
+    (recording,) = recorded.graphs._layers
     whole = recording.run
     recording.run = lambda *given: replayed.append(1) or whole(*given)
     try:
