@@ -3,7 +3,7 @@
     python -m benchmarks.budgets.attention_launch --json FILE
 
 Calls on several KV pools, one after another in a CUDA graph, microseconds for one: storing K and V,
-attention, merging. Rows are a random tree below a text, heads of 128 in bfloat16. A launch is
+attention, merging. Rows are a path of nodes behind a text, heads of 128 in bfloat16. A launch is
 `Launch` of `pipespec.engine.attention.launch_table`; the one in use is marked.
 """
 
@@ -18,11 +18,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.budgets.timed_stage import random_tree
 from benchmarks.common import experiment
 from benchmarks.common.experiment import numbers
 from pipespec.engine.attention import triton_backend
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, causal_plan
 from pipespec.engine.attention.launch_table import Launch, attend_launch
 from pipespec.engine.graphs import capture_cuda_graph
 
@@ -32,31 +31,6 @@ POOLS, TIMES = 6, 5
 # Rows and tokens before them.
 BATCHES = ((1, 2048), (64, 128), (64, 2048), (64, 8192), (64, 32768), (16, 32768))
 QUICK = 2048  # tokens at most
-VOCABULARY = 1000
-
-
-def tree_plan(rows: int, context: int) -> AttentionPlan:
-    """One request: `rows` nodes of a random tree below a text in contiguous slots."""
-    tree = random_tree(rows, context, VOCABULARY)
-    mask = np.array([tree.descends_from(node)[1:] for node in range(1, rows + 1)]).T
-    slots, positions = np.arange(context + rows), context + mask.sum(1) - 1
-    none = np.zeros(1, np.int64)
-    return AttentionPlan(
-        write=slots[context:],
-        positions=positions,
-        row_start=np.array([0, rows]),
-        pages=slots[None, :context],
-        page_row=none,
-        prefix_length=np.array([context]),
-        tree=slots[context:],
-        tree_positions=positions,
-        tree_start=np.array([0, rows]),
-        mask=mask.ravel(),
-        num_committed=none,
-        keeps_state=none,
-        state_number=none,
-        imagined=True,
-    )
 
 
 def layer_us(
@@ -72,7 +46,10 @@ def layer_us(
     options = LayerOptions(DIM**-0.5)
     with mock.patch.object(triton_backend, "attend_launch", return_value=launch):
         backend = triton_backend.TritonBackend(device, num_slots)
-        backend.prepare(tree_plan(*batch), backend.reserve(BUCKET))
+        rows, context = batch
+        slots = np.arange(context + rows)
+        plan = causal_plan(slots[:context], slots[context:], imagined=True)
+        backend.prepare(plan, backend.reserve(BUCKET))
 
         def attend() -> torch.Tensor:
             for pool in pools:

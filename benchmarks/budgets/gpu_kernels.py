@@ -11,7 +11,6 @@ kernel's start to the last one's end, under torch's profiler; `busy` is the sum 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.budgets.hardware import now_ms
 from benchmarks.budgets.stage_time import CHILDREN, SHAPES
-from benchmarks.budgets.timed_stage import SEQUENCE, TimedStage, draft_rows, random_tree
+from benchmarks.budgets.timed_stage import TimedStage, draft_rows, random_tree
 from benchmarks.common import experiment
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.proposer import ProposalRequest
@@ -34,7 +34,6 @@ NAME = 100  # characters of a kernel's name
 def work(stage: TimedStage, rows: int, context: int, *, draft: bool) -> Callable[[], float]:
     """A step, or a draft round, that can be repeated; it returns its milliseconds."""
     text = stage.hold_text(context)
-    assert text.sequence == SEQUENCE
     rewind = stage.remember()
     tree = random_tree(rows, context, stage.shape.vocab)
     if draft:
@@ -45,14 +44,12 @@ def work(stage: TimedStage, rows: int, context: int, *, draft: bool) -> Callable
 
     def once() -> float:
         rewind()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = now_ms(stage.model.device)
         if draft:
             proposer.propose(requests, CHILDREN)
         else:
             stage.compute(batch)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) * 1e3
+        return now_ms(stage.model.device) - began
 
     return once
 

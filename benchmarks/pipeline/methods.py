@@ -11,7 +11,8 @@ Every figure comes from whole runs of the product on the demo pair with the ship
 four kinds; the answers are compared with those of `root`, token for token. A step's number of draft
 rounds is fixed and the cost of a row is stated, so no figure depends on the speed of the machine.
 Therefore a change that should leave decoding as it is can be checked: `--check FILE` compares every
-count with that of a stored run of the same prompts, and ends with exit code 1 if any differs.
+count with that of a stored run of the same prompts, and ends with exit code 1 if any differs. A few
+counts differ between kinds of processors, by rounding of the draft: compare with a run on the same.
 """
 
 from __future__ import annotations

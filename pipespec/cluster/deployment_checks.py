@@ -114,7 +114,7 @@ def require_backend(deployment: Deployment) -> None:
     if deployment.config.transport.backend != NCCL:
         return
     stages = [
-        (worker.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
+        (worker.rpartition("/")[0], device)
         for worker, device in zip(deployment.workers[1:], deployment.devices[1:], strict=True)
     ]
     devices = [device for _, device in stages]

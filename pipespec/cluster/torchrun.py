@@ -13,7 +13,6 @@ a supervisor and the host may be started again, {"lost": sentence}.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import logging
@@ -105,10 +104,6 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
     log = logging.getLogger("torch.distributed.elastic")
     log.addHandler(logging.StreamHandler())
     log.propagate = False
-    # torch knows this since 2.12. An older one waits longer for supervisors that do not end; what
-    # then still runs is killed by the agent.
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    optional: dict[str, Any] = {"shutdown_timeout": int(PATIENCE_S) - 2}
     # The workers meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
     config = LaunchConfig(
         min_nodes=1,
@@ -121,8 +116,11 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
         monitor_interval=MONITOR_S,
         start_method="fork",
         logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
-        **{name: value for name, value in optional.items() if name in known},
     )
+    # torch 2.11 lacks it, and waits longer for supervisors that do not end, until the agent kills
+    # what still runs.
+    if hasattr(config, "shutdown_timeout"):
+        config.shutdown_timeout = int(PATIENCE_S) - 2
     try:
         results = elastic_launch(config, supervise)(str(directory), job, agent)
     except SignalException:  # the agent asks for the end; the supervisors have ended

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         draft=names.get("model.draft"),
         gpus=tuple(parse_gpus(arguments.gpus)),
         link=link,
-        weights="bfloat16" if arguments.weights is None else arguments.weights,
+        weights=cluster_plan.Asked.weights if arguments.weights is None else arguments.weights,
         context=CONTEXT if arguments.context is None else arguments.context,
         curve=tuple(arguments.curve or ()),
         spread=arguments.spread,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipespec.config.entries import numbered
 from pipespec.device_copy import make_current
 from pipespec.instruments.device_check import correctness, machine_facts, speed
 from pipespec.instruments.device_check.check_device import MARK
@@ -30,7 +31,7 @@ FUNCTIONS: Mapping[str, Callable[[torch.device], dict[str, Any]]] = {
 def main() -> None:
     """Run the part that the arguments name."""
     name, device = sys.argv[1:]
-    device = "cuda:0" if device == "cuda" else device
+    device = numbered(device)
     make_current(device)
     with torch.inference_mode():
         found = FUNCTIONS[name](torch.device(device))

@@ -104,10 +104,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
     floors: dict[str, Any] = {}
     num_slots = max(of.contexts) + max(ROWS)
     for backend in (select.SDPA, select.STATIC, select.TRITON, select.FLASHINFER):
-        if (
-            select.missing_requirement(backend, device.type, select.dtype_name(of.dtype))
-            is not None
-        ):
+        if select.missing_requirement(backend, device.type, select.dtype_name(of.dtype)):
             continue
         layers = range(1, of.stage.num_hidden_layers - 1)
         model = random_slice(of.stage, layers, device, of.dtype, backend, num_slots)
