@@ -3,7 +3,8 @@
 The first host has the client, the draft and what starts the rest; each other host has an equal part
 of the target's layers. pipespec runs as its commands do it by hand: `pipespec up` on the first
 host, `launch/torchrun.sh` on the others, and `pipespec bench` beside `up`. llama.cpp has
-llama-server on the first host, and an rpc-server on each of the others.
+llama-server on the first host, and an rpc-server on each of the others. vLLM's pipeline has a stage
+on each of the others, and its server beside the first stage.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
 from benchmarks.peers.server_engines import (
     ANSWER_S,
     LAST_WORDS,
+    LOOPBACK,
     Command,
     LlamaCpp,
     RpcHost,
+    ask_vllm,
+    free_port,
+    healthy,
     running,
     started,
+    vllm_command,
+    vllm_environment,
 )
 from pipespec.client.registry import ENTRY, INVITATION
 from tools.rig import relay
@@ -42,6 +49,11 @@ LinkedEngine = Callable[[Testbed, Job], Run]
 NAME = "links"
 PIPESPEC = (sys.executable, "-m", "pipespec")
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
+# vLLM takes processes that see the same shared memory for those of one host, and would pass the
+# links by.
+OWN_SHARED_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
+# Where vLLM's processes meet.
+MASTER_PORT = 29500
 
 
 def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None) -> Run:
@@ -49,6 +61,34 @@ def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None
     servers = [RpcHost(bed.address(host), bed.prefix(host)) for host in bed.hosts[1:]]
     with relay.entered(bed.namespaces[bed.hosts[0]]):
         return engine(job, draft_tokens, servers)
+
+
+def vllm(bed: Testbed, job: Job, python: str) -> Run:
+    """vLLM's pipeline, a stage on every host but the first, without a draft.
+
+    Its server computes a stage itself, so the client asks it on the host of the first stage.
+    """
+    hosts = bed.hosts[1:]
+    command = [*vllm_command(job, python), "--distributed-executor-backend", "mp"]
+    command += ["--pipeline-parallel-size", str(len(hosts)), "--nnodes", str(len(hosts))]
+    command += ["--master-addr", bed.address(hosts[0]), "--master-port", str(MASTER_PORT)]
+
+    def on(rank: int, *more: str) -> tuple[Command, dict[str, str]]:
+        """The command on the host of a stage, and its environment."""
+        env = {"VLLM_HOST_IP": bed.address(hosts[rank]), "GLOO_SOCKET_IFNAME": relay.DEVICE}
+        line = [*bed.prefix(hosts[rank]), *OWN_SHARED_MEMORY, *command, "--node-rank", str(rank)]
+        return [*line, *more], vllm_environment(job) | env
+
+    with relay.entered(bed.namespaces[hosts[0]]), ExitStack() as stack:
+        port = free_port()
+        began = time.perf_counter()
+        await_ready = stack.enter_context(started(*on(0, "--host", LOOPBACK, "--port", str(port))))
+        for rank in range(1, len(hosts)):
+            other, env = on(rank, "--headless")
+            stack.enter_context(running(other, lambda: True, env))
+        await_ready(partial(healthy, port))
+        load_s = time.perf_counter() - began
+        return Run(load_s, [ask_vllm(port, prompt, job.tokens) for prompt in job.prompts])
 
 
 def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
@@ -116,12 +156,16 @@ def ask(job: Job, folder: Path, env: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def engines(
-    llama: LlamaCpp | None, draft_tokens: Sequence[int], settings: Sequence[str]
+    llama: LlamaCpp | None,
+    vllm_python: str | None,
+    draft_tokens: Sequence[int],
+    settings: Sequence[str],
 ) -> dict[str, LinkedEngine]:
-    """The engines to race, by name.
+    """The engines to race, by name; without those that are None.
 
-    `draft_tokens`: of llama.cpp's drafts at most, beside its default. `settings`: of pipespec; the
-    plain pipeline (`policy=root`) has those of the cluster and the transport alone.
+    `vllm_python`: the Python that has vLLM. `draft_tokens`: of llama.cpp's drafts at most, beside
+    its default. `settings`: of pipespec; the plain pipeline (`policy=root`) has those of the
+    cluster and the transport alone.
     """
     plain = [text for text in settings if text.startswith(("cluster.", "transport."))]
     found: dict[str, LinkedEngine] = {
@@ -134,4 +178,6 @@ def engines(
         found["llama.cpp with draft"] = partial(of_llama, draft_tokens=0)
         for most in draft_tokens:
             found[f"llama.cpp with draft of {most}"] = partial(of_llama, draft_tokens=most)
+    if vllm_python is not None:
+        found["vLLM"] = partial(vllm, python=vllm_python)
     return found

@@ -1,4 +1,4 @@
-"""pipespec beside llama.cpp over links with a real delay and bandwidth. Nothing is emulated.
+"""pipespec beside llama.cpp and vLLM over links with a real delay and bandwidth, not emulated.
 
     python -m tools.inflate build/target --parameters 200M
     python -m benchmarks.peers.links --target build/target --draft demo/draft
@@ -6,7 +6,7 @@
 Every engine spreads the target over the same hosts (`benchmarks.peers.delayed_links`): network
 namespaces of this machine, so all of them share its cores. All engines decode the same prompts
 greedily, one engine at a time and all of them in every repeat, and each starts anew
-(`docs/peers.md` says how to get llama.cpp). Their tokens are compared with those of Hugging Face
+(`docs/peers.md` says how to get the others). Their tokens are compared with those of Hugging Face
 `generate`, which computes them without a link.
 """
 
@@ -37,12 +37,11 @@ from benchmarks.peers.compare_engines import (
 from benchmarks.peers.delayed_links import TCP_SETTINGS, LinkCheck, check, delayed_links
 from benchmarks.peers.link_engines import LinkedEngine, engines
 from benchmarks.peers.python_engines import Job, PeerFailed, Run, hugging_face, in_child
-from benchmarks.peers.server_engines import find_llama_cpp
+from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
 from pipespec.errors import ConfigError
 from tools.rig import testbed
 
 PLAIN, DRAFTING = "llama.cpp", "llama.cpp with draft"
-VLLM = "not raced: it could not be installed where this was written"
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ def main() -> None:
     job, eos = job_of(options)
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
-    missing = {"vLLM": VLLM}
+    missing: dict[str, str] = {}
     with TemporaryDirectory() as folder:
         # Hugging Face's tokens come first: without them the race is worth nothing.
         reference = in_child(hugging_face, job, assisted=False)
@@ -236,9 +235,15 @@ def main() -> None:
             llama = find_llama_cpp(job, Path(folder))
         except ConfigError as error:
             llama, missing["llama.cpp"] = None, str(error)
+        try:
+            of_vllm = find_vllm()
+        except ConfigError as error:
+            of_vllm, missing["vLLM"] = None, str(error)
         found = {
             name: engine
-            for name, engine in engines(llama, options.draft_tokens, options.settings).items()
+            for name, engine in engines(
+                llama, of_vllm, options.draft_tokens, options.settings
+            ).items()
             if any(part in name for part in options.only)
         }
         races = [

