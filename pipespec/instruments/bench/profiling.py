@@ -141,8 +141,8 @@ def combine(
         draft_ms=_texts(rounds) or (0.0,),
         curve=record.curve(),
         spread=record.spread(),
-        slot_ms=sum(each.slot_ms for each in after) / count,
-        slots=sum(each.slots for each in after) / count,
+        slot_ms=tuple(each.slot_ms for each in after),
+        slots=tuple(each.slots for each in after),
         texts=record.texts,
         about={
             "target": str(config.model.target),

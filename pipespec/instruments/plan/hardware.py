@@ -1,8 +1,9 @@
 """GPUs and networks that people have, for plans of clusters that do not exist yet.
 
-Memory, bandwidth and arithmetic are those of NVIDIA's data sheets and architecture papers: dense
-products of bfloat16 with sums in float32. What share of both a stage reaches is ASSUMED: on an H200
-the matrix products of ten layers of a 70B reached .77 of the bandwidth (docs/gpus.md).
+Memory, bandwidth and arithmetic are NVIDIA's: dense products of bfloat16 with sums in float32, of
+which GeForce cards make twice as many as their float32 operations outside tensor cores, and other
+cards of the same chips four times as many. What share of both a stage reaches is ASSUMED: on an
+H200 the matrix products of ten layers of a 70B reached .77 of the bandwidth (docs/gpus.md).
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class GPU:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        # GeForce: the architecture white papers of Ampere GA102, Ada and RTX Blackwell.
         GPU("rtx3060", 12, 360, 25),
         GPU("rtx3090", 24, 936, 71),
         GPU("rtx4060ti", 16, 288, 44),
         GPU("rtx4090", 24, 1008, 165),
         GPU("rtx5090", 32, 1792, 209),
+        # All others: the data sheet of the card.
         GPU("a6000", 48, 768, 155),
         GPU("rtx6000ada", 48, 960, 364),
         GPU("l4", 24, 300, 121),

@@ -37,7 +37,7 @@ class Profile:
         tensor_parallel: numbers of devices that might compute their layers together.
         sum_ms: what adding up takes them for the layers of one stage.
         slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
-            `stage_ms` was measured.
+            `stage_ms` was measured: of every stage, or one such number for each stage.
         texts: what the draft proposed along each text; its accuracy, in place of the curve.
         about: of what and when it was measured.
         figures: what `pipespec partition` measured of the hosts, for its --measured.
@@ -54,8 +54,8 @@ class Profile:
     mid_ms: float = 0.0
     tensor_parallel: Sequence[int] = (1,)
     sum_ms: float = 0.0
-    slot_ms: float = 0.0
-    slots: float = 0.0
+    slot_ms: float | Sequence[float] = 0.0
+    slots: float | Sequence[float] = 0.0
     texts: Sequence[TextRecord] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -76,14 +76,7 @@ class Profile:
 
     def machine(self) -> Machine:
         """Raises ConfigError."""
-        check_whole("stages", self.stages, 1, MAX_STAGES)
-        curves = [[*c] for c in self.stage_ms if isinstance(c, list | tuple)]
-        if curves and len(curves) != self.stages:
-            raise ConfigError(
-                f"stage_ms has times of {len(curves)} stages, but there are {self.stages}."
-            )
-        per_stage = curves or [[*self.stage_ms]] * self.stages
-        stages = tuple(_curve("stage_ms", curve) for curve in per_stage)
+        stages = tuple(_curve("stage_ms", points) for points in self._points_of_stages())
         hop = [self.hop_ms] if isinstance(self.hop_ms, int | float) else self.hop_ms
         if self.experts:
             of_layer = experts_of("experts", self.experts)
@@ -97,9 +90,34 @@ class Profile:
         )
 
     def at_context(self, tokens: int) -> Profile:
-        """With the times of stages whose batches read so many KV slots."""
-        more = self.slot_ms * (tokens - self.slots)
-        return replace(self, stage_ms=_later(self.stage_ms, more), slots=tokens)
+        """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
+        slot_ms, slots = (self._of_stages(name) for name in ("slot_ms", "slots"))
+        stage_ms = tuple(
+            tuple(_later(entry, ms * (tokens - read)) for entry in points)
+            for points, ms, read in zip(self._points_of_stages(), slot_ms, slots, strict=True)
+        )
+        return replace(self, stage_ms=stage_ms, slots=float(tokens))
+
+    def _points_of_stages(self) -> list[list[Any]]:
+        """`stage_ms` of each stage."""
+        check_whole("stages", self.stages, 1, MAX_STAGES)
+        own = [[*each] for each in self.stage_ms if isinstance(each, list | tuple)]
+        if own and len(own) != self.stages:
+            raise ConfigError(
+                f"stage_ms has times of {len(own)} stages, but there are {self.stages}."
+            )
+        return own or [[*self.stage_ms]] * self.stages
+
+    def _of_stages(self, name: str) -> Sequence[float]:
+        """The number of each stage."""
+        value: float | Sequence[float] = getattr(self, name)
+        if isinstance(value, int | float):
+            return [value] * self.stages
+        if len(value) != self.stages:
+            raise ConfigError(
+                f"{name} has numbers of {len(value)} stages, but there are {self.stages}."
+            )
+        return value
 
     def machines(self) -> dict[int, Machine]:
         """What the devices make, by how many compute together. Raises ConfigError."""
@@ -117,11 +135,9 @@ class Profile:
         return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None
 
 
-def _later(times: Any, ms: float) -> Any:
-    """Times of stages as a profile has them, with so many milliseconds more."""
-    if isinstance(times, list | tuple):
-        return tuple(_later(each, ms) for each in times)
-    rows, own = point(str(times))
+def _later(entry: str | float, ms: float) -> str:
+    """A point of a stage's times, with so many milliseconds more."""
+    rows, own = point(str(entry))
     return f"{rows}:{max(own + ms, 0.0):.5g}"
 
 

@@ -149,6 +149,19 @@ def test_longer_context_adds_what_its_slots_cost(tmp_path: Path):
     assert [curve.ms(1) for curve in later.stages] == [7, 8]
 
 
+def test_slots_may_cost_another_time_on_each_stage(tmp_path: Path):
+    read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002], slots=[1000, 500]))
+    later = read.at_context(3000).machine()
+    assert [curve.ms(1) for curve in later.stages] == [7, 11]
+    assert [curve.ms(16) for curve in later.stages] == [10, 11]
+
+
+def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
+    read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002, 0.003]))
+    with pytest.raises(ConfigError, match=r"slot_ms has numbers of 3 stages, but there are 2\."):
+        read.at_context(3000)
+
+
 def test_profile_is_a_machine_to_emulate(tmp_path: Path):
     config = compose([f"emulate={profile(tmp_path)}", "cluster.stages=2", "emulate.scale=2"])
     clock = config.emulate
