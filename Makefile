@@ -92,7 +92,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) tests/unit
 
-# Every figure of docs/benchmarks.md at a small size, in less than ten minutes.
+# The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
 	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves drafts.cascade_tbt \

@@ -20,7 +20,7 @@ class Missing:
 
 
 MISSING = (
-    Missing("SpecPipe", "Fig. 7", "hit ratio by candidates, ten novels of 20K tokens", MODELS),
+    Missing("SpecPipe", "Fig. 7", "hit ratio by candidates, ten books, contexts of 20K", MODELS),
     Missing("SpecPipe", "Fig. 9", "time of one layer by tokens, several GPUs", GPU),
     Missing(
         "SpecPipe", "Fig. 11, 13: bars of single data sets", "TBT", "plot only, save HumanEval-X"

@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 # Names files and choices of its day.
 HISTORY = DOCS / "log.md"
+COMPARISON = DOCS / "papers.md"
 PROSE = [page for page in PAGES if page != DOCS / "settings.md"]
 FOLDERS = (
     "benchmarks",
@@ -43,6 +44,12 @@ CHOICE = re.compile(r"(?<![\w./-])(policy|proposer|emulate|emulate_link)=([a-z0-
 COMMAND = re.compile(r"(?:^\$ |`)pipespec ([a-z]+)", re.MULTILINE)
 METRIC = re.compile(r"(?:\bpipespec_|(?<=`))((?:[a-z]+_)+(?:total|seconds|info|perc|share))\b")
 BANNED = re.compile(r"\b(?:whoever|nobody|told|tells|heard|heed|graft(?:s|ed)?)\b", re.IGNORECASE)
+PAPER = re.compile(r"\b(?:SpecPipe|PipeDec|SwiftSpec|STPP)")
+# Where in a paper something stands: a figure, a table, a section, an algorithm or an equation.
+PLACE = re.compile(
+    r"Fig(?:ures?|\.) ?\d|Tables? \d|§|\b\d\.\d(?:\.\d)?[);,]|Algorithm \d|Eq\. \d|\bsection \d"
+)
+SENTENCE_END = re.compile(r"(?<=[.;|])\s+(?=[A-Z*`|])")
 FILES = ("json", "md", "py", "pem", "yaml", "log", "data", "env", "service")
 TUTORIALS = {"beam", "bigram"}  # choices that the tutorials add
 MOST_BANNED_LINES = 20
@@ -167,6 +174,19 @@ def test_words_that_readers_do_not_search_for_are_rare() -> None:
         if BANNED.search(line)
     ]
     assert len(lines) <= MOST_BANNED_LINES, "\n".join(lines)
+
+
+def test_figures_of_papers_say_where_they_stand() -> None:
+    lacking = [
+        f"{page_name(page)}: {sentence}"
+        for page in PAGES
+        if page not in (HISTORY, COMPARISON)  # whose tables have a column for it
+        for line in prose(page).splitlines()
+        if not line.startswith("- **")  # of a bibliography
+        for sentence in SENTENCE_END.split(line)
+        if PAPER.search(sentence) and re.search(r"\d", sentence) and not PLACE.search(sentence)
+    ]
+    assert not lacking, "\n".join(lacking)
 
 
 def test_readme_is_short() -> None:

@@ -51,8 +51,8 @@ class Level(SpeculationPolicy):
     )
     cut: str = setting(
         AFTER,
-        "Whether a level is cut to the width after the verdict has pruned it (PipeDec), or before "
-        "(SpecPipe).",
+        "Whether a level is cut to the width after the verdict has pruned it (PipeDec 3.3.4), or "
+        "before (SpecPipe, Algorithm 1).",
         choices=(AFTER, BEFORE),
     )
     shared: bool = setting(

@@ -1,4 +1,4 @@
-"""SpecInfer, and the static tree over a pipeline (STPP) that SpecPipe is compared with."""
+"""SpecInfer, and the static tree over a pipeline (STPP) that PipeDec is compared with (4.2)."""
 
 from __future__ import annotations
 
