@@ -41,7 +41,7 @@ from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
 from pipespec.errors import ConfigError
 from tools.rig import testbed
 
-PLAIN, DRAFTING = "llama.cpp", "llama.cpp with draft"
+PLAIN, DRAFTING, VLLM = "llama.cpp", "llama.cpp with draft", "vLLM"
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ def figures(found: Race, reference: Run, eos: Sequence[int]) -> list[dict[str, A
         "times_llama_cpp": PLAIN,
         "times_llama_cpp_with_draft": DRAFTING,
         "times_llama_cpp_with_its_best_draft": best,
+        "times_vllm": VLLM,
     }
     rows = []
     for name, ran in found.runs.items():
@@ -117,7 +118,7 @@ def figures(found: Race, reference: Run, eos: Sequence[int]) -> list[dict[str, A
                 "load_s": spread([run.load_s for run in ran]),
                 "ttft_ms": spread([run.ttft_ms for run in ran]),
                 "tbt_ms": spread(tbt[name]),
-                "tokens_per_step": spread(per_step),
+                "tokens_per_step": spread(per_step) if per_step else None,
                 **ratios,
                 "relay_cores": found.relay_cores[name],
                 "equal_answers": sum(equal),
@@ -180,18 +181,25 @@ def draw(title: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         right.legend(loc="upper left")
 
 
-def keep_others(path: Path, result: dict[str, Any], delays: Sequence[float]) -> dict[str, Any]:
-    """The result with what a stored one has of other delays. Raises ConfigError if that is of other
-    settings, another commit or other hardware."""
+def stored_result(path: Path, title: str) -> dict[str, Any] | None:
+    """What is stored already; None if nothing is. Raises ConfigError if it is of other settings,
+    another commit or other hardware."""
     if not path.exists():
-        return result
-    stored = json.loads(path.read_text())
-    for name, own in (experiment.provenance() | {"title": result["title"]}).items():
+        return None
+    stored: dict[str, Any] = json.loads(path.read_text())
+    for name, own in (experiment.provenance() | {"title": title}).items():
         if name not in ("date", "command") and stored[name] != own:
             raise ConfigError(
                 f"{path} has {name} {stored[name]!r}, but this run has {own!r}; remove the file, "
                 "or leave out --add."
             )
+    return stored
+
+
+def with_others(
+    result: dict[str, Any], stored: dict[str, Any], delays: Sequence[float]
+) -> dict[str, Any]:
+    """The result with what a stored one has of other delays."""
     merged = dict(result)
     for name in ("rows", "links"):
         others = [each for each in stored[name] if each["delay_ms"] not in delays]
@@ -225,9 +233,17 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     job, eos = job_of(options)
+    title = (
+        f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype}, links of "
+        f"{options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens"
+    )
+    stored = stored_result(options.json, title) if options.json and options.add else None
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
     missing: dict[str, str] = {}
+    races: list[Race] = []
+    result: dict[str, Any] = {}
+    origin = experiment.provenance()  # of the code that runs, before its result is in the tree
     with TemporaryDirectory() as folder:
         # Hugging Face's tokens come first: without them the race is worth nothing.
         reference = in_child(hugging_face, job, assisted=False)
@@ -246,38 +262,36 @@ def main() -> None:
             ).items()
             if any(part in name for part in options.only)
         }
-        races = [
-            race(job, found, delay, options.gbit, options.stages + 1, options.repeats)
-            for delay in options.delays
-        ]
-    result: dict[str, Any] = {
-        "title": f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype}, "
-        f"links of {options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens",
-        "emulated": False,
-        "rows": [row for each in races for row in figures(each, reference, eos)],
-        "links": [asdict(each.check) for each in races],
-        "tcp": TCP_SETTINGS,
-        "settings": options.settings,
-        "target": json.loads((options.target / "config.json").read_text()),
-        "cores": job.cores,
-        "load_average_before": load_before,
-        "duration_s": time.perf_counter() - began,
-        "versions": versions(),
-        "missing": missing,
-        "failed": {
-            f"{name}, {each.check.delay_ms:g} ms": why
-            for each in races
-            for name, why in each.failed.items()
-        },
-        "other_commands": [],
-    }
-    if options.json and options.add:
-        result = keep_others(options.json, result, options.delays)
+        for delay in options.delays:
+            races.append(race(job, found, delay, options.gbit, options.stages + 1, options.repeats))
+            result = {
+                **origin,
+                "title": title,
+                "emulated": False,
+                "rows": [row for each in races for row in figures(each, reference, eos)],
+                "links": [asdict(each.check) for each in races],
+                "tcp": TCP_SETTINGS,
+                "settings": options.settings,
+                "target": json.loads((options.target / "config.json").read_text()),
+                "cores": job.cores,
+                "load_average_before": load_before,
+                "duration_s": time.perf_counter() - began,
+                "versions": versions(),
+                "missing": missing,
+                "failed": {
+                    f"{name}, {each.check.delay_ms:g} ms": why
+                    for each in races
+                    for name, why in each.failed.items()
+                },
+                "other_commands": [],
+            }
+            if stored:
+                result = with_others(result, stored, options.delays)
+            if options.json:  # after each delay: a race takes most of an hour
+                experiment.store(options.json, result)
     experiment.show(f"{result['title']}; median (min..max)", list(map(cells, result["rows"])))
     for name, why in (missing | result["failed"]).items():
         print(f"{name}: {why}")
-    if options.json:
-        experiment.store(options.json, result)
     if options.plot:
         draw(result["title"], result["rows"], options.plot)
 

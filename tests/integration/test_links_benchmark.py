@@ -60,6 +60,19 @@ def test_answer_that_differs_from_the_reference_is_not_counted_as_equal() -> Non
     assert (row["equal_answers"], row["answers"]) == (3, 4)
 
 
+def test_engine_that_does_not_say_its_tokens_per_step_has_none() -> None:
+    silent = Run(1.0, ran(50, [1, 2, 3]).answers)
+    found = Race(
+        CHECK, {"pipespec": [ran(10, [1, 2, 3])], "vLLM": [silent]}, {"pipespec": 0, "vLLM": 0}
+    )
+
+    own, other = figures(found, ran(1, [1, 2, 3]), [END])
+
+    assert own["tokens_per_step"]["median"] == 2 and other["tokens_per_step"] is None
+    assert own["times_vllm"]["median"] == pytest.approx(5)
+    assert "tokens_per_step" not in links.cells(other)
+
+
 def test_figures_are_drawn_with_a_line_per_engine_and_per_ratio(tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
     rows = figures(
@@ -81,12 +94,14 @@ def test_rows_of_other_delays_are_kept_and_those_of_other_settings_refused(
     path = tmp_path / "links.json"
     row = {"delay_ms": 2.0, "engine": "pipespec"}
     first = {"title": "A race", "rows": [row], "links": [], "failed": {}, "other_commands": []}
-    assert links.keep_others(path, first, [2.0]) == first
+    assert links.stored_result(path, "A race") is None
 
     experiment.store(path, first)
     again = first | {"rows": [row | {"delay_ms": 0.0}]}
-    merged = links.keep_others(path, again, [0.0])
+    stored = links.stored_result(path, "A race")
+    assert stored is not None
+    merged = links.with_others(again, stored, [0.0])
     assert [each["delay_ms"] for each in merged["rows"]] == [0.0, 2.0]
     assert len(merged["other_commands"]) == 1
     with pytest.raises(ConfigError, match="'A race', but this run has 'Another'"):
-        links.keep_others(path, again | {"title": "Another"}, [0.0])
+        links.stored_result(path, "Another")
