@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -94,13 +95,14 @@ def publish(
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same keys as a table."""
+    """Print rows as a table; what a row lacks is left empty."""
     table = Table(title=title)
-    for heading in rows[0]:
-        number = any(isinstance(row[heading], int | float) for row in rows)
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    for heading in headings:
+        number = any(isinstance(row.get(heading), int | float) for row in rows)
         table.add_column(heading.replace("_", " "), justify="right" if number else "left")
     for row in rows:
-        table.add_row(*map(_cell, row.values()))
+        table.add_row(*(_cell(row.get(heading)) for heading in headings))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -131,7 +133,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
-        "command": " ".join(["python -m", module_of(Path(sys.argv[0])), *sys.argv[1:]]),
+        "command": f"python -m {module_of(Path(sys.argv[0]))} {shlex.join(sys.argv[1:])}".strip(),
         "hardware": f"{model}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }

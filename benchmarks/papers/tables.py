@@ -108,11 +108,14 @@ def compared(
     verdict: str | None = None,
 ) -> Row:
     """A printed figure, or the ends of a printed range, beside ours. Ours is ahead or behind if its
-    whole interval is beyond the printed figure or range, and alike otherwise."""
+    whole interval is beyond the printed figure or range, and alike otherwise. A `verdict` takes
+    their place, but conditions that favour ours do not hide that it is behind."""
     low, high = printed if isinstance(printed, tuple) else (printed, printed)
     paper = f"{low:g} to {high:g}" if low < high else f"{low:g}"
     better, worse = (AHEAD, BEHIND) if not lower_is_better else (BEHIND, AHEAD)
     found = better if ours.low > high else worse if ours.high < low else ALIKE
+    if verdict in (OTHER_TIMES, SLOWER_BASELINE) and found == BEHIND:
+        verdict = BEHIND
     return Row(
         figure,
         quantity,

@@ -74,8 +74,10 @@ def vllm(bed: Testbed, job: Job, python: str) -> Run:
     command += ["--master-addr", bed.address(hosts[0]), "--master-port", str(MASTER_PORT)]
 
     def on(rank: int, *more: str) -> tuple[Command, dict[str, str]]:
-        """The command on the host of a stage, and its environment."""
+        """The command on the host of a stage, and its environment. Idle threads sleep, as those
+        of pipespec do."""
         env = {"VLLM_HOST_IP": bed.address(hosts[rank]), "GLOO_SOCKET_IFNAME": relay.DEVICE}
+        env |= {"OMP_WAIT_POLICY": "passive"}
         line = [*bed.prefix(hosts[rank]), *OWN_SHARED_MEMORY, *command, "--node-rank", str(rank)]
         return [*line, *more], vllm_environment(job) | env
 

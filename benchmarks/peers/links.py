@@ -165,12 +165,15 @@ def draw(title: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             legend=False,
         )
         left.legend(loc="upper left")
-        ratios = [name for name in rows[0] if name.startswith("times_")]
+        named = dict.fromkeys(name for row in rows for name in row)
+        ratios = [name for name in named if name.startswith("times_")]
         plot.lines(
             right,
             {
                 name.removeprefix("times_").replace("_", " "): [
-                    (row["delay_ms"], row[name]["median"]) for row in of["pipespec"]
+                    (row["delay_ms"], row[name]["median"])
+                    for row in of.get("pipespec", [])
+                    if name in row
                 ]
                 for name in ratios
             },
@@ -199,12 +202,14 @@ def stored_result(path: Path, title: str) -> dict[str, Any] | None:
 def with_others(
     result: dict[str, Any], stored: dict[str, Any], delays: Sequence[float]
 ) -> dict[str, Any]:
-    """The result with what a stored one has of other delays."""
+    """The result of these delays, with what a stored one has of others."""
     merged = dict(result)
+    again = tuple(f", {delay:g} ms" for delay in delays)
+    kept = {name: why for name, why in stored["failed"].items() if not name.endswith(again)}
     for name in ("rows", "links"):
         others = [each for each in stored[name] if each["delay_ms"] not in delays]
         merged[name] = sorted([*others, *result[name]], key=lambda each: each["delay_ms"])
-    merged["failed"] = stored["failed"] | result["failed"]
+    merged["failed"] = kept | result["failed"]
     merged["other_commands"] = [*stored["other_commands"], stored["command"]]
     return merged
 
@@ -286,7 +291,7 @@ def main() -> None:
                 "other_commands": [],
             }
             if stored:
-                result = with_others(result, stored, options.delays)
+                result = with_others(result, stored, [each.check.delay_ms for each in races])
             if options.json:  # after each delay: a race takes most of an hour
                 experiment.store(options.json, result)
     experiment.show(f"{result['title']}; median (min..max)", list(map(cells, result["rows"])))

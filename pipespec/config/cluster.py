@@ -26,7 +26,7 @@ class ClusterConfig:
     )
     groups: Any = setting(
         None,
-        "Consecutive stages that form one step of the pipeline (PipeDec's groups, 4.1): their "
+        "Consecutive stages that form one step of the pipeline (PipeDec's groups, §4.1): their "
         "sizes, as in [2,2], or one size for all; null makes every stage a step.",
         "stages",
         kind=int | list[int] | None,

@@ -60,7 +60,7 @@ def test_answer_that_differs_from_the_reference_is_not_counted_as_equal() -> Non
     assert (row["equal_answers"], row["answers"]) == (3, 4)
 
 
-def test_engine_that_does_not_say_its_tokens_per_step_has_none() -> None:
+def test_engine_that_does_not_say_its_tokens_per_step_has_none(capsys) -> None:
     silent = Run(1.0, ran(50, [1, 2, 3]).answers)
     found = Race(
         CHECK, {"pipespec": [ran(10, [1, 2, 3])], "vLLM": [silent]}, {"pipespec": 0, "vLLM": 0}
@@ -70,7 +70,8 @@ def test_engine_that_does_not_say_its_tokens_per_step_has_none() -> None:
 
     assert own["tokens_per_step"]["median"] == 2 and other["tokens_per_step"] is None
     assert own["times_vllm"]["median"] == pytest.approx(5)
-    assert "tokens_per_step" not in links.cells(other)
+    experiment.show("A race", [links.cells(own), links.cells(other)])
+    assert "2.00 (2.00..2.00)" in capsys.readouterr().out
 
 
 def test_figures_are_drawn_with_a_line_per_engine_and_per_ratio(tmp_path) -> None:

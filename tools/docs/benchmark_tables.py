@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and of docs/how-it-works/, from the stored results."""
+"""Tables of docs/benchmarks.md and of docs/how-it-works/, from the stored results."""
 
 from __future__ import annotations
 

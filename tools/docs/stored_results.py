@@ -37,6 +37,7 @@ RENAMED = {
     "benchmarks.load ": "benchmarks.load.throughput ",
     "benchmarks.long_prompt ": "benchmarks.load.long_prompt ",
     "static_tree,level,level shared,best_first": '"static_tree,level,level shared,best_first"',
+    "--stage-ms 1:22.7 64:24.0": '--stage-ms "1:22.7 64:24.0"',
     "--source ": "--proposer ",
     "--sources ": "--proposers ",
 }

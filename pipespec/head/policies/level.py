@@ -51,7 +51,7 @@ class Level(SpeculationPolicy):
     )
     cut: str = setting(
         AFTER,
-        "Whether a level is cut to the width after the verdict has pruned it (PipeDec 3.3.4), or "
+        "Whether a level is cut to the width after the verdict has pruned it (PipeDec, §3.3.4), or "
         "before (SpecPipe, Algorithm 1).",
         choices=(AFTER, BEFORE),
     )
