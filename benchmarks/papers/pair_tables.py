@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.papers.intervals import Interval
-from benchmarks.papers.stored import MEASURED, load, source, stored_names
+from benchmarks.papers.stored import MEASURED, source
 from benchmarks.papers.tables import (
     AHEAD,
     ALIKE,
@@ -19,6 +19,7 @@ from benchmarks.papers.tables import (
     claimed,
     compared,
 )
+from tools.docs.stored_results import result, stored_names
 
 # What SpecPipe prints of sampling, in percent; of SpecInfer the first.
 COST = {"static_tree": 2.54, "level cut before": 4.39}
@@ -34,7 +35,7 @@ def sampled(name: str, paper: str, figure: str, costs: Mapping[str, float]) -> S
         MEASURED,
         f"{paper} {figure}, steps of the demo pair: temperature .6, top-p .9, top-k 80, 5 seeds",
         (figure,),
-        [_sampled_row(figure, row, costs.get(row["method"])) for row in load(name)["rows"]],
+        [_sampled_row(figure, row, costs.get(row["method"])) for row in result(name)["rows"]],
         (source(name),),
     )
 
@@ -62,7 +63,7 @@ def _sampled_row(figure: str, row: Mapping[str, Any], cost: float | None) -> Row
 
 def chains(name: str) -> StoredTable:
     """Tokens per call with drafts in fewer bits, and with longer chains."""
-    rows = load(name)["rows"]
+    rows = result(name)["rows"]
     plain = {row["chain"]: _interval(row) for row in rows if row["draft"] == "bfloat16"}
     made = [
         claimed(

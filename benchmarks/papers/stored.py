@@ -6,11 +6,9 @@ commits and dates of its numbers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.common.experiment import ROOT
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.tables import (
     BEHIND,
@@ -23,34 +21,11 @@ from benchmarks.papers.tables import (
     claimed,
     compared,
 )
+from tools.docs.stored_results import hardware, result, short_command
 
-RESULTS = ROOT / "benchmarks" / "results"
 MEASURED, EMULATED, COMPUTED = "MEASURED", "EMULATED", "COMPUTED"
-# What makes a result today; the stored command has the names of its own commit.
-TODAY = {
-    "memory": "python -m benchmarks.budgets.rank_memory",
-    "tbt_vllm_stages": (
-        'python -m benchmarks.pipeline.tbt --stage-ms "1:22.7 64:24.0" --proposer synthetic '
-        "--scale 4 --num-prompts 8 --tokens 64 --methods root,level,best_first"
-    ),
-    "hits": "python -m benchmarks.pipeline.hits --stored benchmarks/results/tbt.json",
-    "sampled": "python -m benchmarks.pipeline.sampled --scale 6 --tokens 16",
-    "quantized_draft": "python -m benchmarks.drafts.quantized_draft",
-    "two_groups": "python -m benchmarks.pipeline.two_groups",
-    "tbt_synthetic_1b": (
-        "python -m benchmarks.pipeline.tbt --proposer synthetic --scale 2 --num-prompts 16 "
-        "--tokens 64"
-    ),
-    "tbt_14": (
-        "python -m benchmarks.pipeline.tbt --machine rtx3090_14 --stages 14 --proposer synthetic "
-        "--scale 4 --num-prompts 8 --tokens 48"
-    ),
-    "tbt_21": (
-        "python -m benchmarks.pipeline.tbt --machine mixed_21 --stages 21 --proposer synthetic "
-        "--scale 6 --num-prompts 8"
-    ),
-}
 NO_VERDICT = "arithmetic, not a run"
+NO_INTERVAL = "no interval"
 # What the papers print of sampling, by method.
 SAMPLED_SPECPIPE = {
     "static_tree": "+2.54 %",  # SpecInfer
@@ -65,22 +40,11 @@ SAMPLED_PIPEDEC = {
 PP, VLLM = "SpecPipe's PP", "vLLM's pipeline"
 
 
-def load(name: str) -> dict[str, Any]:
-    """A stored result: rows, hardware, commit, date and command."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def stored_names() -> set[str]:
-    """Of all stored results."""
-    return {file.stem for file in RESULTS.glob("*.json")}
-
-
 def source(name: str) -> Source:
-    found = load(name)
-    command = TODAY.get(name, found["command"])
-    hardware = found["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
-    return Source(f"{name}.json", command, hardware, found["commit"], found["date"])
+    found = result(name)
+    return Source(
+        f"{name}.json", short_command(found), hardware(found), found["commit"], found["date"]
+    )
 
 
 # --- sampling and drafts in fewer bits ----------------------------------------------------------
@@ -92,7 +56,7 @@ def sampled_table(
     paper: str, figure: str, printed: Mapping[str, str], conditions: str
 ) -> StoredTable:
     """Greedy beside sampled decoding of the demo pair, five runs, by method."""
-    rows = load("sampled")["rows"]
+    rows = result("sampled")["rows"]
     made = []
     for method, theirs in printed.items():
         greedy, sampled = (
@@ -105,7 +69,7 @@ def sampled_table(
         )
         verdict = NO_NUMBER
         if theirs.startswith("+"):
-            verdict = BEHIND if least > float(theirs[1:-2]) else "no interval"
+            verdict = BEHIND if least > float(theirs[1:-2]) else NO_INTERVAL
         made.append(
             Row(
                 figure,
@@ -129,14 +93,14 @@ def sampled_table(
 
 def fewer_bits_table() -> StoredTable:
     """Tokens per step of the demo pair by the format of its draft."""
-    first, *others = load("quantized_draft")["rows"]
+    first, *others = result("quantized_draft")["rows"]
     made = [
         Row(
             "Table 2",
             f"tokens decoded, draft in {row['draft']} beside {first['draft']}",
             "FP8: 0 to -.7 %; INT4: +.3 to -1.1 %",
             f"{100 * (row['tokens_per_step'] / first['tokens_per_step'] - 1):+.0f} %",
-            "no interval",
+            NO_INTERVAL,
             f"tokens per step {first['tokens_per_step']:.2f} and {row['tokens_per_step']:.2f}, "
             "`best_first`, 8 stages; each format decodes other texts",
         )
@@ -158,7 +122,7 @@ def fewer_bits_table() -> StoredTable:
 
 def memory_table() -> StoredTable:
     """Memory of each rank for the 70B."""
-    rows = {row["rank"]: row for row in load("memory")["computed"]["rows"]}
+    rows = {row["rank"]: row for row in result("memory")["computed"]["rows"]}
     made = []
     for stage, printed in (("stage 1", 23.5), ("stage 2", 21.5), ("stage 8", 23.5)):
         row = rows[stage]
@@ -202,7 +166,7 @@ def memory_table() -> StoredTable:
 
 def _run(name: str, method: str) -> dict[str, Any]:
     (found,) = (
-        row for row in load(name)["rows"] if (row["data_set"], row["method"]) == ("all", method)
+        row for row in result(name)["rows"] if (row["data_set"], row["method"]) == ("all", method)
     )
     return dict(found)
 
@@ -253,7 +217,7 @@ def emulated_specpipe() -> StoredTable:
         _speed_up("Fig. 11, stages of 22.7 ms", quick, method, over_vllm, VLLM, OTHER_TIMES)
         for method in methods
     ]
-    hits = {row["method"]: row for row in load("hits")["rows"]}
+    hits = {row["method"]: row for row in result("hits")["rows"]}
     made.append(
         claimed(
             "Fig. 14",
@@ -306,7 +270,7 @@ def emulated_pipedec() -> StoredTable:
 
 
 def emulated_swiftspec() -> StoredTable:
-    rows = load("two_groups")["rows"]
+    rows = result("two_groups")["rows"]
     plain, *grouped = rows
     made = [
         Row(

@@ -163,9 +163,16 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     return {"engine": row["engine"], **spreads, "equal": equal}
 
 
-def versions() -> dict[str, str]:
-    """Those of the packages that the engines in Python use."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+def conditions(job: Job, load_before: float, began: float) -> dict[str, Any]:
+    """Of a comparison that began at this `time.perf_counter`, behind this load average: what is
+    stored beside its rows."""
+    return {
+        "target": json.loads((job.target / "config.json").read_text()),
+        "cores": job.cores,
+        "load_average_before": load_before,
+        "duration_s": time.perf_counter() - began,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
 
 
 def add_job(parser: argparse.ArgumentParser, *, prompts: int, tokens: int) -> None:
@@ -237,15 +244,7 @@ def main() -> None:
     for name, why in (missing | failed).items():
         print(f"{name}: {why}")
     if options.json:
-        more = {
-            "target": json.loads((options.target / "config.json").read_text()),
-            "cores": job.cores,
-            "load_average_before": load_before,
-            "duration_s": time.perf_counter() - began,
-            "versions": versions(),
-            "missing": missing,
-            "failed": failed,
-        }
+        more = conditions(job, load_before, began) | {"missing": missing, "failed": failed}
         experiment.store(options.json, {"title": title, "emulated": False, "rows": rows, **more})
 
 

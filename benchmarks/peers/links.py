@@ -28,11 +28,11 @@ from benchmarks.common import experiment, plot
 from benchmarks.peers.compare_engines import (
     add_job,
     brief,
+    conditions,
     equal_answers,
     job_of,
     parse_job,
     spread,
-    versions,
 )
 from benchmarks.peers.delayed_links import TCP_SETTINGS, LinkCheck, check, delayed_links
 from benchmarks.peers.link_engines import LinkedEngine, engines
@@ -277,11 +277,7 @@ def main() -> None:
                 "links": [asdict(each.check) for each in races],
                 "tcp": TCP_SETTINGS,
                 "settings": options.settings,
-                "target": json.loads((options.target / "config.json").read_text()),
-                "cores": job.cores,
-                "load_average_before": load_before,
-                "duration_s": time.perf_counter() - began,
-                "versions": versions(),
+                **conditions(job, load_before, began),
                 "missing": missing,
                 "failed": {
                     f"{name}, {each.check.delay_ms:g} ms": why

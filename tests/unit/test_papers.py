@@ -30,6 +30,7 @@ from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 from pipespec.instruments.plan.simulation import TokenArrival
+from tools.docs import stored_results
 
 # Of Student's distribution, from printed tables.
 QUANTILES = {4: 2.776, 9: 2.262, 19: 2.093, 44: 2.015, 10**6: 1.960}
@@ -261,7 +262,7 @@ def test_results_of_the_demo_pair_become_tables(
     }
     for name, rows in results.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**made_by, "rows": rows}))
-    monkeypatch.setattr(stored, "RESULTS", tmp_path)
+    monkeypatch.setattr(stored_results, "RESULTS", tmp_path)
     sampled, chains = pair_tables()
     assert [(row.paper, row.ours, row.verdict) for row in sampled.rows] == [
         ("+4.39 %", "+20 % [+10, +30]", BEHIND)

@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
-from tools.docs.stored_results import command_of, result, row, source, table
+from tools.docs.stored_results import columns, command_of, result, row, source, table
 
 # Between tokens of vLLM's pipeline on the GPUs of `rtx3090_8`: SpecPipe, Fig. 11, HumanEval-X.
 VLLM_MS = 181.41
-OVER_VLLM = "over vLLM's 181.4 ms"
+TBT = ("TBT, ms", "{tbt_ms:.1f}")
+PLAIN = ("TBT `root`, ms", "{plain[tbt_ms]:.1f}")
+OVER_ROOT = ("over `root`", "{speed_up:.2f}")
+OVER_VLLM = ("over vLLM's 181.4 ms", "{over_vllm:.2f}×")
+TOKENS = ("tokens per step", "{tokens_per_step:.3f}")
+FEW_DIGITS = ("tokens per step", "{tokens_per_step:.2f}")
+HITS = ("hit rate", "{hit_rate:.2f}")
+OVERRUNS = ("over-runs per step", "{overruns_per_step:.3f}")
+# Of a data set, where all of them together have a row of their own.
+MEAN = "**mean**"
 
 
-def over_vllm(tbt_ms: float) -> str:
-    """How many times as fast as vLLM's pipeline on SpecPipe's GPUs."""
-    return f"{VLLM_MS / tbt_ms:.2f}×"
+def rows_of(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a result, each with its gain over vLLM's pipeline."""
+    for each in stored["rows"]:
+        yield each | {"over_vllm": VLLM_MS / each["tbt_ms"]}
+
+
+def beside_root(stored: Mapping[str, Any], *same: str) -> list[dict[str, Any]]:
+    """The rows of `best_first`, each with that of `root`, which is equal in `same`, as `plain`."""
+    return [
+        each | {"plain": row(stored, method="root", **{name: each[name] for name in same})}
+        for each in rows_of(stored)
+        if each["method"] == "best_first"
+    ]
 
 
 def time_between_tokens(name: str, *, specpipes_gpus: bool = True) -> str:
     """The tables of `pipeline.tbt`: time between tokens by data set and method."""
     stored = result(name)
     methods = list(dict.fromkeys(each["method"] for each in stored["rows"]))
-    sets = list(dict.fromkeys(each["data_set"] for each in stored["rows"]))
-    rows = []
-    for data_set in sets:
-        found = [row(stored, data_set=data_set, method=method) for method in methods]
-        cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in found]
-        cells[0] = f"{found[0]['tbt_ms']:.1f}"
-        rows.append(f"| {'**mean**' if data_set == 'all' else data_set} | {' | '.join(cells)} |")
-    means = {method: row(stored, data_set="all", method=method) for method in methods}
+    lines = []
+    for data_set in dict.fromkeys(each["data_set"] for each in stored["rows"]):
+        plain, *others = [row(stored, data_set=data_set, method=method) for method in methods]
+        cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in others]
+        lines.append([MEAN if data_set == "all" else data_set, f"{plain['tbt_ms']:.1f}", *cells])
+    means = [each for each in rows_of(stored) if each["data_set"] == "all"]
     if specpipes_gpus:
-        cells = [over_vllm(each["tbt_ms"]) for each in means.values()]
-        rows.append(f"| {OVER_VLLM} | {' | '.join(cells)} |")
+        heading, cell = OVER_VLLM
+        lines.append([heading, *(cell.format_map(each) for each in means)])
 
-    def listed(figure: str, digits: int) -> str:
-        return ", ".join(f"`{name}` {each[figure]:.{digits}f}" for name, each in means.items())
+    def listed(cell: str) -> str:
+        return ", ".join(f"`{each['method']}` {cell.format_map(each)}" for each in means)
 
-    header = "| TBT, ms | " + " | ".join(f"`{method}`" for method in methods) + " |"
     return (
-        table(header, rows)
-        + f"\nTokens per step: {listed('tokens_per_step', 3)}; hit rates "
-        + f"{listed('hit_rate', 2)}; over-runs per step {listed('overruns_per_step', 3)}.\n"
+        table(["TBT, ms", *(f"`{method}`" for method in methods)], lines)
+        + f"\nTokens per step: {listed(TOKENS[1])}; hit rates {listed(HITS[1])}; "
+        + f"over-runs per step {listed(OVERRUNS[1])}.\n"
         + command_of(stored)
     )
 
@@ -48,38 +65,22 @@ def time_between_tokens(name: str, *, specpipes_gpus: bool = True) -> str:
 def beside_plain(name: str) -> str:
     """A table of `pipeline.tbt` of two methods: times, tokens per step and hits by data set."""
     stored = result(name)
-    rows = []
-    for each in [each for each in stored["rows"] if each["method"] == "best_first"]:
-        data_set = each["data_set"]
-        plain = row(stored, data_set=data_set, method="root")
-        rows.append(
-            f"| {'**mean**' if data_set == 'all' else data_set} | {plain['tbt_ms']:.1f} | "
-            f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×) | {over_vllm(each['tbt_ms'])} | "
-            f"{each['tokens_per_step']:.3f} | {each['hit_rate']:.2f} | "
-            f"{each['overruns_per_step']:.3f} |"
-        )
-    header = (
-        f"| TBT, ms | `root` | `best_first` | {OVER_VLLM} | tokens per step | hit rate | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    rows = beside_root(stored, "data_set")
+    rows[-1]["data_set"] = MEAN
+    listed = [
+        ("TBT, ms", "{data_set}"),
+        ("`root`", "{plain[tbt_ms]:.1f}"),
+        ("`best_first`", "{tbt_ms:.1f} ({speed_up:.2f}×)"),
+    ]
+    return columns([*listed, OVER_VLLM, TOKENS, HITS, OVERRUNS], rows) + command_of(stored)
 
 
 def sampled() -> str:
     """The table of `pipeline.sampled`: greedy beside sampled decoding, by method."""
     stored = result("sampled")
-    rows = [
-        f"| {each['verify']} | `{each['method']}` | {each['tbt_ms']:.1f} | "
-        f"{each['least_ms']:.1f} to {each['most_ms']:.1f} | {each['speed_up']:.2f} | "
-        f"{over_vllm(each['tbt_ms'])} | {each['tokens_per_step']:.3f} | {each['hit_rate']:.2f} | "
-        f"{each['overruns_per_step']:.3f} |"
-        for each in stored["rows"]
-    ]
-    header = (
-        f"|  | method | TBT, ms | least and most | over `root` | {OVER_VLLM} | tokens per step | "
-        "hit rate | over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    spread = ("least and most", "{least_ms:.1f} to {most_ms:.1f}")
+    listed = [("", "{verify}"), ("method", "`{method}`"), TBT, spread, OVER_ROOT, OVER_VLLM]
+    return columns([*listed, TOKENS, HITS, OVERRUNS], rows_of(stored)) + command_of(stored)
 
 
 def sizes_of_trees() -> str:
@@ -88,23 +89,21 @@ def sizes_of_trees() -> str:
     children = (2, 4, 8, 16)
     cells: dict[tuple[str, int], dict[int, str]] = {}
     for each in stored["rows"]:
-        found = cells.setdefault((each["policy"], each["width"]), {})
         # Policies of one size stand in the first column.
         of_one_size = each["policy"] in ("root", "static_tree")
+        found = cells.setdefault((each["policy"], each["width"]), {})
         count = children[0] if of_one_size else each["children"]
         found[count] = f"{each['tokens_per_step']:.3f} ({each['hit_rate']:.2f})"
-    rows = []
+    lines = []
     for policy in ("root", "static_tree", "level", "level, cut before", "best_first"):
         name, comma, how = policy.partition(",")
-        rows += [
-            f"| `{name}`{comma}{how} | {width} | "
-            + " | ".join(found.get(count, "") for count in children)
-            + " |"
+        lines += [
+            [f"`{name}`{comma}{how}", str(width), *(found.get(count, "") for count in children)]
             for (of, width), found in cells.items()
             if of == policy
         ]
-    header = "| policy | width | 2 children | 4 children | 8 children | 16 children |"
-    return table(header, rows) + command_of(stored)
+    headings = ["policy", "width", *(f"{count} children" for count in children)]
+    return table(headings, lines) + command_of(stored)
 
 
 def proposers() -> str:
@@ -117,7 +116,7 @@ def proposers() -> str:
         "hybrid": "`proposer=hybrid` with the demo draft",
         "parallel_hybrid": "`proposer=hybrid` with the parallel one",
     }
-    rows = []
+    lines = []
     for proposer, name in names.items():
         found = [
             row(stored, policy="best_first", source=proposer, width=width, rounds=rounds)
@@ -125,32 +124,26 @@ def proposers() -> str:
             for rounds in (1, 3)
         ]
         cells = [f"{each['tokens_per_step']:.3f} ({each['hit_rate']:.2f})" for each in found]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    header = (
-        "| proposer | width 16, one round | three rounds | width 64, one round | three rounds |"
-    )
-    return table(header, rows) + command_of(stored)
+        lines.append([name, *cells])
+    headings = ["proposer", "width 16, one round", "three rounds", "width 64, one round"]
+    return table([*headings, "three rounds"], lines) + command_of(stored)
 
 
 def devices_of_a_stage() -> str:
     """The table of `pipeline.device_groups`: eight devices as more or fewer stages."""
     stored = result("groups")
-    rows = []
-    for each in [each for each in stored["rows"] if each["method"] == "best_first"]:
-        devices = each["devices_of_a_stage"]
-        plain = row(stored, devices_of_a_stage=devices, method="root")
-        rows.append(
-            f"| {each['stages']} × {devices} | {plain['tbt_ms']:.1f} | {each['tbt_ms']:.1f} | "
-            f"{each['speed_up']:.2f} | {over_vllm(each['tbt_ms'])} | "
-            f"{each['tokens_per_step']:.2f} | "
-            f"{plain['predicted_ms']:.1f} | {each['predicted_ms']:.1f} | "
-            f"{each['overruns_per_step']:.3f} |"
-        )
-    header = (
-        f"| stages × devices | TBT `root`, ms | `best_first` | over `root` | {OVER_VLLM} | "
-        "tokens per step | predicted `root` | predicted `best_first` | over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    listed = [
+        ("stages × devices", "{stages} × {devices_of_a_stage}"),
+        PLAIN,
+        ("`best_first`", "{tbt_ms:.1f}"),
+        OVER_ROOT,
+        OVER_VLLM,
+        FEW_DIGITS,
+        ("predicted `root`", "{plain[predicted_ms]:.1f}"),
+        ("predicted `best_first`", "{predicted_ms:.1f}"),
+        OVERRUNS,
+    ]
+    return columns(listed, beside_root(stored, "devices_of_a_stage")) + command_of(stored)
 
 
 def two_groups() -> str:
@@ -159,21 +152,28 @@ def two_groups() -> str:
     rows = []
     for each in stored["rows"]:
         plain = each["method"] == "root"
-        sum_us = None if plain else each["dearer_sum_us"]
-        rows.append(
-            f"| {each['target']} | {each['draft'] or '-'} | `{each['method']}` | {each['rows']} | "
-            f"{each['stage_ms']:.1f} | "
-            f"{'-' if plain else format(each['round_ms'], '.1f')} | "
-            f"{each['tbt_ms']:.1f} | {each['speed_up']:.2f} | {each['tokens_per_step']:.2f} | "
-            f"{each['predicted_ms']:.1f} | {'-' if sum_us is None else format(sum_us, '.0f')} | "
-            f"{each['overruns_per_step']:.3f} |"
-        )
-    header = (
-        "| target: stages × GPUs | draft: GPUs | method | rows | stage, ms | round, ms | TBT, ms | "
-        "speed-up | tokens per step | predicted, ms | sums may take longer by, µs | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+        none = plain or each["dearer_sum_us"] is None
+        shown = {
+            "draft": each["draft"] or "-",
+            "round_shown": "-" if plain else f"{each['round_ms']:.1f}",
+            "sum_shown": "-" if none else f"{each['dearer_sum_us']:.0f}",
+        }
+        rows.append(each | shown)
+    listed = [
+        ("target: stages × GPUs", "{target}"),
+        ("draft: GPUs", "{draft}"),
+        ("method", "`{method}`"),
+        ("rows", "{rows}"),
+        ("stage, ms", "{stage_ms:.1f}"),
+        ("round, ms", "{round_shown}"),
+        TBT,
+        ("speed-up", "{speed_up:.2f}"),
+        FEW_DIGITS,
+        ("predicted, ms", "{predicted_ms:.1f}"),
+        ("sums may take longer by, µs", "{sum_shown}"),
+        OVERRUNS,
+    ]
+    return columns(listed, rows) + command_of(stored)
 
 
 def many_requests() -> str:
@@ -190,148 +190,155 @@ def many_requests() -> str:
     for (requests, method), each in found.items():
         if method == "best_first":
             plain = found[requests, "root"]
-            rows.append(
-                f"| {requests} | {plain['emulated_tokens_per_s']:.1f} | "
-                f"{each['emulated_tokens_per_s']:.1f} | {each['emulated_speed_up']:.2f} | "
-                f"{each['speed_up']:.2f} | {plain['tbt_ms']:.0f} | {each['tbt_ms']:.0f} | "
-                f"{plain['p99_tbt_ms']:.0f} | {each['p99_tbt_ms']:.0f} | "
-                f"{each['worst_request_tbt_ms'] / plain['worst_request_tbt_ms']:.2f} | "
-                f"{each['emulated_tokens']} | {each['overruns_per_step']:.3f} |"
-            )
-    header = (
-        "| requests | `root`, tokens/s | `best_first`, tokens/s | speed-up | simulated | "
-        "TBT `root`, ms | TBT, ms | p99 `root` | p99 | worst | tokens counted | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + "".join(map(command_of, parts))
+            worst = each["worst_request_tbt_ms"] / plain["worst_request_tbt_ms"]
+            rows.append(each | {"plain": plain, "worst": worst})
+    listed = [
+        ("requests", "{requests}"),
+        ("`root`, tokens/s", "{plain[emulated_tokens_per_s]:.1f}"),
+        ("`best_first`, tokens/s", "{emulated_tokens_per_s:.1f}"),
+        ("speed-up", "{emulated_speed_up:.2f}"),
+        ("simulated", "{speed_up:.2f}"),
+        ("TBT `root`, ms", "{plain[tbt_ms]:.0f}"),
+        ("TBT, ms", "{tbt_ms:.0f}"),
+        ("p99 `root`", "{plain[p99_tbt_ms]:.0f}"),
+        ("p99", "{p99_tbt_ms:.0f}"),
+        ("worst", "{worst:.2f}"),
+        ("tokens counted", "{emulated_tokens}"),
+        OVERRUNS,
+    ]
+    return columns(listed, rows) + "".join(map(command_of, parts))
 
 
 def methods_with_many_requests() -> str:
     """`load.throughput`: every method with 8 and with 32 requests."""
     stored = result("load_emulated_methods")
     few, many = 8, 32
-    rows = []
-    for method in dict.fromkeys(each["method"] for each in stored["rows"]):
-        one, other = (row(stored, requests=number, method=method) for number in (few, many))
-        cells = [
-            f"{each['emulated_speed_up']:.2f} | {each['speed_up']:.2f} | {each['tbt_ms']:.0f}"
-            for each in (one, other)
-        ]
-        name = {"level": "`level`, 16 rows each", "level shared": "`level`, its width for all"}
-        rows.append(
-            f"| {name.get(method, f'`{method}`')} | {' | '.join(cells)} | "
-            f"{one['overruns_per_step']:.3f}, {other['overruns_per_step']:.3f} | "
-            f"{one['emulated_tokens']}, {other['emulated_tokens']} |"
-        )
-    header = (
-        f"| method | {few} requests: speed-up | simulated | TBT, ms | {many} requests: speed-up | "
-        "simulated | TBT, ms | over-runs per step | tokens counted |"
-    )
-    return table(header, rows) + command_of(stored)
+    names = {"level": "`level`, 16 rows each", "level shared": "`level`, its width for all"}
+    rows = [
+        {
+            "name": names.get(method, f"`{method}`"),
+            "few": row(stored, requests=few, method=method),
+            "many": row(stored, requests=many, method=method),
+        }
+        for method in dict.fromkeys(each["method"] for each in stored["rows"])
+    ]
+    listed = [
+        ("method", "{name}"),
+        (f"{few} requests: speed-up", "{few[emulated_speed_up]:.2f}"),
+        ("simulated", "{few[speed_up]:.2f}"),
+        ("TBT, ms", "{few[tbt_ms]:.0f}"),
+        (f"{many} requests: speed-up", "{many[emulated_speed_up]:.2f}"),
+        ("simulated", "{many[speed_up]:.2f}"),
+        ("TBT, ms", "{many[tbt_ms]:.0f}"),
+        (OVERRUNS[0], "{few[overruns_per_step]:.3f}, {many[overruns_per_step]:.3f}"),
+        ("tokens counted", "{few[emulated_tokens]}, {many[emulated_tokens]}"),
+    ]
+    return columns(listed, rows) + command_of(stored)
 
 
 def long_prompt() -> str:
     """The table of `load.long_prompt`: a running answer beside a prompt of 8192 tokens."""
     stored = result("long_prompt")
     rows = [
-        f"| `{each['method']}` | {each['step_ratio']:.2f} | {each['gap_ratio']:.2f} | "
-        f"{each['ttft_ratio']:.2f} | {each['quiet']['p50_gap_ms']:.0f}, "
-        f"{each['reading']['p50_gap_ms']:.0f} | {max(each['overruns_per_step']):.3f} |"
-        for each in stored["measured"]
+        each | {"overruns_per_step": max(each["overruns_per_step"])} for each in stored["measured"]
     ]
-    header = (
-        "| | longest step, median steps (at most 2) | p99 gap, of that without the prompt (1.5) | "
-        "TTFT, of that alone (1.5) | median gap without and with the prompt, ms | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    gaps = "{quiet[p50_gap_ms]:.0f}, {reading[p50_gap_ms]:.0f}"
+    listed = [
+        ("", "`{method}`"),
+        ("longest step, median steps (at most 2)", "{step_ratio:.2f}"),
+        ("p99 gap, of that without the prompt (1.5)", "{gap_ratio:.2f}"),
+        ("TTFT, of that alone (1.5)", "{ttft_ratio:.2f}"),
+        ("median gap without and with the prompt, ms", gaps),
+        OVERRUNS,
+    ]
+    return columns(listed, rows) + command_of(stored)
 
 
 def beyond_the_pace() -> str:
     """The table of `pipeline.overhead`: the parts of a step beyond its slowest stage."""
     stored = result("overhead")
     parts = ("neighbour", "verdict", "prune", "wire", "python", "late")
-    rows = []
-    for each in [each for each in stored["rows"] if not each["varies"].startswith("wait")]:
-        cells = " | ".join(f"{each[f'{part}_ms']:.2f}" for part in parts)
-        rows.append(
-            f"| {each['varies']} | {each['value']} | **{each['beyond_ms']:.1f}** | {cells} |"
-        )
-    header = f"| varied |  | beyond the pace | {' | '.join(parts)} |"
-    return table(header, rows) + f"\n{stored['note']}\n" + command_of(stored)
+    listed = [
+        ("varied", "{varies}"),
+        ("", "{value}"),
+        ("beyond the pace", "**{beyond_ms:.1f}**"),
+        *((part, f"{{{part}_ms:.2f}}") for part in parts),
+    ]
+    rows = [each for each in stored["rows"] if not each["varies"].startswith("wait")]
+    return columns(listed, rows) + f"\n{stored['note']}\n" + command_of(stored)
 
 
 def lockstep_or_free() -> str:
     """The table of `pipeline.sync`: both ways over several links."""
     stored = result("sync")
     rows = []
-    for one in [each for each in stored["rows"] if each["sync"] == "lockstep"]:
-        cell = {name: one[name] for name in ("stages", "condition")}
-        other = row(stored, sync="free", **cell)
-        rows.append(
-            f"| {one['stages']} | {one['condition']} | {one['tbt_ms']:.1f} | {other['tbt_ms']:.1f} "
-            f"| {one['tbt_ms'] / other['tbt_ms']:.2f} | {one['step_ms']:.1f} | "
-            f"{other['step_ms']:.1f} | {one['tokens_per_step']:.2f} | "
-            f"{other['tokens_per_step']:.2f} | {one['overruns_per_step']:.3f} | "
-            f"{other['overruns_per_step']:.3f} |"
-        )
-    header = (
-        "| stages | condition | TBT lockstep, ms | free | gain | step lockstep, ms | free | tokens "
-        "per step lockstep | free | over-runs per step lockstep | free |"
-    )
-    return table(header, rows) + f"\n{source('sync')}\n"
+    for each in [each for each in stored["rows"] if each["sync"] == "lockstep"]:
+        cell = {name: each[name] for name in ("stages", "condition")}
+        free = row(stored, sync="free", **cell)
+        rows.append(each | {"free": free, "gain": each["tbt_ms"] / free["tbt_ms"]})
+    listed = [
+        ("stages", "{stages}"),
+        ("condition", "{condition}"),
+        ("TBT lockstep, ms", "{tbt_ms:.1f}"),
+        ("free", "{free[tbt_ms]:.1f}"),
+        ("gain", "{gain:.2f}"),
+        ("step lockstep, ms", "{step_ms:.1f}"),
+        ("free", "{free[step_ms]:.1f}"),
+        ("tokens per step lockstep", "{tokens_per_step:.2f}"),
+        ("free", "{free[tokens_per_step]:.2f}"),
+        ("over-runs per step lockstep", "{overruns_per_step:.3f}"),
+        ("free", "{free[overruns_per_step]:.3f}"),
+    ]
+    return columns(listed, rows) + f"\n{source('sync')}\n"
 
 
 def stages() -> str:
     """The table of `pipeline.scaling`: one model cut into ever more stages."""
     stored = result("scaling")
-    rows = []
-    for one in [each for each in stored["rows"] if each["method"] == "best_first"]:
-        plain = row(stored, stages=one["stages"], method="root")
-        rows.append(
-            f"| {one['stages']} | {one['stage_ms']:.1f} | {plain['tbt_ms']:.1f} | "
-            f"{one['tbt_ms']:.1f} | {one['speed_up']:.2f} | {one['tokens_per_step']:.2f} | "
-            f"{one['overruns_per_step']:.3f} |"
-        )
-    header = (
-        "| stages | stage, ms | TBT `root`, ms | `best_first` | speed-up | tokens per step | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    listed = [
+        ("stages", "{stages}"),
+        ("stage, ms", "{stage_ms:.1f}"),
+        PLAIN,
+        ("`best_first`", "{tbt_ms:.1f}"),
+        ("speed-up", "{speed_up:.2f}"),
+        FEW_DIGITS,
+        OVERRUNS,
+    ]
+    return columns(listed, beside_root(stored, "stages")) + command_of(stored)
 
 
 def cascade(name: str) -> str:
     """The table of `drafts.cascade_tbt`."""
     stored = result(name)
     rows = [
-        f"| {'`root`' if each['method'] == 'root' else each['method']} | {each['tbt_ms']:.1f} | "
-        f"{each['speed_up']:.2f} | {over_vllm(each['tbt_ms'])} | {each['tokens_per_step']:.3f} | "
-        f"{each['hit_rate']:.2f} | {each['overruns_per_step']:.3f} |"
-        for each in stored["rows"]
+        each | {"shown": "`root`" if each["method"] == "root" else each["method"]}
+        for each in rows_of(stored)
     ]
-    header = (
-        f"| method | TBT, ms | over `root` | {OVER_VLLM} | tokens per step | hit rate | "
-        "over-runs per step |"
-    )
-    return table(header, rows) + command_of(stored)
+    listed = [("method", "{shown}"), TBT, OVER_ROOT, OVER_VLLM, TOKENS, HITS, OVERRUNS]
+    return columns(listed, rows) + command_of(stored)
 
 
 def running_states() -> str:
     """What a tree costs in layers with a running state, by kind of layer."""
     stored = result("running_states")
     rows = [
-        f"| `{each['model_type']}` | {each['node_bytes'] / 1024:.0f} KiB | "
-        f"{each['state_bytes'] / 1024:.0f} KiB | {100 * each['node_of_state']:.1f} % | "
-        f"{each['step_ms']:.1f} | {each['chunk_ms']:.1f} ({each['of_chunk']:.2f}) | "
-        f"{each['one_by_one_ms']:.0f} ({each['of_one_by_one']:.2f}) |"
+        each
+        | {"node": each["node_bytes"] / 1024, "state": each["state_bytes"] / 1024}
+        | {"percent": 100 * each["node_of_state"]}
         for each in stored["rows"]
     ]
-    header = (
-        "| layer | a node | a state | of it | a tree of 64 nodes, ms | 64 tokens by the model's "
-        "kernel for prompts, ms (times) | one by one, ms (times) |"
-    )
+    by_kernel = "64 tokens by the model's kernel for prompts, ms (times)"
+    listed = [
+        ("layer", "`{model_type}`"),
+        ("a node", "{node:.0f} KiB"),
+        ("a state", "{state:.0f} KiB"),
+        ("of it", "{percent:.1f} %"),
+        ("a tree of 64 nodes, ms", "{step_ms:.1f}"),
+        (by_kernel, "{chunk_ms:.1f} ({of_chunk:.2f})"),
+        ("one by one, ms (times)", "{one_by_one_ms:.0f} ({of_one_by_one:.2f})"),
+    ]
     return (
-        table(header, rows)
+        columns(listed, rows)
         + "\nOne layer's recurrence at the sizes of the published model, MEASURED on a CPU in "
         + "float32.\n"
         + command_of(stored)

@@ -75,12 +75,10 @@ def emulated() -> str:
         for method in ("root", "static_tree", "level", "best_first"):
             found = row(stored, data_set="all", method=method)
             cells.append(f"{found['tbt_ms']:.0f} ms ({found['speed_up']:.2f}×)")
-        rows.append(f"| {draft} | {' | '.join(cells)} | {source(name)} |")
-    header = (
-        "| draft | plain pipeline (`root`) | as SpecInfer (`static_tree`) | as PipeDec (`level`) "
-        "| pipespec (`best_first`) | from `benchmarks/results/` |"
-    )
-    return table(header, rows)
+        rows.append([draft, *cells, source(name)])
+    headings = ["draft", "plain pipeline (`root`)", "as SpecInfer (`static_tree`)"]
+    headings += ["as PipeDec (`level`)", "pipespec (`best_first`)", "from `benchmarks/results/`"]
+    return table(headings, rows)
 
 
 def measured() -> str:
@@ -136,11 +134,8 @@ def measured() -> str:
             "memory",
         ),
     ]
-    rows = [
-        f"| {what} | {value} | {baseline} | {source(name)} |"
-        for what, value, baseline, name in lines
-    ]
-    return table("| measured | figure | beside | from `benchmarks/results/` |", rows)
+    rows = [[*figure, source(name)] for *figure, name in lines]
+    return table(["measured", "figure", "beside", "from `benchmarks/results/`"], rows)
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {

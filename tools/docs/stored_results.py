@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-# What makes a result today; the stored command has the names of its own commit.
-COMMANDS = {
-    "tbt_synthetic_1b": (
-        "pipeline.tbt --proposer synthetic --scale 2 --num-prompts 16 --tokens 64"
-    ),
-    "tbt": "pipeline.tbt --scale 4",
-    "methods": "pipeline.methods --rounds 3 --tokens 24",
-    "chaos": "faults.chaos --faults 200",
-    "chaos_in_flight": (
-        "faults.chaos --in-flight 16 --hosts 2 --stages 3 --tokens 32 --faults 300"
-    ),
-    "controller": "budgets.controller_hop --steps 1000",
-    "startup": "budgets.startup --repeats 3",
+# Options that say where a result is written.
+WRITTEN = re.compile(r" --(?:json|plot) \S+")
+OLD_MODULE = re.compile(r"benchmarks\.(\w+) ")
+# The heading of a table's column, and the format of its cells.
+Column = tuple[str, str]
+# What older results call the modules of today, and what else is to be changed in their commands.
+MODULES = {
+    "cascade": "drafts.cascade_tbt",
+    "chaos": "faults.chaos",
+    "controller": "budgets.controller_hop",
+    "groups": "pipeline.device_groups",
+    "load": "load.throughput",
+    "long_prompt": "load.long_prompt",
     "memory": "budgets.rank_memory",
-    "sync": "pipeline.sync --proposer synthetic --num-prompts 3 --tokens 24 --scale 4",
+    "methods": "pipeline.methods",
+    "overhead": "pipeline.overhead",
+    "quantized_draft": "drafts.quantized_draft",
+    "startup": "budgets.startup",
+    "tbt": "pipeline.tbt",
+    "two_groups": "pipeline.two_groups",
 }
-# What older results call the modules and options of today.
-RENAMED = {
-    "benchmarks.tbt ": "benchmarks.pipeline.tbt ",
-    "benchmarks.sampled ": "benchmarks.pipeline.sampled ",
-    "benchmarks.methods ": "benchmarks.pipeline.methods ",
-    "benchmarks.groups ": "benchmarks.pipeline.device_groups ",
-    "benchmarks.two_groups ": "benchmarks.pipeline.two_groups ",
-    "benchmarks.overhead ": "benchmarks.pipeline.overhead ",
-    "benchmarks.cascade ": "benchmarks.drafts.cascade_tbt ",
-    "benchmarks.load ": "benchmarks.load.throughput ",
-    "benchmarks.long_prompt ": "benchmarks.load.long_prompt ",
-    "static_tree,level,level shared,best_first": '"static_tree,level,level shared,best_first"',
-    "--stage-ms 1:22.7 64:24.0": '--stage-ms "1:22.7 64:24.0"',
+CHANGED = {
     "--source ": "--proposer ",
     "--sources ": "--proposers ",
+    " static_tree,level,level shared,best_first": ' "static_tree,level,level shared,best_first"',
+    "--stage-ms 1:22.7 64:24.0": '--stage-ms "1:22.7 64:24.0"',
 }
 
 
@@ -47,6 +43,11 @@ def result(name: str) -> dict[str, Any]:
     """A stored result: rows, and the hardware, commit, date and command that made it."""
     stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return stored
+
+
+def stored_names() -> set[str]:
+    """Of all stored results."""
+    return {file.stem for file in RESULTS.glob("*.json")}
 
 
 def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:
@@ -59,24 +60,52 @@ def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:
 
 def origin(stored: Mapping[str, Any]) -> str:
     """Hardware, commit and date of a result."""
-    hardware = stored["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
-    return f"{hardware}, {stored['commit']}, {stored['date']}"
+    return f"{hardware(stored)}, {stored['commit']}, {stored['date']}"
+
+
+def command_today(stored: Mapping[str, Any]) -> str:
+    """The command that made a result, in the names of today."""
+    command: str = OLD_MODULE.sub(
+        lambda found: f"benchmarks.{MODULES.get(found[1], found[1])} ", stored["command"]
+    )
+    for old, new in CHANGED.items():
+        command = command.replace(old, new)
+    return command
+
+
+def short_command(stored: Mapping[str, Any]) -> str:
+    """The same without the files that it writes."""
+    return WRITTEN.sub("", command_today(stored))
+
+
+def hardware(stored: Mapping[str, Any]) -> str:
+    """Of a result, for a page."""
+    named: str = stored["hardware"]
+    return named.replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
 
 
 def source(name: str) -> str:
     """Where a figure comes from: file, command, hardware, commit and date."""
-    return f"`{name}.json`: `python -m benchmarks.{COMMANDS[name]}`; {origin(result(name))}"
-
-
-def table(header: str, rows: list[str]) -> str:
-    """A Markdown table."""
-    columns = header.count("|") - 1
-    return "\n".join([header, "|" + "---|" * columns, *rows]) + "\n"
+    stored = result(name)
+    return f"`{name}.json`: `{short_command(stored)}`; {origin(stored)}"
 
 
 def command_of(stored: Mapping[str, Any]) -> str:
     """The line under a table: where its result was made, and with which command of today."""
-    command = stored["command"]
-    for old, new in RENAMED.items():
-        command = command.replace(old, new)
-    return f"\n{origin(stored)}: `{command}`\n"
+    return f"\n{origin(stored)}: `{command_today(stored)}`\n"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [" | ".join(cells) for cells in (headings, *rows)]
+    first, *others = [f"| {line} |" for line in lines]
+    return "\n".join([first, "|" + "---|" * len(headings), *others]) + "\n"
+
+
+def columns(listed: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A Markdown table with a line for each row. A column is its heading and the format of its
+    cells, in which names are those of the row's values."""
+    return table(
+        [heading for heading, _ in listed],
+        [[cell.format_map(row) for _, cell in listed] for row in rows],
+    )
