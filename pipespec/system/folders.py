@@ -1,4 +1,4 @@
-"""The folders of files that are not Python: `lua/`, `conf/`, and the user's own."""
+"""The folders of files that are not Python: those that belong to pipespec, and the user's own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 from pipespec.errors import ConfigError
 
 
-def resource_dir(name: str) -> Path:
-    """The folder `name` ("lua" or "conf").
+# Where a source checkout has the folders that it does not have at its top level.
+IN_CHECKOUT = {"prompts": Path("benchmarks", "data")}
 
-    A wheel carries it as `pipespec/_<name>`; a source checkout has it at the top level.
-    Raises ConfigError.
+
+def resource_dir(name: str) -> Path:
+    """The folder `name` ("conf", "demo", "lua" or "prompts").
+
+    A wheel carries it as `pipespec/_<name>`; a source checkout has it at the top level, but for
+    those of `IN_CHECKOUT`. Raises ConfigError.
     """
     package = Path(str(files("pipespec")))
-    for folder in (package / f"_{name}", package.parent / name):
+    for folder in (package / f"_{name}", package.parent / IN_CHECKOUT.get(name, name)):
         if folder.is_dir():
             return folder
     raise ConfigError(

@@ -94,9 +94,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 
 def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> None:
     names = set(zipfile.ZipFile(installed.wheel).namelist())
-    for folder in ("conf", "lua", "demo"):
+    folders = {name: name for name in ("conf", "lua", "demo")} | {"benchmarks/data": "prompts"}
+    for folder, carried in folders.items():
         tracked = {
-            f"pipespec/_{file.relative_to(ROOT)}"
+            f"pipespec/_{carried}/{file.relative_to(ROOT / folder)}"
             for file in (ROOT / folder).rglob("*")
             if file.is_file()
         }
@@ -111,8 +112,13 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
 
 
 def test_the_package_is_the_installed_one(installed: Installed) -> None:
-    code = "import pipespec.system.folders as r; print(r.__file__); print(r.resource_dir('conf'))"
-    module, conf = installed.run("python", "-c", code).stdout.splitlines()
+    code = (
+        "import pipespec.system.folders as r; print(r.__file__); print(r.resource_dir('conf'))\n"
+        "from pipespec.instruments.bench import dataset\n"
+        "print(len(dataset.load(dataset.chosen(None))))"
+    )
+    module, conf, prompts = installed.run("python", "-c", code).stdout.splitlines()
+    assert prompts == "320"
     assert Path(module).is_relative_to(installed.programs.parent)
     assert Path(conf) == Path(module).parents[1] / "_conf"
     found = installed.run("python", "-c", "import pipespec; print(pipespec.__file__)")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
     Unreadable,
     decode,
@@ -23,6 +24,7 @@ from pipespec.system.validation import (
     shown,
 )
 
+SHIPPED = "prompts"  # the folder of those that belong to pipespec
 PATTERN = "*.jsonl"
 PLAIN = ".txt"
 MOST_BYTES = 2**30
@@ -35,6 +37,11 @@ class Sample:
     id: str
     benchmark: str
     prompt: str
+
+
+def chosen(path: str | None) -> Path:
+    """Where prompts are: the path that is given, or those of pipespec. Raises ConfigError."""
+    return resource_dir(SHIPPED) if path is None else Path(path)
 
 
 def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +68,7 @@ def add(commands: Commands) -> None:
         "--dataset",
         metavar="PATH",
         help="a JSON Lines file, or a folder of them: id, benchmark and prompt per line "
-        "(benchmarks/data in a source checkout; elsewhere it must be given)",
+        "(320 prompts of HumanEval, HumanEval-X, GSM8K and Alpaca that pipespec has)",
     )
     command.add_argument(
         "--concurrency",
@@ -114,7 +113,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     }
     Load.of(**load)  # what is wrong is said before anything is read
     prompt_tokens = number(ours, "prompt_tokens")
-    where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
+    where = dataset.chosen(ours.get("dataset"))
     samples = dataset.load(where, number(ours, "num_prompts"))
     if arguments.output is not None:
         check_output(arguments.output)
@@ -232,18 +231,6 @@ def _rate(ours: dict[str, str]) -> float | None:
     value = float(text) if re.fullmatch(plain, text) else text
     check_rate(value)
     return float(value)
-
-
-def default_dataset() -> Path:
-    """`benchmarks/data` of the source checkout that this is. Raises ConfigError elsewhere."""
-    root = Path(str(files("pipespec"))).parent
-    folder = root / "benchmarks" / "data"
-    if not ((root / "pyproject.toml").is_file() and folder.is_dir()):
-        raise ConfigError(
-            "No data set was given, and only a source checkout has one of its own: pass "
-            "dataset=PATH, a JSON Lines file or a folder of them."
-        )
-    return folder
 
 
 # --- what comes out ---------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.clock import monotonic_ns
@@ -25,7 +24,7 @@ from pipespec.console.terminal import (
 )
 from pipespec.errors import PipespecError, PromptError
 from pipespec.instruments.bench import dataset
-from pipespec.instruments.commands.bench import default_dataset, number, split
+from pipespec.instruments.commands.bench import number, split
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -107,7 +106,7 @@ def read_samples(
         return [dataset.Sample("prompt", "prompt", prompt)]
     if from_stdin or arguments.prompt is not None or arguments.prompt_file is not None:
         raise PromptError("A prompt and a data set are both given; leave one of them out.")
-    where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
+    where = dataset.chosen(ours.get("dataset"))
     return dataset.load(where, number(ours, "num_prompts"))
 
 

@@ -12,7 +12,7 @@ from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import progress, show, write
 from pipespec.errors import PipespecError
 from pipespec.instruments.bench import dataset
-from pipespec.instruments.commands.bench import check_output, default_dataset
+from pipespec.instruments.commands.bench import check_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         "--prompts",
         metavar="FILE",
         help="a text file with a prompt per line, or JSON Lines as for `pipespec bench` "
-        "(benchmarks/data in a source checkout; elsewhere it must be given)",
+        "(320 prompts of HumanEval, HumanEval-X, GSM8K and Alpaca that pipespec has)",
     )
     command.add_argument(
         "--num-prompts",
@@ -64,8 +64,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Measure, write the profile, and print what it says."""
     settings = overrides(rest, arguments.known_options)
     check_output(arguments.output)
-    where = Path(arguments.prompts) if arguments.prompts is not None else default_dataset()
-    samples = dataset.load(where, arguments.num_prompts)
+    samples = dataset.load(dataset.chosen(arguments.prompts), arguments.num_prompts)
 
     from pipespec.config.compose import compose
     from pipespec.instruments.bench.profiling import Shown, check, nothing, profile

@@ -17,7 +17,6 @@ from pipespec.cli import serve as serve_command
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.config import choices
-from pipespec.instruments.commands import bench as bench_command
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 
@@ -173,13 +172,6 @@ def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFi
     )
     file.write_bytes(b"")
     assert "prompt is empty" in refused(capsys, "generate", "--prompt-file", str(file))
-
-
-def test_without_a_checkout_a_data_set_must_be_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_command, "files", lambda package: tmp_path / package)
-    assert "only a source checkout has one of its own" in refused(capsys, "bench")
 
 
 @pytest.mark.parametrize("argv", [["-"], ["--prompt-file", "-"]])
