@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pipespec.errors import ConfigError
 
-
 # Where a source checkout has the folders that it does not have at its top level.
 IN_CHECKOUT = {"prompts": Path("benchmarks", "data")}
 

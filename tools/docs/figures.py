@@ -14,13 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
-from tools.docs import benchmark_tables
+from tools.docs import benchmark_tables, peer_tables
 from tools.docs.stored_results import ROOT, origin, result, row, source, table
 
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "benchmarks.md",
+    DOCS / "peers.md",
     DOCS / "how-it-works" / "linear-attention.md",
 )
 BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -40,7 +41,7 @@ def engines() -> str:
     )
 
 
-def links() -> str:
+def race() -> str:
     """The time of a token over links with a delay, of `links.json` and `links_one_step.json`."""
     stored = result("links_one_step")
     said = []
@@ -140,10 +141,11 @@ def measured() -> str:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "engines": engines,
-    "links": links,
+    "race": race,
     "emulated": emulated,
     "measured": measured,
     **benchmark_tables.BLOCKS,
+    **peer_tables.BLOCKS,
 }
 
 
