@@ -101,6 +101,9 @@ def _print(found: ClusterPlan) -> None:
         sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes + stage.state_bytes))
         table.add_row(str(rank), gpus, str(stage.layers), *sizes, *times)
     show(table)
+    if found.left_out:
+        unused = ", ".join(f"{count} x {name}" for name, count in found.left_out.items())
+        show(f"Left out: {unused}; with more stages a token would take longer.")
     if found.share.size > 1:
         _print_groups(found, kept)
     show(f"Plain pipeline parallelism (policy=root): {found.plain_ms:.0f} ms between tokens.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from pipespec.instruments.plan.hardware import GPU
 from pipespec.instruments.plan.member_share import MemberShare, member_share
 from pipespec.instruments.plan.model_shape import WEIGHT_BYTES, ModelShape, find
 from pipespec.instruments.plan.simulation import simulate
-from pipespec.instruments.plan.sizing import SUM_MS, PlannedCluster, clusters
+from pipespec.instruments.plan.sizing import SUM_MS, USUAL_ROWS, PlannedCluster, clusters
 from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole, suggest
 
 # ASSUMED accuracies of a smaller model of the same family, from a poor one to a good one; the
@@ -25,11 +26,19 @@ RANGE = (
     Accuracy({1: 0.85, 8: 0.99}, 0.8),
 )
 SPREAD = 0.8
-# Layouts are compared with so many tokens.
-COMPARED = 300
+# Layouts are compared with so many tokens: those on all GPUs, and of those on fewer so many that
+# an estimate calls the fastest. Of those that take at most so many times as long as the fastest,
+# that with the most GPUs is the best, as it has room for more.
+COMPARED, FEWER, EQUAL = 300, 5, 1.05
+# The draft's best so many are what the estimate counts as proposed.
+PROPOSED = 8
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
 # (`rank_needs.slots_by_setting`).
 BATCHES = 2
+
+
+# Where the target and the draft are, and what a GPU of a group has.
+Layout = tuple[PlannedCluster, MemberShare]
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,19 @@ class ClusterPlan:
     share: MemberShare
     predicted: tuple[Predicted, ...]
 
+    gpus: tuple[GPU, ...]
+
     @property
     def plain_ms(self) -> float:
         """Between tokens without speculation."""
         return self.cluster.machine.plain_tbt_ms
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many GPUs of which kind are not used: with them a token takes longer."""
+        unused = Counter(gpu.name for gpu in self.gpus)
+        unused.subtract(gpu.name for gpu in self.cluster.gpus)
+        return {name: count for name, count in unused.items() if count}
 
     def described(self) -> dict[str, Any]:
         """As JSON values."""
@@ -115,6 +133,7 @@ class ClusterPlan:
                 for stage in self.cluster.stages
             ],
             "plain_tbt_ms": self.plain_ms,
+            "left_out": self.left_out,
             "predictions": [asdict(each) for each in self.predicted],
         }
 
@@ -139,25 +158,48 @@ def plan(asked: Asked, policy: SpeculationPolicy, *, num_tokens: int, seed: int 
         return ran.ms / ran.tokens
 
     if draft is None:
-        best, share = min(found, key=lambda each: each[0].machine.plain_tbt_ms)
-        return ClusterPlan(target, None, best, share, ())
-    usual = accuracies[len(accuracies) // 2]
+        best, share = _best(found, [each.machine.plain_tbt_ms for each, _ in found])
+        return ClusterPlan(target, None, best, share, (), asked.gpus)
+    usual, few = accuracies[len(accuracies) // 2], min(num_tokens, COMPARED)
+    found = _promising(found, usual.hit_rate(PROPOSED))
     best, share = found[0]
     if len(found) > 1:
-        few = min(num_tokens, COMPARED)
-        best, share = min(found, key=lambda each: tbt_ms(each[0], usual, few))
+        best, share = _best(found, [tbt_ms(each, usual, few) for each, _ in found])
     predicted = tuple(
         Predicted(each.hit_rate(1), tbt_ms(best, each, num_tokens)) for each in accuracies
     )
-    return ClusterPlan(target, draft, best, share, predicted)
+    return ClusterPlan(target, draft, best, share, predicted, asked.gpus)
+
+
+def _promising(found: Sequence[Layout], proposed: float) -> list[Layout]:
+    """The layouts that use the most GPUs, and the others that may be fast: those with the least
+    time of a step over the tokens per step of `level` (docs/planning.md)."""
+    most = max(len(cluster.gpus) for cluster, _ in found)
+
+    def estimated_ms(layout: Layout) -> float:
+        machine = layout[0].machine
+        slowest = max(curve.ms(USUAL_ROWS) for curve in machine.stages)
+        step_ms = max(slowest + machine.hop.ms(USUAL_ROWS), machine.round_ms(USUAL_ROWS))
+        return step_ms * (proposed + (1 - proposed) * machine.num_stages)
+
+    all_gpus = [each for each in found if len(each[0].gpus) == most]
+    fewer = [each for each in found if len(each[0].gpus) < most]
+    return all_gpus + sorted(fewer, key=estimated_ms)[:FEWER]
+
+
+def _best(found: Sequence[Layout], times_ms: Sequence[float]) -> Layout:
+    """Of the layouts that are about as fast as the fastest, the one with the most GPUs."""
+    most_ms = EQUAL * min(times_ms)
+    equal = [(each, ms) for each, ms in zip(found, times_ms, strict=True) if ms <= most_ms]
+    return min(equal, key=lambda pair: (-len(pair[0][0].gpus), pair[1]))[0]
 
 
 def _clusters(
     asked: Asked, target: ModelShape, draft: ModelShape | None, nodes: int
-) -> list[tuple[PlannedCluster, MemberShare]]:
+) -> list[Layout]:
     """All layouts with groups of one of the sizes asked for, each with what a GPU of a group has.
     Raises ConfigError if none fits."""
-    found: list[tuple[PlannedCluster, MemberShare]] = []
+    found: list[Layout] = []
     refused = []
     for size in dict.fromkeys(asked.members):
         check_whole("tensor_parallel", size, 1, len(asked.gpus))
@@ -173,6 +215,7 @@ def _clusters(
                 nodes=nodes,
                 share=share,
                 sum_ms=asked.sum_ms_of_layer(target.num_layers),
+                fewer=True,
             )
         except ConfigError as error:
             refused.append(error)

@@ -129,6 +129,12 @@ class PlannedCluster:
     draft: GPU | None
     machine: Machine
 
+    @property
+    def gpus(self) -> list[GPU]:
+        """All that it uses, the draft's first."""
+        own = [] if self.draft is None else [self.draft]
+        return own + [stage.gpu for stage in self.stages for _ in range(stage.members)]
+
 
 def clusters(
     target: ModelShape,
@@ -141,10 +147,12 @@ def clusters(
     nodes: int = 0,
     share: MemberShare | None = None,
     sum_ms: float = 0.0,
+    fewer: bool = False,
 ) -> list[PlannedCluster]:
     """The target on all GPUs but that of the draft, one for each kind of GPU that could be that.
 
     Args:
+        fewer: also on each smaller number of them.
         link: between the GPUs; None: messages take no time.
         weights: of the target's layers, one of WEIGHT_BYTES; the draft's are bfloat16.
         context: tokens of all requests together.
@@ -167,18 +175,13 @@ def clusters(
     for own, rest in places:
         groups = _groups(rest, share.size)
         divisible = divisible or groups is not None
-        split = None if groups is None else _split(placed, groups)
-        if groups is None or split is None:
-            continue
-        last = len(split) - 1
-        stages = tuple(
-            placed.stage(gpu, layers, place, last)
-            for place, (gpu, layers) in enumerate(zip(groups, split, strict=True))
-        )
-        hop = _hop(target, link)
         draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
-        curves = tuple(stage.times for stage in stages)
-        found.append(PlannedCluster(stages, own, Machine(curves, hop, draft_ms)))
+        if groups is None:
+            continue
+        for stages in _pipelines(placed, groups, fewer=fewer):
+            curves = tuple(stage.times for stage in stages)
+            machine = Machine(curves, _hop(target, link), draft_ms)
+            found.append(PlannedCluster(stages, own, machine))
     if not found and not divisible:
         beside = "" if draft is None else " beside the draft's"
         raise ConfigError(
@@ -221,6 +224,31 @@ def _groups(gpus: Sequence[GPU], size: int) -> list[GPU] | None:
     found = [gpus[first : first + size] for first in range(0, len(gpus), size)]
     equal = all(len(group) == size and len(set(group)) == 1 for group in found)
     return [group[0] for group in found] if equal else None
+
+
+def _pipelines(
+    target: Target, gpus: Sequence[GPU], *, fewer: bool
+) -> Iterator[tuple[PlannedStage, ...]]:
+    """The stages on all GPUs, and with `fewer` on each smaller number: the fastest, or if these
+    have no room the largest. GPUs keep their order."""
+
+    def layer_ms(gpu: GPU) -> float:
+        return target.times(gpu, 1, has_head=False).ms(USUAL_ROWS)
+
+    places = range(len(gpus))
+    fastest = sorted(places, key=lambda place: layer_ms(gpus[place]))
+    largest = sorted(places, key=lambda place: -gpus[place].usable_bytes)
+    least = 1 if fewer else len(gpus)
+    for count in range(len(gpus), least - 1, -1):
+        for order in (fastest, largest):
+            chosen = [gpus[place] for place in sorted(order[:count])]
+            split = _split(target, chosen)
+            if split is not None:
+                yield tuple(
+                    target.stage(gpu, layers, place, count - 1)
+                    for place, (gpu, layers) in enumerate(zip(chosen, split, strict=True))
+                )
+                break
 
 
 def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:

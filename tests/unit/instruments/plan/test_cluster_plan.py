@@ -286,6 +286,17 @@ def test_the_draft_gets_each_kind_of_gpu_in_turn():
     assert all(len(each.stages) == 3 for each in found)
 
 
+def test_fewer_gpus_are_the_fastest_of_them_or_the_largest():
+    gpus = [GPUS[name] for name in ("l40", "rtx4090", "rtx5090", "rtx4090")]
+    found = clusters(TARGET, None, gpus, None, weights="int4", context=8192, fewer=True)
+    assert [[gpu.name for gpu in each.gpus] for each in found] == [
+        ["l40", "rtx4090", "rtx5090", "rtx4090"],
+        ["rtx4090", "rtx5090", "rtx4090"],
+        ["rtx4090", "rtx5090"],
+        ["l40"],  # no other has room for all layers
+    ]
+
+
 @pytest.mark.parametrize(("draft", "gpus"), [(DRAFT, "h100:1"), (TARGET, "rtx3060:4")])
 def test_a_draft_without_a_gpu_of_its_own_is_refused(draft: ModelShape, gpus: str):
     with pytest.raises(ConfigError) as refused:
@@ -336,6 +347,30 @@ def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.Captur
     assert main([*ASKED, *options, "--curve", "1:0.7,8:0.95"]) == 0
     shown = capsys.readouterr().out
     assert "right for 70%" in shown and "ASSUMED" in shown
+
+
+@pytest.mark.parametrize(
+    ("link", "draft", "left_out"),
+    [
+        # Every hop takes as long as many layers, so each stage more costs time.
+        ("wan", ASKED[2:], {"rtx3090": 5}),
+        ("wan", [], {"rtx3090": 6}),
+        # Stages without hops work at the same time.
+        (None, ASKED[2:], {}),
+        (None, [], {}),
+    ],
+)
+def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
+    link: str | None, draft: list[str], left_out: dict, capsys: pytest.CaptureFixture[str]
+):
+    asked = [*ASKED[:2], *draft, "--gpus", "rtx3090:8", "--weights", "int4", "--tokens", "60"]
+    asked += ["--link", link] if link else []
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["left_out"] == left_out
+    assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
+    assert main(asked) == 0
+    assert ("Left out: " in capsys.readouterr().out) == bool(left_out)
 
 
 def test_the_command_takes_the_best_size_of_groups(capsys: pytest.CaptureFixture[str]):
