@@ -42,24 +42,30 @@ def engines() -> str:
 
 
 def race() -> str:
-    """The time of a token over links with a delay, of `links.json` and `links_one_step.json`."""
+    """The time of a token over links with a delay, of `links_one_step.json`."""
     stored = result("links_one_step")
-    said = []
-    for delay in (40, 10):
+    said, behind = [], []
+    for delay in sorted({each["delay_ms"] for each in stored["rows"]}, reverse=True):
         of = {
             each["engine"]: each["tbt_ms"]["median"]
             for each in stored["rows"]
             if each["delay_ms"] == delay
         }
         drafting = sorted(ms for engine, ms in of.items() if engine.startswith("llama.cpp with"))
+        vllm = f", vLLM's pipeline {of['vLLM']:.0f} ms" if "vLLM" in of else ""
         said.append(
-            f"{delay} ms: pipespec {of['pipespec']:.0f} ms, llama.cpp over rpc-servers "
+            f"{delay:g} ms: pipespec {of['pipespec']:.0f} ms, llama.cpp over rpc-servers "
             f"{of['llama.cpp']:.0f} ms, with its draft {drafting[0]:.0f} to {drafting[-1]:.0f} ms"
+            + vllm
         )
+        if drafting[0] < of["pipespec"]:
+            behind.append(f"{delay:g}")
+    faster = f" At {' and '.join(behind)} ms llama.cpp with its draft is faster." if behind else ""
+    (dtype,) = re.findall("float32|bfloat16", stored["title"])
     return (
         "Measured over links with a delay between five hosts, namespaces of one machine, time per "
-        f"token of the same target. One way {'; '.join(said)}. At 2 ms and less llama.cpp with its "
-        f"draft is faster ({origin(stored)}: [the race](docs/peers.md#over-slow-links)).\n"
+        f"token of a 200M target in {dtype}. One way {'; '.join(said)}.{faster} "
+        f"({origin(stored)}: [the race](docs/peers.md#over-slow-links)).\n"
     )
 
 
