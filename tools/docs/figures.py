@@ -42,8 +42,8 @@ def engines() -> str:
 
 
 def race() -> str:
-    """The time of a token over links with a delay, of `links_one_step.json`."""
-    stored = result("links_one_step")
+    """The time of a token over links with a delay, of `links_bfloat16.json`."""
+    stored = result("links_bfloat16")
     said, behind = [], []
     for delay in sorted({each["delay_ms"] for each in stored["rows"]}, reverse=True):
         of = {
@@ -52,19 +52,18 @@ def race() -> str:
             if each["delay_ms"] == delay
         }
         drafting = sorted(ms for engine, ms in of.items() if engine.startswith("llama.cpp with"))
-        vllm = f", vLLM's pipeline {of['vLLM']:.0f} ms" if "vLLM" in of else ""
         said.append(
             f"{delay:g} ms: pipespec {of['pipespec']:.0f} ms, llama.cpp over rpc-servers "
             f"{of['llama.cpp']:.0f} ms, with its draft {drafting[0]:.0f} to {drafting[-1]:.0f} ms"
-            + vllm
         )
         if drafting[0] < of["pipespec"]:
             behind.append(f"{delay:g}")
-    faster = f" At {' and '.join(behind)} ms llama.cpp with its draft is faster." if behind else ""
+    if behind:
+        said[-1] += f". At {' and '.join(behind)} ms llama.cpp with its best draft is faster"
     (dtype,) = re.findall("float32|bfloat16", stored["title"])
     return (
         "Measured over links with a delay between five hosts, namespaces of one machine, time per "
-        f"token of a 200M target in {dtype}. One way {'; '.join(said)}.{faster} "
+        f"token of a 200M target in {dtype}. One way {'; '.join(said)} "
         f"({origin(stored)}: [the race](docs/peers.md#over-slow-links)).\n"
     )
 

@@ -58,5 +58,5 @@ def race(name: str) -> str:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{name: partial(engines, name) for name in ("peers", "peers_bfloat16")},
-    **{name: partial(race, name) for name in ("links", "links_one_step")},
+    **{name: partial(race, name) for name in ("links", "links_bfloat16", "links_one_step")},
 }
