@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import statistics
@@ -45,6 +44,7 @@ from benchmarks.peers.server_engines import GGUF_TYPES, RpcHost, find_llama_cpp,
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench import dataset
 from pipespec.system.folders import resource_dir
+from tools.docs.stored_results import with_range
 
 REFERENCE = "Hugging Face generate"
 POLICIES = ("root", "level", "best_first")
@@ -147,18 +147,9 @@ def _bare(answer: Answer, eos: Sequence[int]) -> list[int]:
     return answer.tokens[:-1] if answer.tokens[-1:] in [[end] for end in eos] else answer.tokens
 
 
-def brief(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f}"
-
-
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row as it is printed."""
-    spreads = {
-        name: f"{brief(value['median'])} ({brief(value['min'])}..{brief(value['max'])})"
-        for name, value in row.items()
-        if isinstance(value, dict)
-    }
+    spreads = {name: with_range(value) for name, value in row.items() if isinstance(value, dict)}
     equal = f"{row['equal_answers']} of {row['answers']}"
     return {"engine": row["engine"], **spreads, "equal": equal}
 

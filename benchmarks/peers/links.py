@@ -27,7 +27,6 @@ from rich.progress import track
 from benchmarks.common import experiment, plot
 from benchmarks.peers.compare_engines import (
     add_job,
-    brief,
     conditions,
     equal_answers,
     job_of,
@@ -39,6 +38,7 @@ from benchmarks.peers.link_engines import LinkedEngine, engines
 from benchmarks.peers.python_engines import Job, PeerFailed, Run, hugging_face, in_child
 from benchmarks.peers.server_engines import find_llama_cpp, find_vllm
 from pipespec.errors import ConfigError
+from tools.docs.stored_results import with_range
 from tools.rig import testbed
 
 PLAIN, DRAFTING, VLLM = "llama.cpp", "llama.cpp with draft", "vLLM"
@@ -134,8 +134,7 @@ def figures(found: Race, reference: Run, eos: Sequence[int]) -> list[dict[str, A
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row as it is printed."""
     spreads = {
-        name.replace("times_", "× "): f"{brief(value['median'])} ({brief(value['min'])}.."
-        f"{brief(value['max'])})"
+        name.replace("times_", "× "): with_range(value)
         for name, value in row.items()
         if isinstance(value, dict)
     }

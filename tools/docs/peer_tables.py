@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tools.docs.stored_results import columns, command_of, result, row, table
-
-
-def brief(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f}"
-
-
-def spread(of: Mapping[str, float]) -> str:
-    """A median, with the least and the greatest."""
-    return f"{brief(of['median'])} ({brief(of['min'])}..{brief(of['max'])})"
+from tools.docs.stored_results import columns, command_of, result, row, table, with_range
 
 
 def engines(name: str) -> str:
     """A table of `peers.compare_engines`: every engine on one machine."""
     stored = result(name)
     rows: list[dict[str, Any]] = [
-        {key: spread(value) if isinstance(value, dict) else value for key, value in each.items()}
+        {
+            key: with_range(value) if isinstance(value, dict) else value
+            for key, value in each.items()
+        }
         for each in stored["rows"]
     ]
     listed = [
@@ -44,13 +36,12 @@ def race(name: str) -> str:
     stored = result(name)
     names = list(dict.fromkeys(each["engine"] for each in stored["rows"]))
     names.sort(key=lambda engine: engine.startswith("pipespec"))
-    delays = list(dict.fromkeys(each["delay_ms"] for each in stored["rows"]))
     lines = [
         [
             f"{delay:g} ms",
-            *(spread(row(stored, delay_ms=delay, engine=engine)["tbt_ms"]) for engine in names),
+            *(with_range(row(stored, delay_ms=delay, engine=engine)["tbt_ms"]) for engine in names),
         ]
-        for delay in sorted(delays)
+        for delay in sorted({each["delay_ms"] for each in stored["rows"]})
     ]
     headings = [engine.replace("pipespec root", "pipespec, `root`") for engine in names]
     return table(["one way", *headings], lines) + command_of(stored)

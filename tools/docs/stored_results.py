@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,16 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [" | ".join(cells) for cells in (headings, *rows)]
     first, *others = [f"| {line} |" for line in lines]
     return "\n".join([first, "|" + "---|" * len(headings), *others]) + "\n"
+
+
+def brief(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.{max(0, 2 - int(math.log10(max(value, 1))))}f}"
+
+
+def with_range(of: Mapping[str, float]) -> str:
+    """A median, with the least and the greatest."""
+    return f"{brief(of['median'])} ({brief(of['min'])}..{brief(of['max'])})"
 
 
 def columns(listed: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -156,9 +156,7 @@ def predict(
         hit_rate = accuracy.hit_rate(choice.policy.children)
         equation = level_equation(hit_rate, machine.num_stages)
         # Every stage is full, and the next step waits for the hop.
-        rows = [choice.policy.max_rows] * machine.num_stages
-        both = zip(machine.stage_ms(rows, [0] * len(rows)), machine.hop_ms(rows), strict=True)
-        stage_ms = [*map(sum, both)]
+        stage_ms = machine.full_ms(choice.policy.max_rows)
         bound_ms = max(stage_ms) / equation
         paper_ms = specpipe_ms(hit_rate, stage_ms)
     return Prediction(

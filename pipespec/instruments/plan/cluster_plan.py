@@ -14,7 +14,7 @@ from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.hardware import GPU
 from pipespec.instruments.plan.member_share import MemberShare, member_share
 from pipespec.instruments.plan.model_shape import WEIGHT_BYTES, ModelShape, find
-from pipespec.instruments.plan.simulation import simulate
+from pipespec.instruments.plan.simulation import level_equation, simulate
 from pipespec.instruments.plan.sizing import SUM_MS, USUAL_ROWS, PlannedCluster, clusters
 from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole, suggest
 
@@ -178,9 +178,8 @@ def _promising(found: Sequence[Layout], proposed: float) -> list[Layout]:
 
     def estimated_ms(layout: Layout) -> float:
         machine = layout[0].machine
-        slowest = max(curve.ms(USUAL_ROWS) for curve in machine.stages)
-        step_ms = max(slowest + machine.hop.ms(USUAL_ROWS), machine.round_ms(USUAL_ROWS))
-        return step_ms * (proposed + (1 - proposed) * machine.num_stages)
+        step_ms = max(*machine.full_ms(USUAL_ROWS), machine.round_ms(USUAL_ROWS))
+        return step_ms / level_equation(proposed, machine.num_stages)
 
     all_gpus = [each for each in found if len(each[0].gpus) == most]
     fewer = [each for each in found if len(each[0].gpus) < most]

@@ -80,3 +80,10 @@ class Machine:
         """The time after each stage in a step until what it sends has arrived, by its rows; the
         last one sends a verdict."""
         return [*(self.hop.ms(count) for count in rows[:-1]), self.hop.ms(min(rows[-1], 1))]
+
+    def full_ms(self, rows: int) -> list[float]:
+        """The time of each stage and of the hop after it, where all have batches of so many rows
+        of short texts."""
+        counts = [rows] * self.num_stages
+        both = zip(self.stage_ms(counts, [0] * len(counts)), self.hop_ms(counts), strict=True)
+        return [*map(sum, both)]
