@@ -70,7 +70,7 @@ def race(
     spent = dict.fromkeys(found, 0.0)
     turns: list[str] = []
     for repeat in range(repeats):
-        turns += list(found) if repeat % 2 == 0 else list(reversed(found))
+        turns += list(found) if repeat % 2 == 0 else list(found)[::-1]
     with delayed_links(hosts, delay_ms, gbit) as bed:
         links = check(bed)
     failed: dict[str, str] = {}
