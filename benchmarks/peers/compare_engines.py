@@ -1,12 +1,13 @@
-"""pipespec beside other engines, in real time on this machine's CPU. Nothing is emulated.
+"""pipespec beside other engines, in real time on this machine. Nothing is emulated.
 
     python -m benchmarks.peers.compare_engines --target DIR --draft DIR --prompts 3 \\
         --tokens 32 --repeats 3
 
-Hugging Face `generate` and assisted generation always run; llama.cpp and vLLM where they are
-found (`docs/peers.md` says how to get them). All engines decode the same prompts greedily with
-the same checkpoints on the same cores, one engine at a time and all of them in every repeat.
-Each starts anew, loads, and decodes a first prompt that does not count.
+Hugging Face `generate` and assisted generation always run; llama.cpp and vLLM on CPUs, where they
+are found (`docs/peers.md` says how to get them). All engines decode the same prompts greedily with
+the same checkpoints on the same cores, one engine at a time and all of them in every repeat; with
+--device cuda all processes share a GPU. Each starts anew, loads, and decodes a first prompt that
+does not count.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from tools.docs.stored_results import with_range
 
 REFERENCE = "Hugging Face generate"
 POLICIES = ("root", "level", "best_first")
+CPU = "cpu"
 RPC_SERVERS = (RpcHost(), RpcHost())
 
 
@@ -70,6 +72,8 @@ def find(
             overrides = (f"cluster.stages={count}", override)
             name = f"pipespec {override}, {count} stage{'s' if count > 1 else ''}"
             found[name] = partial(pipespec, overrides=overrides)
+    if job.device != CPU:
+        return found, dict.fromkeys(("llama.cpp", "vLLM"), "it is compared on CPUs alone.")
     try:
         llama = find_llama_cpp(job, folder)
         found["llama.cpp"] = partial(llama, draft_tokens=None)
@@ -192,7 +196,7 @@ def parse_job(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def job_of(options: argparse.Namespace) -> tuple[Job, list[int]]:
+def job_of(options: argparse.Namespace, device: str = CPU) -> tuple[Job, list[int]]:
     """What every engine does, and the tokens that end a text."""
     samples = dataset.load(run_options.DATA, options.prompts + 1)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -205,6 +209,7 @@ def job_of(options: argparse.Namespace) -> tuple[Job, list[int]]:
         tokens=options.tokens,
         cores=sorted(os.sched_getaffinity(0)),
         dtype=options.dtype,
+        device=device,
     )
     return job, [tokenizer.eos_token_id]
 
@@ -213,9 +218,10 @@ def main() -> None:
     parser = experiment.parser(__doc__)
     add_job(parser, prompts=3, tokens=32)
     parser.add_argument("--stages", type=int, nargs="+", default=[2], help="of pipespec (2)")
+    parser.add_argument("--device", default=CPU, help="such as cuda, for all processes (cpu)")
     parser.add_argument("--also", nargs="+", default=[], help="settings of further rows")
     options = parse_job(parser)
-    job, eos = job_of(options)
+    job, eos = job_of(options, options.device)
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -227,8 +233,11 @@ def main() -> None:
         }
         runs, failed = measure(job, chosen, options.repeats)
     rows = figures(runs, eos)
+    machine = f"{len(job.cores)} cores"
+    if job.device != CPU:
+        machine = torch.cuda.get_device_name(job.device)
     title = (
-        f"Measured, {len(job.cores)} cores, {job.dtype}: {options.prompts} prompts × "
+        f"Measured, {machine}, {job.dtype}: {options.prompts} prompts × "
         f"{options.tokens} tokens, {options.repeats} repeats; median (min..max)"
     )
     experiment.show(title, [cells(row) for row in rows])

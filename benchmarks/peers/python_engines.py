@@ -33,7 +33,8 @@ class PeerFailed(PipespecError):
 
 @dataclass(frozen=True)
 class Job:
-    """What every engine does. The first prompt is for warming up; `prompts` are token ids."""
+    """What every engine does. The first prompt is for warming up; `prompts` are token ids;
+    `device` is as torch names it."""
 
     target: Path
     draft: Path
@@ -43,6 +44,7 @@ class Job:
     tokens: int
     cores: list[int]
     dtype: str
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def pipespec(job: Job, overrides: Sequence[str]) -> Run:
             f"model.target={job.target}",
             f"model.draft={job.draft}",
             f"model.dtype={job.dtype}",
-            "cluster.devices=[cpu]",
+            f"cluster.devices=[{job.device}]",
             f"decode.max_new_tokens={job.tokens}",
             *overrides,
         ]
@@ -137,12 +139,12 @@ def hugging_face(job: Job, assisted: bool, began: float) -> Run:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, job.dtype))
-    model = load(job.target)
-    assistant = load(job.draft) if assisted else None
+    model = load(job.target).to(job.device)
+    assistant = load(job.draft).to(job.device) if assisted else None
     load_s = time.perf_counter() - began
     answers = []
     for prompt in job.prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=job.device)
         clock = Clock()
         began = time.perf_counter()
         text = model.generate(
