@@ -26,6 +26,7 @@ def empty_report(rank: int) -> Report:
     return {
         "rank": 0,
         "times": "",
+        "overlap": True,
         "control_ns": 0,
         "events": [],
         "hits": 0,
@@ -53,7 +54,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
     `experts_read` says for mixtures how many experts of a layer batches chose, by their rows, since
     the stages were loaded. `stage_times` are the latest of each stage (`BatchTimes`), and
-    `round_times` those of the draft by the nodes that a round expanded.
+    `round_times` those of the draft by the nodes that a round expanded; `overlap` says whether it
+    drafted while the stages computed.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     decided, counts, first = head["token_ns"], head["counts"], head["first_token"]
@@ -92,6 +94,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "experts_read": mean_by_size(point for stage in stages for point in stage["experts"]),
         "stage_times": [unpack(stage["times"])._asdict() for stage in stages],
         "round_times": unpack(head["times"]).points,
+        "overlap": head["overlap"],
     }
 
 

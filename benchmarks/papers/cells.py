@@ -45,7 +45,6 @@ class Cell:
     rounds: Rounds = AUTO
     tokens: int = TOKENS
     requests: int = 1
-    overlap: bool = True
 
     @property
     def key(self) -> str:
@@ -70,7 +69,6 @@ class Cell:
             num_tokens=(BATCHES + 1) * size,
             num_requests=self.requests,
             max_rows=MAX_ROWS if self.requests > 1 else 0,
-            overlap=self.overlap,
             on_token=arrivals.append,
         )
         return Run.of(

@@ -8,6 +8,7 @@ trained for the target; here they have the accuracy of the other papers' 1B and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -57,9 +58,9 @@ def _static(shape: tuple[int, ...], name: str) -> Cell:
 
 
 def _best_first(budget: int, name: str) -> Cell:
-    machine = one_stage(TARGET_MS, DRAFT_MS)
+    machine = replace(one_stage(TARGET_MS, DRAFT_MS), overlap=False)
     policy = BestFirst(budget + 1, 8)
-    return Cell(policy, machine, ACCURACIES[name], rounds=PASSES, tokens=TOKENS, overlap=False)
+    return Cell(policy, machine, ACCURACIES[name], rounds=PASSES, tokens=TOKENS)
 
 
 def _target_steps(run: Run, passes: int) -> Interval:

@@ -10,7 +10,7 @@ more. The accuracies of SwiftSpec's drafts are not printed; here they are those 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -196,10 +196,10 @@ def figure_8() -> Experiment:
     }
     parallel, serial = (
         {
-            name: Cell(_policy(), one_stage(*ms), accuracy, tokens=tokens, overlap=overlap)
+            name: Cell(_policy(), machine, accuracy, tokens=tokens)
             for name, (accuracy, tokens) in drafts.items()
         }
-        for ms, overlap in ((PARALLEL, True), (SERIAL, False))
+        for machine in (one_stage(*PARALLEL), replace(one_stage(*SERIAL), overlap=False))
     )
 
     def rows(runs: Runs) -> Sequence[Row]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,10 @@ def main() -> None:
         (choice,) = choices([division.method], *size)
         return simulate(
             choice.policy,
-            division.machine,
+            replace(division.machine, overlap=not division.serial),
             accuracy,
             rounds=choice.rounds,
             num_tokens=SIMULATED,
-            overlap=not division.serial,
         ).tbt_ms
 
     with tempfile.TemporaryDirectory() as name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,3 +68,16 @@ class HeldRank:
         if threads == AUTO:
             return share_cores(num_cores(), num_stages, has_head=has_head)
         return CoreShares.equal(num_cores(), num_stages, threads)
+
+    def is_draft_apart(self) -> bool:
+        """Whether the head, whose worker this is, has a device that computes no stage; on a CPU,
+        cores that no stage uses."""
+
+        def places(ranks: Iterable[int]) -> set[tuple[str, str]]:
+            workers = [each for rank in ranks for each in self.assignment.members(rank)]
+            return {(self.hosts[each].name, self.deployment.device_of(each)) for each in workers}
+
+        heads = places([0])
+        if any(device == "cpu" for _, device in heads):
+            return self.core_shares().apart
+        return heads.isdisjoint(places(range(1, self.deployment.num_ranks)))

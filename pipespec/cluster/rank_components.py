@@ -201,7 +201,7 @@ def scheduler_config(
 ) -> SchedulerConfig:
     """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text.
 
-    `apart`: the head has cores that no stage uses (`pipespec.system.cores`). Emulated hosts have.
+    `apart`: the head has a device, or cores, that no stage uses. Emulated hosts have.
     """
     config = deployment.config
     overlap = config.proposer.overlap

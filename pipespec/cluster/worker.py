@@ -135,8 +135,8 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     """Load the models of a rank and compute it for one epoch, until the head stops the cluster."""
     deployment, rank, member = held.deployment, held.rank, held.member
-    shares = held.core_shares()
     if deployment.devices[rank] == "cpu":
+        shares = held.core_shares()
         torch.set_num_threads(shares.stage if rank else shares.head)
     make_current(deployment.devices[rank])
     if rank:
@@ -148,8 +148,9 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         sharing = held.num_models_on(deployment.mid_device)
         mid = mid_weights.of(deployment, rank, sharing, mid=True)
     log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
+    apart = rank != 0 or held.is_draft_apart()
     if len(held.members) == 1:
-        join_and_run(held, model, mid, apart=shares.apart)
+        join_and_run(held, model, mid, apart=apart)
         return
     assert model is not None
     with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
@@ -157,7 +158,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
             rank_components.follow_tp_leader(model, group)
             return
         with rank_components.leading_tp_group(model, group) as num_slots:
-            join_and_run(held, model, mid, group, num_slots, apart=shares.apart)
+            join_and_run(held, model, mid, group, num_slots, apart=apart)
 
 
 def join_and_run(
@@ -174,7 +175,7 @@ def join_and_run(
     Args:
         group: of the workers that compute the rank; it is aborted with the links.
         num_slots: of the model's KV slots, which the rank may use; None: all.
-        apart: the head has cores that no stage uses.
+        apart: the head has a device, or cores, that no stage uses.
     """
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
@@ -299,7 +300,7 @@ def join_rank(
         mid: the mid-size model beside the head of a cascade.
         spins: see `pipespec.system.spin_wait`.
         num_slots: of the model's KV slots, which the rank may use; None: all.
-        apart: the head has cores that no stage uses.
+        apart: the head has a device, or cores, that no stage uses.
     """
     config = deployment.config
     last = rank == deployment.layout.last

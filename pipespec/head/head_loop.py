@@ -270,6 +270,7 @@ class HeadLoop:
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         report["times"] = pack(self._rounds.measured())
+        report["overlap"] = self.scheduler.config.overlap
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
         self.end_sequence(sequence)

@@ -80,6 +80,7 @@ def test_statistics_of_a_request():
         "first_token": {"steps": 5, "rows": 20, "rounds": 4},
         "control_ns": 9 * ms,
         "times": "4:1.5,30:2;0;0",
+        "overlap": False,
     }
     stage = {
         "busy_ns": 30 * ms, "elapsed_ns": 60 * ms, "dropped": 4, "overruns": 1,
@@ -106,6 +107,7 @@ def test_statistics_of_a_request():
     times = {"points": ((1, 5.25), (16, 8.0)), "slot_ms": 0.001, "slots": 350.0}
     assert stats["stage_times"] == [times]
     assert stats["round_times"] == ((4, 1.5), (30, 2.0))
+    assert stats["overlap"] is False
     # The same after a recovery at 15 ms, for which eight tokens were decided before.
     later = head | {"replayed": 8, "token_ns": [15 * ms] * 8 + head["token_ns"]}
     resumed = summarise(0, [stage | {"rank": 1}, later])
@@ -115,7 +117,7 @@ def test_statistics_of_a_request():
 def test_a_request_of_one_token_has_no_rates():
     head = {
         "rank": 0, "token_ns": [5], "replayed": 0, "hits": 0, "cached_tokens": 0,
-        "control_ns": 0, "times": "",
+        "control_ns": 0, "times": "", "overlap": True,
         "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip

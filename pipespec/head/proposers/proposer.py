@@ -183,7 +183,7 @@ class ProposerConfig(ABC):
         AUTO,
         "Whether the draft works while the stages compute, or only while they wait for a batch, "
         "which takes best_first with policy.row_cost=null; auto is yes, but no where the only "
-        "stage uses all cores of the head's host.",
+        "stage uses the draft's GPU, or all cores of the head's host.",
         choices=OVERLAPS,
     )
 

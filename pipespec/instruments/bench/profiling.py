@@ -133,7 +133,8 @@ def combine(
     count = len(stages)
     plain_ms = _mean_tbt(plain)
     hop_ms = max(plain_ms - sum(points[0][1] for points in stages), 0.0) / count
-    rounds = speculating.requests[-1].stats["round_times"]
+    of_draft = speculating.requests[-1].stats
+    rounds = of_draft["round_times"]
     return Profile(
         stages=count,
         stage_ms=tuple(_texts(points) for points in stages),
@@ -143,6 +144,7 @@ def combine(
         spread=record.spread(),
         slot_ms=tuple(each.slot_ms for each in after),
         slots=tuple(each.slots for each in after),
+        overlap=of_draft["overlap"],
         texts=record.texts,
         about={
             "target": str(config.model.target),

@@ -38,6 +38,8 @@ class Profile:
         sum_ms: what adding up takes them for the layers of one stage.
         slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
             `stage_ms` was measured: of every stage, or one such number for each stage.
+        overlap: the draft works while the stages compute; false: while they wait, as a draft does
+            that shares a device with the only stage.
         texts: what the draft proposed along each text; its accuracy, in place of the curve.
         about: of what and when it was measured.
         figures: what `pipespec partition` measured of the hosts, for its --measured.
@@ -56,6 +58,7 @@ class Profile:
     sum_ms: float = 0.0
     slot_ms: float | Sequence[float] = 0.0
     slots: float | Sequence[float] = 0.0
+    overlap: bool = True
     texts: Sequence[TextRecord] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +90,7 @@ class Profile:
             _curve("hop_ms", hop),
             draft if isinstance(draft, int | float) else _curve("draft_ms", draft),
             mid_ms=self.mid_ms,
+            overlap=self.overlap,
         )
 
     def at_context(self, tokens: int) -> Profile:

@@ -19,7 +19,8 @@ class Machine:
     One time curve per stage; `hop` from the end of a stage's computation to the start of the next
     one's, by the rows that it sends on, and for the verdict's way that of one row; `draft_ms` of
     one draft round, for any nodes or by the nodes that it expands, and `mid_ms` of a pass of the
-    mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads.
+    mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads;
+    `overlap`: the draft works while the stages compute, else while they wait (`proposer.overlap`).
     Stages that form a group count as one, with the sum of their times.
     Raises ConfigError.
     """
@@ -29,6 +30,7 @@ class Machine:
     draft_ms: float | TimeCurve = 0.0
     slot_ms: float = 0.0
     mid_ms: float = 0.0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.stages:

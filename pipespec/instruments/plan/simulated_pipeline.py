@@ -117,7 +117,6 @@ class SimulatedPipeline:
         max_rows: int = 0,
         mid: Accuracy | None = None,
         *,
-        overlap: bool = True,
         calibration: Calibration | None = None,
         on_token: Callable[[TokenArrival], None] = lambda arrival: None,
     ):
@@ -150,7 +149,7 @@ class SimulatedPipeline:
                 context_limit=context_limit,
                 max_num_seqs=num_requests,
                 max_rows=max_rows,
-                overlap=overlap,
+                overlap=machine.overlap,
             ),
             cascade,
         )

@@ -64,13 +64,12 @@ def simulate(
     num_requests: int = 1,
     max_rows: int = 0,
     mid: Accuracy | None = None,
-    overlap: bool = True,
     on_token: Callable[[TokenArrival], None] = lambda arrival: None,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
-    `rounds`: draft rounds per step at most, or "auto"; `max_rows`, `overlap`: see
-    `SchedulerConfig`; `mid`: the accuracy of a mid-size model that scores MID_ROWS nodes per pass,
+    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`;
+    `mid`: the accuracy of a mid-size model that scores MID_ROWS nodes per pass,
     None: there is none; `on_token` is called for every token that is counted, in the order in which
     they arrive. With many requests, all of them are there the whole time, and the tokens are those
     of all.
@@ -89,7 +88,6 @@ def simulate(
         num_requests,
         max_rows,
         mid,
-        overlap=overlap,
         on_token=on_token,
     )
     while pipeline.result.tokens < num_tokens:

@@ -81,6 +81,34 @@ def test_the_draft_works_beside_the_stages_unless_the_only_one_uses_all_cores(
     assert scheduler_config(deployment, 100, apart=apart).overlap == overlaps
 
 
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("devices", "apart"),
+    [
+        ("[cuda:0,cuda:0]", False),
+        ("[cuda:0,cuda:1]", True),
+        ("[cpu,cuda:0]", True),
+        ("[cuda:0,cpu]", True),
+    ],
+)
+def test_a_draft_that_shares_its_gpu_with_a_stage_is_not_apart(devices: str, apart: bool) -> None:
+    on_gpus = held(0, f"cluster.devices={devices}")
+    assert on_gpus.is_draft_apart() == apart
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_of_different_hosts_are_different() -> None:
+    one = held(0, "cluster.devices=[cuda:0,cuda:0]")
+    head, stage = one.assignment.workers
+    elsewhere = replace(one.hosts[stage], name="other")
+    assert replace(one, hosts={head: one.hosts[head], stage: elsewhere}).is_draft_apart()
+
+
 def test_threads_outside_their_limits_are_refused() -> None:
     for wrong in ("0", "many"):
         with pytest.raises(ConfigError, match=r"cluster\.threads"):

@@ -154,10 +154,8 @@ def test_a_draft_slower_than_a_stage_delays_nothing():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_draft_without_a_device_of_its_own_works_while_the_stages_wait(overlap: bool):
-    machine = Machine((FLAT,), draft_ms=1.0)
-    pipeline = SimulatedPipeline(
-        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=overlap
-    )
+    machine = Machine((FLAT,), draft_ms=1.0, overlap=overlap)
+    pipeline = SimulatedPipeline(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1)
     scheduler = pipeline.scheduler
     pipeline.step()
     scheduler.begin_step()
@@ -175,20 +173,16 @@ DEAR = TimeCurve(((1, STEP_MS), (4, 2 * STEP_MS), (16, 2.2 * STEP_MS), (64, 4 * 
 
 def test_a_draft_that_waits_for_verdicts_is_used_where_the_first_rows_are_dear():
     """Before its first round the tree has nothing to offer, so nothing seems to be worth a row."""
-    machine = Machine((DEAR,), draft_ms=STEP_MS / 4)
-    pipeline = SimulatedPipeline(
-        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=False
-    )
+    machine = Machine((DEAR,), draft_ms=STEP_MS / 4, overlap=False)
+    pipeline = SimulatedPipeline(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1)
     while pipeline.result.tokens < 10 * STEPS:
         pipeline.step()
     assert pipeline.result.ms < 0.85 * STEP_MS * pipeline.result.tokens
 
 
 def test_no_batch_waits_until_the_draft_has_read_a_prompt():
-    machine = Machine((FLAT,), draft_ms=0.1)
-    pipeline = SimulatedPipeline(
-        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=False
-    )
+    machine = Machine((FLAT,), draft_ms=0.1, overlap=False)
+    pipeline = SimulatedPipeline(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1)
     for _ in range(STEPS):
         pipeline.step()
     pipeline.proposer.propose = lambda requests, children: [None] * len(requests)

@@ -175,6 +175,7 @@ def reports() -> list[dict[str, Any]]:
         "cached_tokens": 0,
         "control_ns": 0,
         "times": "4:8;0;0",
+        "overlap": True,
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
     times = "1:4,8:12;0.02;100"

@@ -87,10 +87,16 @@ def test_arrivals_agree_with_the_counts_of_many_requests():
 def test_a_draft_that_works_only_while_the_stage_waits_takes_its_time_from_it():
     asked = {"rounds": "auto", "num_tokens": 400}
     beside, alone = (
-        simulate(BestFirst(8, 8), machine(1, draft_ms=3.0), PUBLISHED, overlap=overlap, **asked)
+        simulate(BestFirst(8, 8), machine(1, draft_ms=3.0, overlap=overlap), PUBLISHED, **asked)
         for overlap in (True, False)
     )
     assert beside.ms / beside.steps < alone.ms / alone.steps - 3.0
+
+
+def test_a_profile_of_a_shared_device_is_a_machine_whose_draft_waits():
+    assert Profile().machine().overlap
+    shared = Profile(stages=2, stage_ms=(10.0,), tensor_parallel=(1, 2), overlap=False)
+    assert [each.overlap for each in shared.machines().values()] == [False, False]
 
 
 def test_a_perfect_draft_gives_level_one_token_per_step():
