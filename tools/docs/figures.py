@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "benchmarks.md",
+    DOCS / "gpus.md",
     DOCS / "peers.md",
     DOCS / "how-it-works" / "linear-attention.md",
 )

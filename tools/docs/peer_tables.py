@@ -48,6 +48,6 @@ def race(name: str) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    **{name: partial(engines, name) for name in ("peers", "peers_bfloat16")},
+    **{name: partial(engines, name) for name in ("peers", "peers_bfloat16", "peers_h200")},
     **{name: partial(race, name) for name in ("links", "links_bfloat16", "links_one_step")},
 }

@@ -109,7 +109,9 @@ def brief(value: float) -> str:
 
 
 def with_range(of: Mapping[str, float]) -> str:
-    """A median, with the least and the greatest."""
+    """A median, with the least and the greatest where they differ."""
+    if of["min"] == of["max"]:
+        return brief(of["median"])
     return f"{brief(of['median'])} ({brief(of['min'])}..{brief(of['max'])})"
 
 
