@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from pipespec.config.compose import compose
+from pipespec.device_copy import make_current
 from pipespec.errors import PipespecError
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.measurement import bench
@@ -136,6 +137,7 @@ def hugging_face(job: Job, assisted: bool, began: float) -> Run:
     started at `began` of the clock that all processes share.
     """
     torch.set_num_threads(len(job.cores))
+    make_current(job.device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, job.dtype))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.device_copy import staged, to_device, to_device_together, to_host
+from pipespec.device_copy import make_current, staged, to_device, to_device_together, to_host
 from tests.helpers.pretended_gpu.findings import Kind
 from tests.helpers.pretended_gpu.gpu import PretendedGpu
 
@@ -50,3 +50,18 @@ def test_what_is_on_the_device_is_not_copied(place):
     assert staged(there, device) is there
     assert to_device_together([], device) == []
     assert gpu.take() == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_process_on_a_gpu_never_attends_by_cudnn(device: str, monkeypatch: pytest.MonkeyPatch):
+    current: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_device", current.append)
+    flags = torch.backends.cuda
+    before = flags.cudnn_sdp_enabled()
+    try:
+        flags.enable_cudnn_sdp(True)
+        make_current(device)
+        assert flags.cudnn_sdp_enabled() == (device == "cpu")
+        assert current == [device] * (device != "cpu")
+    finally:
+        flags.enable_cudnn_sdp(before)
