@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipespec.engine.attention.select import missing_requirement
@@ -128,3 +129,20 @@ def require_backend(deployment: Deployment) -> None:
             "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
             f"are on {', '.join(names)}; use auto or gloo."
         )
+
+
+def shared_gpu(deployment: Deployment) -> str | None:
+    """A line that names a GPU which computes several stages; None: there is none."""
+    if deployment.config.clock:
+        return None
+    stages = zip(deployment.workers[1:], deployment.devices[1:], strict=True)
+    counts = Counter(
+        (worker.rpartition("/")[0], device) for worker, device in stages if device != "cpu"
+    )
+    for (host, device), count in counts.most_common(1):
+        if count > 1:
+            return (
+                f"{count} stages share {device} of {host}, which computes one of them at a time. "
+                "Fewer stages (cluster.stages), at most one for each GPU, are likely faster."
+            )
+    return None

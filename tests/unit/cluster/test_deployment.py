@@ -9,7 +9,7 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.deployment_checks import require_backend
+from pipespec.cluster.deployment_checks import require_backend, shared_gpu
 from pipespec.cluster.replanning import assignment_without
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, ModelError
@@ -53,6 +53,13 @@ def test_nccl_between_hosts_is_refused() -> None:
         require_backend(apart)
     with pytest.raises(ConfigError, match="of its own for every stage"):
         require_backend(deployment)
+
+
+def test_stages_that_share_a_gpu_are_named() -> None:
+    line = shared_gpu(on("cpu", "cuda:1", "cuda:1"))
+    assert line is not None and line.startswith("2 stages share cuda:1 of ")
+    assert shared_gpu(on("cuda:0", "cuda:0", "cuda:1")) is None
+    assert shared_gpu(on("cpu", "cpu", "cpu")) is None
 
 
 def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None:
