@@ -27,6 +27,9 @@ SMALLEST_TREE = 2048
 # Of the nodes that are not in the pipeline, so many times as many as enter it within a pass are
 # worth expanding; and so many times as many the draft holds, those in the pipeline included.
 PASSES_AHEAD, PASSES_HELD = 2, 4
+# A shorter pipeline counts as one of so many stages there: beside a step of few stages there are
+# several rounds of nodes, and the verdict rules out most of them.
+LEAST_STAGES = 4
 # For how many passes through the pipeline speculation is tried, and after how many the other one,
 # with or without it, is tried again.
 TRIAL, PATIENCE = 4, 64
@@ -51,8 +54,9 @@ class BestFirst(SpeculationPolicy):
     each other before they can be computed.
 
     A draft round expands nodes that could be computed, or whose children could, within PASSES_AHEAD
-    passes through the pipeline if no verdict came. What a draft adds beyond that is hardly ever
-    computed: it only takes room, so that a faster draft would be worth less.
+    passes through the pipeline, of LEAST_STAGES or more, if no verdict came. What a draft adds
+    beyond that is hardly ever computed: it only takes room, so that a faster draft would be worth
+    less.
 
     With measured times nothing is drafted while that decodes faster (`should_speculate`).
     """
@@ -105,7 +109,7 @@ class BestFirst(SpeculationPolicy):
         return self.row_cost is None  # measured times say what a delay costs
 
     def max_held(self, num_stages: int) -> int:
-        return min(self.max_nodes, PASSES_HELD * num_stages * self.max_rows)
+        return min(self.max_nodes, PASSES_HELD * _at_least(num_stages) * self.max_rows)
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
         if not self.should_speculate(state):
@@ -114,7 +118,7 @@ class BestFirst(SpeculationPolicy):
         rows = self.max_rows if state.target is None else min(self.max_rows, state.target.rows)
         unexpanded = tree.nodes_before(state.end, ~tree.expanded)
         nodes = tree.most_probable(unexpanded, min(max(rows, self.children), room))
-        ahead = max(PASSES_AHEAD * state.num_stages * rows, self.children)
+        ahead = max(PASSES_AHEAD * _at_least(state.num_stages) * rows, self.children)
         return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
 
     def select_to_refill(self, tree: Tree, state: PipelineState) -> np.ndarray:
@@ -160,3 +164,8 @@ class BestFirst(SpeculationPolicy):
         if state.speculative_cost is None or state.plain_cost is None:
             return False
         return state.speculative_cost.ms_per_token <= state.plain_cost.ms_per_token
+
+
+def _at_least(num_stages: int) -> int:
+    """The stages by which a tree is bounded."""
+    return max(num_stages, LEAST_STAGES)

@@ -93,6 +93,15 @@ def test_a_draft_that_works_only_while_the_stage_waits_takes_its_time_from_it():
     assert beside.ms / beside.steps < alone.ms / alone.steps - 3.0
 
 
+def test_a_quick_draft_has_nodes_to_expand_for_the_whole_step_of_a_lone_stage():
+    """Six rounds fit beside a step; with too few nodes the last ones would come after it."""
+    quick = machine(1, stage_ms=26.0, draft_ms=4.0)
+    likely = Accuracy.parse(["1:0.81", "8:0.99"], 0.8)
+    ran = simulate(BestFirst(64, 8), quick, likely, rounds=6, num_tokens=400)
+    assert ran.rounds / ran.steps == pytest.approx(6, rel=0.05)
+    assert ran.ms / ran.steps < 26.0 + 4.0
+
+
 def test_a_profile_of_a_shared_device_is_a_machine_whose_draft_waits():
     assert Profile().machine().overlap
     shared = Profile(stages=2, stage_ms=(10.0,), tensor_parallel=(1, 2), overlap=False)
