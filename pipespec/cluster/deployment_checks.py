@@ -114,10 +114,7 @@ def require_backend(deployment: Deployment) -> None:
     stages are on several hosts."""
     if deployment.config.transport.backend != NCCL:
         return
-    stages = [
-        (worker.rpartition("/")[0], device)
-        for worker, device in zip(deployment.workers[1:], deployment.devices[1:], strict=True)
-    ]
+    stages = _places_of_stages(deployment)
     devices = [device for _, device in stages]
     if "cpu" in devices or len(set(stages)) < len(stages):
         raise ConfigError(
@@ -135,10 +132,7 @@ def shared_gpu(deployment: Deployment) -> str | None:
     """A line that names a GPU which computes several stages; None: there is none."""
     if deployment.config.clock:
         return None
-    stages = zip(deployment.workers[1:], deployment.devices[1:], strict=True)
-    counts = Counter(
-        (worker.rpartition("/")[0], device) for worker, device in stages if device != "cpu"
-    )
+    counts = Counter(place for place in _places_of_stages(deployment) if place[1] != "cpu")
     for (host, device), count in counts.most_common(1):
         if count > 1:
             return (
@@ -146,3 +140,11 @@ def shared_gpu(deployment: Deployment) -> str | None:
                 "Fewer stages (cluster.stages), at most one for each GPU, are likely faster."
             )
     return None
+
+
+def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
+    """The host and the device of each stage."""
+    workers, devices = deployment.workers[1:], deployment.devices[1:]
+    return [
+        (worker.rpartition("/")[0], device) for worker, device in zip(workers, devices, strict=True)
+    ]

@@ -41,13 +41,10 @@ class HeldRank:
     def num_models_on(self, device: str) -> int:
         """How many models and parts of models are on a device of this worker's host in this epoch:
         one of each worker, and the mid-size one of the head."""
-        host = self.hosts[self.members[self.member]]
-        of_workers = sum(
-            self.hosts[each].name == host.name and self.deployment.device_of(each) == device
-            for each in self.assignment.everyone
-        )
+        host = self.hosts[self.members[self.member]].name
+        of_workers = sum(self._place(each) == (host, device) for each in self.assignment.everyone)
         head, *_ = self.assignment.members(0)
-        has_mid = self.deployment.mid is not None and self.hosts[head].name == host.name
+        has_mid = self.deployment.mid is not None and self.hosts[head].name == host
         return of_workers + (has_mid and self.deployment.mid_device == device)
 
     def core_shares(self) -> CoreShares:
@@ -55,7 +52,7 @@ class HeldRank:
         here = self.hosts[self.members[self.member]].name
 
         def on_this_cpu(worker: str) -> bool:
-            return self.hosts[worker].name == here and self.deployment.device_of(worker) == "cpu"
+            return self._place(worker) == (here, "cpu")
 
         stages = range(1, self.deployment.num_ranks)
         num_stages = sum(
@@ -74,10 +71,13 @@ class HeldRank:
         cores that no stage uses."""
 
         def places(ranks: Iterable[int]) -> set[tuple[str, str]]:
-            workers = [each for rank in ranks for each in self.assignment.members(rank)]
-            return {(self.hosts[each].name, self.deployment.device_of(each)) for each in workers}
+            return {self._place(each) for rank in ranks for each in self.assignment.members(rank)}
 
         heads = places([0])
         if any(device == "cpu" for _, device in heads):
             return self.core_shares().apart
         return heads.isdisjoint(places(range(1, self.deployment.num_ranks)))
+
+    def _place(self, worker: str) -> tuple[str, str]:
+        """The host and the device of a worker."""
+        return self.hosts[worker].name, self.deployment.device_of(worker)
