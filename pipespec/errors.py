@@ -8,7 +8,8 @@
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
-     │    └── GraphError    a task or an edge is not valid
+     │    ├── GraphError    a task or an edge is not valid
+     │    └── UnknownRequest    the request log does not have it
      ├── GrammarError       the text cannot follow its grammar any further
      ├── NonFiniteLogits    the target's logits are not finite
      ├── RankFailed         a rank ended before its work did
@@ -82,6 +83,10 @@ class StaleEpoch(ControllerError):
 
 class GraphError(ControllerError):
     """The controller refused a task or an edge."""
+
+
+class UnknownRequest(ControllerError):
+    """The request log does not have the request."""
 
 
 class GrammarError(PipespecError):

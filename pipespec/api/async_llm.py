@@ -209,8 +209,6 @@ class AsyncLLM:
             started.cancel()
             raise
         except BaseException as error:
-            if isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
             if not started.done():
                 started.set_exception(error)
             elif not started.cancelled():  # else the caller has given the start up

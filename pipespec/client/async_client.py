@@ -83,6 +83,7 @@ class AsyncClient:
         self.running = running
         self.patience = patience
         self.away = False  # whether the cluster is known not to answer
+        self._broken: Exception | None = None  # why nothing is read any more
         self._follows_restarts = follows_restarts
         self._own = own
         self._clock = clock
@@ -181,7 +182,10 @@ class AsyncClient:
         return request
 
     async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None:
-        """Follow a request of the log; `known`: it is there for certain."""
+        """Follow a request of the log; `known`: it is there for certain. Raises what has ended the
+        reader."""
+        if self._broken is not None:
+            raise self._broken
         self._readers[request] = followed
         followed.expect(request)
         await self._streams.add(request, known=known)
@@ -228,6 +232,16 @@ class AsyncClient:
         await self._log.close()
 
     async def _read(self) -> None:
+        """Read until the client is closed. What ends it earlier is raised to every task that
+        waits."""
+        try:
+            await self._read_all()
+        except Exception as error:
+            self._broken = error
+            self._fail([*self._readers], error)
+            raise
+
+    async def _read_all(self) -> None:
         """Hand events to the tasks that wait for them, and find the cluster again when it was
         away."""
         since: float | None = None
@@ -346,15 +360,22 @@ async def attach(
     own: OwnCluster | None = None,
     clock: Callable[[], int] = monotonic_ns,
 ) -> AsyncIterator[AsyncClient]:
-    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`."""
+    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`.
+
+    Should the reader fail, so does the block, with the same error.
+    """
     client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
-    async with asyncio.TaskGroup() as tasks:  # should the reader fail, so does the block
-        reading = tasks.create_task(client._read())
-        try:
-            yield client
-        finally:
-            reading.cancel()
-            await client._close()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(client._read())
+            try:
+                yield client
+            finally:
+                reading.cancel()
+                await client._close()
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]  # the others came of it
+        raise first from first.__cause__
 
 
 def _log_of(running: RunningCluster) -> tuple[str | None, str]:

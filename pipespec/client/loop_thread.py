@@ -31,7 +31,8 @@ class LoopThread(Generic[T]):
         # Calls that wait, and whether the thread has ended; both under the lock.
         self._calls: set[_Running[Any]] = set()
         self._ended = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage that is collected under it may call
+        self._closings: set[asyncio.Task[None]] = set()  # of generators, which nobody waits for
         self._thread = threading.Thread(
             target=self._main, args=(opening,), name="pipespec-client", daemon=True
         )
@@ -80,7 +81,11 @@ class LoopThread(Generic[T]):
             while (item := self.run(following())) is not end:
                 yield cast(R, item)
         finally:
-            if not self._loop.is_closed():
+            if threading.current_thread() is self._thread:  # collected as garbage there
+                closing = self._loop.create_task(items.aclose())
+                self._closings.add(closing)
+                closing.add_done_callback(self._closings.discard)
+            elif not self._loop.is_closed():
                 self.run(items.aclose())
 
     def close(self) -> None:

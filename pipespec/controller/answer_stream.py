@@ -6,7 +6,7 @@ from typing import Any
 
 from pipespec.controller.log_records import Entry, Event, Finished, entries_of, event_from
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.errors import ControllerError
+from pipespec.errors import UnknownRequest
 
 # Entries of one stream that are read at once.
 MOST_ENTRIES = 256
@@ -62,7 +62,7 @@ class AnswerStreams:
                 return followed.request, ("EXISTS", self._keys.request(followed.request))
         return None
 
-    def missing(self, request: int) -> ControllerError:
+    def missing(self, request: int) -> UnknownRequest:
         """A request is not in the log; it is followed no more."""
         self.drop(request)
         return not_in_log(request)
@@ -126,6 +126,6 @@ def block_ms(seconds: float) -> int:
     return max(1, int(seconds * 1000))
 
 
-def not_in_log(request: int) -> ControllerError:
+def not_in_log(request: int) -> UnknownRequest:
     """One sentence for a request that was never asked, or was forgotten."""
-    return ControllerError(f"Request {request} is not in the log.")
+    return UnknownRequest(f"Request {request} is not in the log.")

@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 
-from pipespec.errors import ControllerError, GraphError, StaleEpoch
+from pipespec.errors import (
+    ControllerError,
+    GraphError,
+    StaleEpoch,
+    UnknownRequest,
+    Unreachable,
+)
 from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:  # it looks up here what errors mean
     from pipespec.controller.redis_connection import RedisConnection
 
+
 # The one table of codes: the first word of an error that a transition replies.
 ERRORS: Mapping[str, type[ControllerError]] = {
     "STALE": StaleEpoch,
     "GRAPH": GraphError,
-    "REQUEST": ControllerError,
+    "REQUEST": UnknownRequest,
 }
 
 
@@ -44,6 +51,9 @@ WRITES_REFUSED: Mapping[str, str] = {
     "MISCONF": "it cannot save its data to disk: look at its log, then free or correct its folder",
     "NOREPLICAS": "too few of its replicas are connected: start them",
 }
+# Errors that pass: a read waits at a server that becomes a replica; a user's script runs for long.
+# (A replica without its primary has an exception of its own.)
+_PASSING = ("UNBLOCKED", "BUSY")
 _REFUSED = re.compile(rf"\b({'|'.join(WRITES_REFUSED)})\b")
 
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
@@ -104,12 +114,14 @@ def translate(error: redis.ResponseError) -> ControllerError:
             "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "
             "flushed); the next epoch loads them again."
         )
+    code, _, detail = str(error).partition(" ")
+    if code in _PASSING or isinstance(error, redis.exceptions.MasterDownError):
+        return Unreachable(f"Redis does not answer now: {str(error).rstrip('.')}.")
     # A script's error has the word somewhere inside; the client takes the first two off.
     kinds = {redis.exceptions.OutOfMemoryError: "OOM", redis.exceptions.ReadOnlyError: "READONLY"}
     refused = _REFUSED.search(f"{kinds.get(type(error), '')} {error}")
     if refused:
         return WritesRefused(f"Redis refuses writes: {WRITES_REFUSED[refused[1]]}.")
-    code, _, detail = str(error).partition(" ")
     if code in ERRORS:
         return ERRORS[code](f"Redis refused: {detail}.")
     return ControllerError(f"Redis failed: {error}")

@@ -107,7 +107,7 @@ async def run_api_server(
                     on_ready(running)
                     await _watch_cluster(cluster, serving)
                 except (PipespecError, OutputClosedError) as error:
-                    problem = error  # the client's task group would wrap it
+                    problem = error  # raised once the server has ended
                     server.service.fail_open_requests()  # no cluster answers them
                 server.should_exit = True
                 await serving

@@ -22,9 +22,9 @@ from pipespec.config.compose import compose_sections
 from pipespec.controller.cluster_status import ClusterStatus, Unfinished
 from pipespec.controller.task_graph import Layout
 from pipespec.controller.telemetry_store import TelemetryReader
-from pipespec.errors import ControllerError, Unreachable
+from pipespec.errors import ControllerError, UnknownRequest, Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
-from pipespec.server.api_errors import ApiError, cluster_unavailable
+from pipespec.server.api_errors import ApiError, api_error_of, cluster_unavailable
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import OpenRequests, RequestOrigin
 from pipespec.server.response_stream import EventStream
@@ -89,12 +89,12 @@ class Dashboard:
             raise cluster_unavailable()
         try:
             await self._client.cancel(request)
-        except Unreachable:
-            raise cluster_unavailable() from None
-        except ControllerError:
+        except UnknownRequest:
             raise ApiError(
                 HTTPStatus.NOT_FOUND, f"There is no request {request}.", param="request"
             ) from None
+        except ControllerError as error:
+            raise api_error_of(error) from None
 
     async def _events(self, request: int | None, api_key_digest: bytes) -> AsyncIterator[bytes]:
         running = self._client.running

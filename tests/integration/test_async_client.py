@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
-from pipespec.errors import RankFailed
+from pipespec.errors import ControllerError, RankFailed
 from pipespec.stats import Report, empty_report
 from pipespec.system.process_identity import since_boot
 from tests.helpers.log import accept, head_of
@@ -175,6 +175,63 @@ def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
 
     asyncio.run(story())
     assert head.tokens(1) == ()
+
+
+def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
+    server: EmbeddedRedis, head: Controller, running: RunningCluster
+) -> None:
+    """As when another server takes over: it ends the reads that wait."""
+    admin = RedisConnection(server.url)
+
+    async def story() -> None:
+        async with attach(running, LONG_S) as client, client.follow() as followed:
+            request = await ask(followed)
+            accept(head, request, 3, [8])
+            head.tokens(request)
+            assert await followed.next(LONG_S) == [(request, Accepted(3, (8,)))]
+            admin.call("REPLICAOF", "127.0.0.1", "1")
+            await soon(lambda: client.away)
+            admin.call("REPLICAOF", "NO", "ONE")
+            head.finish(request, "stop")
+            head.tokens(request)
+            assert await all_of(followed) == [(request, Finished("stop"))]
+
+    try:
+        asyncio.run(story())
+    finally:
+        admin.close()
+
+
+def test_what_ends_the_reader_is_raised_to_all_who_wait(
+    server: EmbeddedRedis, running: RunningCluster
+) -> None:
+    """Here an administrator of the user's Redis takes the right to read away."""
+    admin = RedisConnection(server.url)
+
+    async def wait(followed: AsyncAnswer) -> None:
+        with pytest.raises(ControllerError, match="no permissions"):
+            await all_of(followed)
+
+    async def story() -> None:
+        async with attach(running, LONG_S) as client, AsyncExitStack() as stack:
+            waiting = []
+            for _ in range(2):
+                followed = await stack.enter_async_context(client.follow())
+                await ask(followed)
+                waiting.append(asyncio.ensure_future(wait(followed)))
+            admin.call("ACL", "SETUSER", "default", "-xread")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.gather(*waiting)
+                with pytest.raises(ControllerError, match="no permissions"):
+                    await ask(followed)
+
+    try:
+        with pytest.raises(ControllerError, match="no permissions"):
+            asyncio.run(story())
+    finally:
+        admin.close()
 
 
 def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(

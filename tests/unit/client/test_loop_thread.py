@@ -79,6 +79,23 @@ def test_an_iteration_that_is_left_closes_its_generator(thread: LoopThread[Resou
     assert thread.resource.events == ["left", "left"]
 
 
+def test_an_iteration_that_is_collected_in_the_other_thread_closes_its_generator(
+    thread: LoopThread[Resource],
+) -> None:
+    pieces = thread.iterate(thread.resource.numbers())
+    assert next(pieces) == 0
+    kept = [pieces]
+    del pieces
+
+    async def collect() -> None:
+        kept.clear()
+
+    thread.run(collect())
+    assert thread.run(thread.resource.double(4)) == 8
+    thread.close()
+    assert thread.resource.events == ["left", "closed"]
+
+
 def test_closing_leaves_the_resource_once_and_ends_the_thread() -> None:
     before = threading.active_count()
     thread = LoopThread(opened)
