@@ -38,13 +38,13 @@ def next_refill(
     number of requests."""
     if not policy.refills or not state.step_ms or not may_delay_batch(rounds, state):
         return None
-    limit = budget(len(plan.nodes))
+    limit = plan.max_nodes
     if not state.is_alone:
         if state.target is None:
             return None
         limit = min(limit, state.target.rows)
     offered = plan.selection.probabilities if state.is_alone else None
-    batch = NextBatch(_probabilities(plan.nodes), limit, state, offered)
+    batch = NextBatch(_probabilities(plan.nodes), limit, state, offered, plan.num_prompt_rows)
     if batch.least >= 0:  # nothing is more probable than its rows, such as roots under load
         return None
 
@@ -77,12 +77,14 @@ class NextBatch:
         state: the state of the pipeline, with known times of steps.
         offered: the probabilities of all rows that it could have without them, if it is chosen for
             itself.
+        prompt_rows: rows of prompts beside them.
     """
 
     rows: np.ndarray
     limit: int
     state: PipelineState
     offered: np.ndarray | None = None
+    prompt_rows: int = 0
 
     @property
     def least(self) -> float:
@@ -95,7 +97,7 @@ class NextBatch:
         if not self.state.is_alone:
             return -np.inf
         more = np.arange(1, 1 + self.limit - len(self.rows))
-        now_ms, *more_ms = step_ms_of(self.state, np.array([0, *more]) + len(self.rows)).tolist()
+        now_ms, *more_ms = self._step_ms(np.array([0, *more]) + len(self.rows)).tolist()
         row_ms = float(np.min((np.array(more_ms) - now_ms) / more))  # of the cheapest rows
         return float(np.log(max(row_ms / token_ms(self.state), TINY) / best))
 
@@ -108,7 +110,7 @@ class NextBatch:
         if not len(children):
             return True  # unknown until the draft has proposed any
         alone = self.state.is_alone and not self.state.overlap
-        tried = self.state.rounds >= LOOK_AHEAD
+        tried = self.state.rounds >= LOOK_AHEAD or self.prompt_rows > 0
         if alone and not tried and self.rows.min(initial=1.0) == 1.0:
             return True  # the policy, which could decode without drafts, has chosen not to
         merged = self.rows if self.offered is None else self.offered
@@ -128,14 +130,19 @@ class NextBatch:
             # later; and of many requests, others have candidates for its row.
             share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
         saved = token_ms(self.state) * share * (np.cumsum(merged) - self.rows.sum())
-        # In a longer pipeline other batches have the target size, up to which rows add nothing.
+        before_ms, *after_ms = self._step_ms(
+            np.array([len(self.rows), *range(1, 1 + len(merged))])
+        ).tolist()
+        saved -= np.array(after_ms) - before_ms
+        return float(saved.max() if self.state.is_alone else saved[-1])
+
+    def _step_ms(self, rows: np.ndarray) -> np.ndarray:
+        """Milliseconds of the step with so many rows of trees. In a longer pipeline other batches
+        have the target size, up to which rows add nothing."""
         others = 0
         if self.state.num_stages > 1 and self.state.target is not None:
             others = self.state.target.rows
-        sizes = np.maximum([len(self.rows), *range(1, 1 + len(merged))], others)
-        before_ms, *after_ms = step_ms_of(self.state, sizes).tolist()
-        saved -= np.array(after_ms) - before_ms
-        return float(saved.max() if self.state.is_alone else saved[-1])
+        return step_ms_of(self.state, np.maximum(self.prompt_rows + rows, others))
 
 
 def _top(probabilities: np.ndarray, count: int) -> np.ndarray:

@@ -33,11 +33,18 @@ class RowPlan:
         nodes: of the tree of each sequence that has read its prompt.
         prompts: sequences that read their prompts, and up to which token.
         selection: the choice among all nodes that were offered.
+        max_nodes: rows of trees that the step could have beside its prompts, if more of them were
+            worth it.
     """
 
     nodes: list[tuple[Sequence, np.ndarray]]
     prompts: list[tuple[Sequence, int]]
     selection: Selection
+    max_nodes: int
+
+    @property
+    def num_prompt_rows(self) -> int:
+        return sum(end - each.prefilled for each, end in self.prompts)
 
     @property
     def has_nodes(self) -> bool:
@@ -84,15 +91,17 @@ class RowPlanner:
             most = min(budget, rows)
             return select_rows(candidates, most, policy.row_cost, state, prompt_rows)
 
-        num_kept = num_roots
+        num_kept = num_shared = num_roots
         if mixed:
-            num_rows = num_roots + (batch_rows - num_roots) // DRAFT_SHARE
-            share = select(num_rows, batch_rows - num_rows)
+            num_shared += (batch_rows - num_roots) // DRAFT_SHARE
+            share = select(num_shared, batch_rows - num_shared)
             num_kept = max(num_roots, sum(map(len, share.nodes)))
         prompts = self._prompts(min(batch_rows, free_slots) - num_kept, state.step)
         prompt_rows = sum(end - each.prefilled for each, end in prompts)
         selection = select(batch_rows - prompt_rows, prompt_rows)
-        return RowPlan(list(zip(sequences, selection.nodes, strict=True)), prompts, selection)
+        max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
+        nodes = list(zip(sequences, selection.nodes, strict=True))
+        return RowPlan(nodes, prompts, selection, max_nodes)
 
     def _prompts(self, num_rows: int, step: int) -> list[tuple[Sequence, int]]:
         """Up to where prompts are read next, in `num_rows` rows. The first one to be read changes

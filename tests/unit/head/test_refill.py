@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from pipespec.batch_times import BatchTimes
 from pipespec.config.compose import compose
+from pipespec.core import Batch, Request
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
 from pipespec.head.refill import LOOK_AHEAD, NextBatch
 from pipespec.head.row_budget import lone_batch
+from pipespec.head.scheduler import Scheduler
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan import simulated_pipeline
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.instruments.plan.simulation import simulate
@@ -126,6 +131,65 @@ def test_a_lone_batch_without_draft_tokens_is_delayed_by_few_rounds_for_nothing(
     assert NextBatch(ROOT_ALONE, 64, dear, ROOT_ALONE).is_round_worth(ROOT_ALONE)
     again = replace(dear, rounds=LOOK_AHEAD)
     assert not NextBatch(ROOT_ALONE, 64, again, ROOT_ALONE).is_round_worth(ROOT_ALONE)
+
+
+def test_nothing_is_drafted_on_trial_for_a_batch_with_rows_of_prompts():
+    dear = replace(state(), draft_ms=100 * STEP_MS, overlap=False)
+    batch = NextBatch(ROOT_ALONE, 64, dear, ROOT_ALONE, prompt_rows=8)
+    assert not batch.is_round_worth(ROOT_ALONE)
+
+
+def test_rows_cost_what_they_add_to_those_of_prompts():
+    """The first rows of a step take nothing here, later ones 4 ms each; a token takes 5."""
+    steep = replace(state(), step_ms=((1, STEP_MS), (8, STEP_MS), (64, STEP_MS + 4 * 56)))
+    found = [
+        NextBatch(ROOT_ALONE, 64, steep, ROOT_ALONE, prompt_rows).saved_ms(np.array([1.0, 0.7]))
+        for prompt_rows in (0, 40)
+    ]
+    assert found == pytest.approx([0.7 * STEP_MS / 2, 0.0])
+
+
+class WithPrompts(SimulatedPipeline):
+    """A lone stage, for which rows of prompts take time too."""
+
+    sent = 0
+
+    def enter(self, batch: Batch) -> None:
+        super().enter(batch)
+        self.sent = len(batch)
+
+    def in_flight(self) -> tuple[list[int], list[int]]:
+        return [self.sent], [0]
+
+
+def test_no_more_is_drafted_beside_a_prompt_than_its_step_has_rows_for(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A long prompt is read beside an answer: it takes most rows, and drafting for more of them
+    than are left would only delay it."""
+    monkeypatch.setattr(simulated_pipeline, "LEARNED_EVERY", 1 << 62)  # the times are known
+    curve = TimeCurve(((1, 10.0), (4, 10.5), (16, 11.0), (64, 14.0), (256, 30.0)))
+    machine = Machine((curve,), draft_ms=2.0, overlap=False)
+    pipeline = WithPrompts(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, 1, 2)
+    scheduler = Scheduler(replace(pipeline.scheduler.config, prefill_chunk=256))
+    pipeline.scheduler = scheduler
+    scheduler.add(Request(0, tuple(pipeline.texts[0][:1]), STEPS * 40), lambda token: False, 0)
+    pipeline.step()
+    scheduler.update_stage_times(BatchTimes(curve.points))
+    alone = mean_rounds(pipeline, lambda: scheduler.step < STEPS)
+    scheduler.add(Request(1, tuple(pipeline.texts[1][: 80 * STEPS]), 1), lambda token: False, 0)
+    pipeline.step()
+    beside = mean_rounds(pipeline, lambda: bool(scheduler.sequences[1].prompt_left))
+    assert 0 < beside <= 1.5 * alone
+
+
+def mean_rounds(pipeline: SimulatedPipeline, condition: Callable[[], bool]) -> float:
+    """Draft rounds per step while a condition holds."""
+    rounds = []
+    while condition():
+        pipeline.step()
+        rounds.append(pipeline.rounds)
+    return sum(rounds) / len(rounds)
 
 
 def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
