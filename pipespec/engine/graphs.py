@@ -27,6 +27,8 @@ from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 WARM_UP = 3
 # Rows of the batches of the self-test; the first is a prompt.
 TEST_ROWS = (40, 1, 64, 17)
+# Why a graph that fails it does not serve.
+DIFFERENT = "replaying the graph gives other values than computing"
 
 
 class CaptureFunction(Protocol):
@@ -67,7 +69,6 @@ class CapturedGraph:
         inputs: Tensor,
         attention: DevicePlanBackend,
         recurrent: RecurrentLayers,
-        num_slots: int,
         capture: CaptureFunction = capture_cuda_graph,
     ) -> None:
         """`compute` is the forward pass; `inputs` `[rows, ...]` are an example of its input, with
@@ -83,7 +84,6 @@ class CapturedGraph:
         slot = np.zeros(1, np.int64)
         attention.prepare(causal_plan(slot[:0], slot), self._flat)
         self._capture()
-        self._self_test(inputs, num_slots)
 
     def run(
         self,
@@ -109,6 +109,26 @@ class CapturedGraph:
         self._replay()
         return self._result[:rows].clone()  # the next replay overwrites it
 
+    def replays_alike(self, inputs: Tensor, num_slots: int) -> bool:
+        """Whether replayed and computed results are identical, for a growing text in so many KV
+        slots. The same batches are computed whatever is found, as by the other members of a
+        group."""
+        alike, length = True, 0
+        slots = np.arange(num_slots)
+        for rows in TEST_ROWS:
+            rows = min(rows, self.rows, num_slots - length)
+            if self._fixed is not None:
+                rows = min(rows, self._fixed.depth)
+            if not rows:
+                break
+            plan = causal_plan(slots[:length], slots[length : length + rows], imagined=True)
+            states = self._recurrent.plan(plan)
+            replayed = self.run(inputs[:rows], torch.arange(length, length + rows), plan, states)
+            computed = self._forward()[:rows]
+            alike = alike and replayed is not None and replayed.equal(computed)
+            length += rows
+        return alike
+
     def _holds(self, states: RecurrentPlan[np.ndarray]) -> bool:
         fixed = self._fixed
         return fixed is not None and fixed.holds(states) and self._recurrent.fits(states)
@@ -128,24 +148,6 @@ class CapturedGraph:
             self._recurrent.use_fixed(self._fixed)
         return self._compute(self._inputs, self._positions)
 
-    def _self_test(self, inputs: Tensor, num_slots: int) -> None:
-        """Raise ValueError unless replayed and computed results are identical, for a growing
-        text."""
-        length = 0
-        slots = np.arange(num_slots)
-        for rows in TEST_ROWS:
-            rows = min(rows, self.rows, num_slots - length)
-            if self._fixed is not None:
-                rows = min(rows, self._fixed.depth)
-            if not rows:
-                break
-            plan = causal_plan(slots[:length], slots[length : length + rows], imagined=True)
-            states = self._recurrent.plan(plan)
-            replayed = self.run(inputs[:rows], torch.arange(length, length + rows), plan, states)
-            if replayed is None or not replayed.equal(self._forward()[:rows]):
-                raise ValueError("replaying the graph gives other values than computing")
-            length += rows
-
 
 class CapturedHead:
     """The graph of a model's output head for one number of rows."""
@@ -164,7 +166,7 @@ class CapturedHead:
         self._replay, self._result = capture(lambda: compute(self._inputs))
         other = hidden.flip(0)[: max(1, self.rows - 1)]
         if not self.run(other).equal(compute(self._inputs)[: len(other)]):
-            raise ValueError("replaying the graph gives other values than computing")
+            raise ValueError(DIFFERENT)
 
     def run(self, hidden: Tensor) -> Tensor:
         """The logits of `[k, hidden]`, at most `self.rows` rows."""

@@ -368,8 +368,8 @@ class ModelSlice:
         No KV slot may be in use meanwhile, and all members of a group capture at the same time.
         What cannot be captured, or gives other results, is computed as before; `refused` says why.
         """
-        self.graphs.drop()
         if self.group is not None and not self.group.supports_graphs:
+            self.graphs.drop()
             self.refused.append(
                 "The slice is computed without graphs, as the host adds up the results of its "
                 "tensor-parallel members."
@@ -381,9 +381,16 @@ class ModelSlice:
             self._slice.attention,
             self.attention,
             self.recurrent,
-            self.num_slots,
+            self.least_of_group(self.num_slots),
             capture,
+            lambda well: self.least_of_group(well) == 1,
         )
+
+    def least_of_group(self, mine: int) -> int:
+        """The least of what the members that compute the slice together say. Raises RankFailed."""
+        if self.group is None:
+            return mine
+        return min(int(each) for each in self.group.gather(torch.tensor([int(mine)])))
 
     @torch.inference_mode()
     def capture_head(

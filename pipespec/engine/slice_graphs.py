@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan
 from pipespec.engine.attention.device_plan import DevicePlanBackend
-from pipespec.engine.graphs import CapturedGraph, CapturedHead, CaptureFunction
+from pipespec.engine.graphs import DIFFERENT, CapturedGraph, CapturedHead, CaptureFunction
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 
@@ -18,7 +18,8 @@ class SliceGraphs:
     """Those of the layers and of the output head. A batch takes the smallest that holds it.
 
     Attributes:
-        captured: the numbers of rows of the layers' graphs, those that were released included.
+        captured: the numbers of rows of the layers' graphs, those that were released, or whose
+            capture was interrupted, included.
     """
 
     def __init__(self) -> None:
@@ -39,11 +40,6 @@ class SliceGraphs:
         """Free the layers' graphs, which are to be captured again, before the group whose
         collectives they contain ends: NCCL does not end a group that a graph holds."""
         self._layers = []
-
-    def keep(self, buckets: Collection[int]) -> None:
-        """Drop the layers' graphs with other numbers of rows."""
-        self._layers = [each for each in self._layers if each.rows in buckets]
-        self.captured = self.rows
 
     def run(
         self,
@@ -73,23 +69,36 @@ class SliceGraphs:
         recurrent: RecurrentLayers,
         num_slots: int,
         capture: CaptureFunction,
+        agree: Callable[[bool], bool],
     ) -> list[str]:
         """Capture a graph for inputs like each of these examples, in place of earlier ones; what
-        could not be captured, in sentences. `name`: of the attention backend."""
+        could not be captured, in sentences. Raises RankFailed if another member is lost.
+
+        Args:
+            name: of the attention backend.
+            num_slots: those that every member has.
+            agree: whether all members that compute the slice together say so.
+        """
         self._layers, refused = [], []
+        self.captured = tuple(map(len, examples))
         recurrent.make_room(max(map(len, examples), default=0))
         for inputs in examples:
+            graph, why = None, "another tensor-parallel member cannot capture it"
             try:
                 if not isinstance(attention, DevicePlanBackend):
                     raise ValueError(f"attention={name} cannot be captured")
-                self._layers.append(
-                    CapturedGraph(compute, inputs, attention, recurrent, num_slots, capture)
-                )
+                graph = CapturedGraph(compute, inputs, attention, recurrent, capture)
             except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
-                refused.append(
-                    f"Batches of up to {len(inputs)} rows are computed without a graph: "
-                    f"{_reason(error)}."
-                )
+                why = _reason(error)
+            # A replay waits for that of every other member.
+            if agree(graph is not None) and graph is not None:
+                if agree(graph.replays_alike(inputs, num_slots)):
+                    self._layers.append(graph)
+                    continue
+                why = DIFFERENT
+            refused.append(
+                f"Batches of up to {len(inputs)} rows are computed without a graph: {why}."
+            )
         self.captured = self.rows
         return refused
 

@@ -50,7 +50,6 @@ def negotiate(
     Graphs are captured again with this group. No KV slot may be in use meanwhile. Raises ModelError
     if this member cannot use the backend, RankFailed if another member is lost.
     """
-    slots = [int(each) for each in group.gather(torch.tensor([model.num_slots]))]
     rows = list(model.graphs.captured)
     if group.rank == 0:
         choice = json.dumps([model.attention, rows]).encode()
@@ -60,12 +59,9 @@ def negotiate(
         model.adopt_backend(attention)
     if rows:
         model.capture_graphs(rows, capture)
-        captured = torch.tensor([each in model.graph_rows for each in rows])
-        by_all = torch.stack([*group.gather(captured)]).all(0).tolist()
-        model.graphs.keep([each for each, all_of in zip(rows, by_all, strict=True) if all_of])
     else:
-        model.graphs.keep(())  # those captured while it was loaded gather nothing
-    return min(slots)
+        model.graphs.drop()  # those captured while it was loaded gather nothing
+    return model.least_of_group(model.num_slots)
 
 
 def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:

@@ -28,7 +28,7 @@ from pipespec.engine.recurrence import fixed_plan, state_sizes
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.text_part import text_names
 from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
-from pipespec.errors import ModelError
+from pipespec.errors import ModelError, RankFailed
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup
@@ -345,6 +345,71 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         assert [*pool.map(member, range(2))] == [(), ()]
+
+
+def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
+    """Each replay would wait for all members; those of other sizes serve."""
+    path, store = checkpoint("llama"), HashStore()
+    refused = ("no memory", "another tensor-parallel member cannot capture it")
+
+    def member(rank: int) -> tuple[tuple[int, ...], list[str]]:
+        attempts = []
+
+        def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+            attempts.append(stand_in(run))  # which, unlike CUDA, computes
+            if rank == 0 and len(attempts) == 2:
+                raise RuntimeError(refused[0])
+            return attempts[-1]
+
+        seat = TPRank(rank, 2)
+        part = ModelSlice.load(
+            path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
+        )
+        if rank == 0:
+            part.capture_graphs([4, 16], stand_in)
+        group = RecordableGroup(store, rank, 2)
+        with seat.joined(group):
+            negotiate(part, group, capture)
+        return part.graph_rows, part.refused
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        assert [*pool.map(member, range(2))] == [
+            ((4,), [f"Batches of up to 16 rows are computed without a graph: {why}."])
+            for why in refused
+        ]
+
+
+def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint):
+    path = checkpoint("llama")
+    seat = TPRank(0, 2)
+    part = ModelSlice.load(
+        path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
+    )
+    part.capture_graphs([4, 16], stand_in)
+
+    class Lost:
+        """The others are there until the first graph is captured."""
+
+        rank, size, supports_graphs = 0, 2, True
+        gone = False
+
+        def gather(self, mine: Tensor) -> list[Tensor]:
+            if self.gone:
+                raise RankFailed("a member has gone")
+            return [mine, mine]
+
+        def broadcast(self, message: Tensor) -> None: ...
+
+    group = Lost()
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        found = stand_in(run)
+        group.gone = True
+        return found
+
+    with seat.joined(group), pytest.raises(RankFailed):
+        negotiate(part, group, capture)
+    assert (part.graph_rows, part.graphs.captured) == ((), (4, 16))
 
 
 def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpoint):
