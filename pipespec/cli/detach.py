@@ -131,7 +131,12 @@ class Launcher:
         if self._again_at is not None:
             if time.monotonic() >= self._again_at:
                 self._again_at = None
-                self._start()
+                try:
+                    self._start()
+                except (OSError, ConfigError) as error:  # such as no memory for a process
+                    self._schedule_restart(
+                        PipespecError(f"The cluster's launcher cannot be started ({error}).")
+                    )
             return None
         ended = self.ended
         if ended and self._process.returncode in ENDED_ON_REQUEST:
@@ -174,6 +179,10 @@ def failure(log: Path, code: int) -> PipespecError:
     """The error with which a process has ended: its last line, or the signal that ended it."""
     if code < 0:
         return PipespecError(f"The cluster's launcher was ended by {Signals(-code).name}.")
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:  # somebody has removed it
+        text = ""
+    lines = [line for line in text.splitlines() if line.strip()]
     message = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
     return ConfigError(message) if code == ConfigError.exit_code else PipespecError(message)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
-from pipespec.cli.upgrade import carry_out
+from pipespec.cli.upgrade import carry_out_if_asked
 from pipespec.client import upgrade_status
 from pipespec.client.registry import (
     DATA,
@@ -260,8 +260,7 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
         for fault in cluster.faults[num_logged:]:
             on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
         num_logged = len(cluster.faults)
-        if upgrade_status.is_asked(name):
-            carry_out(name, cluster)
+        carry_out_if_asked(name, cluster)
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 

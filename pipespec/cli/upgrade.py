@@ -76,9 +76,13 @@ def _await_end(name: str, *, quiet: bool) -> UpgradeStatus:
     while True:
         status = upgrade_status.read(name)
         alive = held(name) is not None
-        if status is None or not alive:
+        if not alive:
             upgrade_status.remove(name)
             raise PipespecError(f"The cluster {name!r} has ended; see `pipespec status`.")
+        if status is None:
+            raise PipespecError(
+                f"The upgrade of {name!r} was given up; the log of its launcher says why."
+            )
         for each in () if quiet else status.done[reported:]:
             write(f"{each.host} runs {each.version}, after {each.seconds:.1f} s.\n")
         reported = len(status.done)
@@ -94,8 +98,18 @@ def _await_end(name: str, *, quiet: bool) -> UpgradeStatus:
         time.sleep(LOOK_S)
 
 
-def carry_out(name: str, cluster: ClusterSession) -> None:
-    """Do what a command has asked for, as the launcher of the cluster."""
+def carry_out_if_asked(name: str, cluster: ClusterSession) -> None:
+    """Do what a command has asked for, if one has, as the launcher of the cluster. A status that
+    cannot be read or written ends the upgrade, not the cluster."""
+    try:
+        if upgrade_status.is_asked(name):
+            _carry_out(name, cluster)
+    except ConfigError as error:
+        print_error(f"{name}: the upgrade ends: {error}")
+        upgrade_status.remove(name)
+
+
+def _carry_out(name: str, cluster: ClusterSession) -> None:
     status = UpgradeStatus(UpgradePhase.RUNNING)
     upgrade_status.write(name, status)
 

@@ -11,11 +11,12 @@ import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from pipespec.client.registry import UPGRADE, folder, kept_folder
 from pipespec.errors import ConfigError
 from pipespec.system.atomic_write import write_atomically
-from pipespec.system.validation import Missing, Unreadable, from_fields, parse_json, read_text
+from pipespec.system.validation import Missing, Unreadable, from_fields, read_json
 
 
 class UpgradePhase(StrEnum):
@@ -53,20 +54,18 @@ def write(name: str, status: UpgradeStatus) -> None:
 def read(name: str) -> UpgradeStatus | None:
     """The status; None: there is no upgrade. Raises ConfigError."""
     file = file_of(name)
+    found = _parsed(file)
     try:
-        return from_fields(UpgradeStatus, parse_json(read_text(file)))
-    except Missing:
-        return None
+        return None if found is None else from_fields(UpgradeStatus, found)
     except Unreadable as error:
-        raise ConfigError(f"The file {str(file)!r} cannot be read ({error}); remove it.") from error
+        raise _damaged(file, error) from error
 
 
 def is_asked(name: str) -> bool:
-    """Whether a command waits for an upgrade to begin. Raises ConfigError."""
-    if not file_of(name).exists():
-        return False
-    status = read(name)
-    return status is not None and status.phase == UpgradePhase.ASKED
+    """Whether a command waits for an upgrade to begin. It may be of a newer version, so what else
+    the file says is not read. Raises ConfigError."""
+    found = _parsed(file_of(name))
+    return isinstance(found, dict) and found.get("phase") == UpgradePhase.ASKED
 
 
 def remove(name: str) -> None:
@@ -77,3 +76,17 @@ def remove(name: str) -> None:
 def file_of(name: str) -> Path:
     """The file of a cluster's upgrade."""
     return folder() / (name + UPGRADE)
+
+
+def _parsed(file: Path) -> Any:
+    """The JSON value of a file; None: there is none. Raises ConfigError."""
+    try:
+        return read_json(file)
+    except Missing:
+        return None
+    except Unreadable as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, why: Unreadable) -> ConfigError:
+    return ConfigError(f"The file {str(file)!r} cannot be read ({why}); remove it.")

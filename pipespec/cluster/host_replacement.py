@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -102,8 +101,8 @@ def installed_versions(hosts: Sequence[Host]) -> Mapping[str, str]:
     """The version on each host, by its name. Raises HostFailed, also where it is of another
     protocol."""
 
-    def ask(host: Host) -> str:
-        version = ssh.run_module(host, MODULE, timeout=TIMEOUT_S).decode(errors="replace").strip()
+    def ask(programs: ssh.Programs, host: Host) -> str:
+        version = programs.run(host, MODULE, timeout=TIMEOUT_S).decode(errors="replace").strip()
         if not has_own_protocol(version):
             raise HostFailed(
                 f"{host.name}: pipespec there is {version}, but the cluster's is {own_version()}, "
@@ -112,5 +111,4 @@ def installed_versions(hosts: Sequence[Host]) -> Mapping[str, str]:
             )
         return version
 
-    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-        return dict(zip((host.name for host in hosts), pool.map(ask, hosts), strict=True))
+    return dict(zip((host.name for host in hosts), ssh.ask_hosts(hosts, ask), strict=True))

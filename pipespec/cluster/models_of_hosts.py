@@ -46,7 +46,13 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
 
         found: dict[str, Path] = {}
         incomplete: dict[str, ModelError] = {}
-        for described in pool.map(describe, peers):
+        try:
+            answers = [*pool.map(describe, peers)]
+        except BaseException:
+            for peer in peers:  # threads wait for them
+                peer.end()
+            raise
+        for described in answers:
             for kind, blueprint in described.items():
                 if isinstance(blueprint, ModelError):
                     incomplete.setdefault(kind, blueprint)

@@ -43,7 +43,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import LEASE_S, Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
-from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable
 
 # Seconds between two checks of the leases.
 LOOK_S = 0.1
@@ -175,7 +175,9 @@ class Recovery:
                     self._record_fault(FaultKind.REDIS_GONE, "Redis went away")
                     if silent_s > self._patience_s:
                         self._give_up(str(error))
-            except Exception as error:  # noqa: BLE001 - without this thread no fault is seen
+            except Exception as error:
+                if not isinstance(error, PipespecError):
+                    log.exception("the recovery fails")
                 self._give_up(f"{type(error).__name__}: {error}")
             self._stop.wait(LOOK_S)
 
@@ -189,8 +191,11 @@ class Recovery:
         self._record_fault(FaultKind.REDIS_GONE, "Redis hung" if hangs else "Redis went away")
         try:
             self._server.restart()
-        except ControllerError as error:
+        except PipespecError as error:
             self._give_up(str(error))
+        except OSError as error:  # such as no memory for a process: tried again
+            log.warning("Redis cannot be started: %s", error)
+            return False
         return True
 
     def _check_signs(self, shared: Membership) -> None:

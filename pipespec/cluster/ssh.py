@@ -17,11 +17,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from pipespec.config.hosts import PYTHON, Host
 from pipespec.errors import HostFailed
+
+T = TypeVar("T")
 
 CONFIG_VARIABLE = "PIPESPEC_SSH_CONFIG"
 CONNECT_TIMEOUT = 5  # seconds until a host that does not answer counts as unreachable
@@ -140,19 +144,65 @@ def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout:
 
     Raises HostFailed if the host cannot be reached, the program fails or the time is over.
     """
-    line = command(host, module, *args)
-    try:
-        done = subprocess.run(line, input=input, capture_output=True, timeout=timeout)
-    except (OSError, ValueError) as error:
-        raise _cannot_run(host, line[0], error) from error
-    except subprocess.TimeoutExpired:
-        raise HostFailed(
-            f"{host.name}: {module} did not answer within {timeout:g} s; "
-            "check the load of the host and the link to it"
-        ) from None  # the original holds the output
-    if done.returncode != 0:
-        raise failure(host, module, done.returncode, done.stderr)
-    return done.stdout
+    return Programs().run(host, module, *args, input=input, timeout=timeout)
+
+
+class Programs:
+    """Programs that several threads run on hosts, and that end together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
+
+    def run(self, host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
+        """As `run_module`. Raises HostFailed also once all were ended."""
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._ended:
+                raise HostFailed(f"{host.name}: {module} was not started")
+            process = start_module(host, module, *args, stdin=pipe, stdout=pipe, stderr=pipe)
+            self._running.add(process)
+        try:
+            with process:
+                try:
+                    output, errors = process.communicate(input, timeout)
+                except BaseException:
+                    process.kill()
+                    raise
+        except subprocess.TimeoutExpired:
+            raise HostFailed(
+                f"{host.name}: {module} did not answer within {timeout:g} s; "
+                "check the load of the host and the link to it"
+            ) from None  # the original holds the output
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if process.returncode != 0:
+            raise failure(host, module, process.returncode, errors)
+        return output
+
+    def end(self) -> None:
+        """End those that run, and start no more."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                process.kill()
+
+
+def ask_hosts(hosts: Sequence[Host], ask: Callable[[Programs, Host], T]) -> list[T]:
+    """What `ask` returns for each host, all at the same time. If it raises for one, or a signal
+    comes, the programs on the others end, and this raises the same."""
+    programs = Programs()
+    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
+        try:
+            answers = [pool.submit(ask, programs, host) for host in hosts]
+            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
+                answer.result()
+            return [answer.result() for answer in answers]
+        except BaseException:
+            programs.end()
+            raise
 
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:

@@ -231,9 +231,9 @@ def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: in
             "lost_neighbour": lost_neighbour,
             "line": _one_line(error),
         }
+        sys.excepthook(type(error), error, error.__traceback__)
         # The agent reads it when any worker of the host has ended.
         write_atomically(directory / f"raised-{number}.json", json.dumps(record).encode())
-        sys.excepthook(type(error), error, error.__traceback__)
         if lost_neighbour:
             time.sleep(_LINGER_S)
     finally:

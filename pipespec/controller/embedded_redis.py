@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,8 +233,8 @@ class EmbeddedRedis:
             self._process = self._spawner.make(partial(self._spawn, binary, log))
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or
-            # the command line.
-            with self._process.stdin as stdin:
+            # the command line. One that ends before it reads is noticed below.
+            with suppress(BrokenPipeError), self._process.stdin as stdin:
                 stdin.write(self._configuration().encode())
             self._await_answer(log)
 

@@ -5,6 +5,7 @@ Most tests strike one cluster, one after another: each leaves it whole, or its t
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,12 +17,13 @@ import pytest
 
 from pipespec.client.local_cluster import Running
 from pipespec.config.compose import compose
+from pipespec.controller import embedded_redis
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
-from pipespec.errors import RankFailed, Unreachable
+from pipespec.errors import ConfigError, RankFailed, Unreachable
 from tests.helpers.clusters import Clusters
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
@@ -206,6 +208,22 @@ def test_text_is_unchanged_when_redis_is_killed_or_hangs(struck, greedy):
     assert "Redis hung" in [fault.reason for fault in struck.cluster.faults[known:]]
 
 
+def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(
+    struck, greedy, monkeypatch: pytest.MonkeyPatch
+):
+    server, find = struck.cluster.redis.server, embedded_redis.find_redis
+    refused = iter([OSError(errno.ENOMEM, "no memory for a process")] * 3)
+
+    def find_later() -> str:
+        if (error := next(refused, None)) is not None:
+            raise error
+        return find()
+
+    monkeypatch.setattr(embedded_redis, "find_redis", find_later)
+    assert ask(struck, at=EARLY, fault=lambda: os.kill(server.pid, signal.SIGKILL)) == greedy
+    assert next(refused, None) is None
+
+
 def test_flushed_scripts_are_loaded_again_and_the_text_is_the_same(struck, greedy):
     def flush() -> None:
         pipe = RedisConnection(struck.cluster.url)
@@ -250,6 +268,23 @@ def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
             assert f"local/{STAGES + 1}" in running.cluster.state.assignment.workers
         finally:
             os.kill(supervisor, signal.SIGCONT)
+
+
+def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
+    clusters, monkeypatch: pytest.MonkeyPatch
+):
+    """Somebody has damaged its data, say."""
+    with (  # noqa: PT012 - the block is the point
+        pytest.raises(RankFailed, match="the data is damaged"),
+        clusters.last("cluster.patience_s=601") as running,
+    ):
+
+        def find() -> str:
+            raise ConfigError("the data is damaged")
+
+        monkeypatch.setattr(embedded_redis, "find_redis", find)
+        os.kill(running.cluster.redis.server.pid, signal.SIGKILL)
+        until(lambda: not running.cluster.poll(), PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -129,6 +130,31 @@ def test_repeatedly_failing_launcher_is_given_up(
     assert main(["down", NAME]) == 0
     assert capsys.readouterr().out == f"{NAME} had ended already; its files are removed.\n"
     assert left(place) == []
+
+
+def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
+    place: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
+    launcher = Launcher(NAME, ["cluster.stages=1", "model.context=64"], ours=True)
+    first = launcher.await_ready()
+    os.kill(first.owner.pid, signal.SIGKILL)
+    until(lambda: launcher.ended)
+    start, refused = subprocess.Popen, iter([OSError(errno.ENOMEM, "no memory")])
+
+    def start_later(*arguments: Any, **options: Any) -> Any:
+        if (error := next(refused, None)) is not None:
+            raise error
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_later)
+    until(launcher.watch)
+    assert launcher.await_ready().owner.pid != first.owner.pid
+    assert "launcher cannot be started ([Errno 12] no memory)." in capsys.readouterr().err
+    launcher.end()
+    until(lambda: not place.processes())
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -173,8 +173,7 @@ def open_repository(client: HubClient, revision: Revision, file: str | None = No
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _fetch_small_files(client, revision, folder)
         names = [file] if file is not None else _weight_files(revision, folder)
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            list(pool.map(lambda name: _begin(client, revision, folder, name), names))
+        _at_once(client, lambda name: _begin(client, revision, folder, name), names)
         weights = {} if known is None else dict(known.weights)
         weights |= {name: revision.files[name] for name in names}
         write_repository(folder, Repository(revision.repo, revision.commit, weights))
@@ -214,8 +213,18 @@ def _fetch_small_files(client: HubClient, revision: Revision, folder: Path) -> N
         with reported(folder):
             write_atomically(folder / name, data)
 
+    _at_once(client, fetch, names)
+
+
+def _at_once(client: HubClient, fetch: Callable[[str], object], names: Sequence[str]) -> None:
+    """Fetch files over several connections. A signal ends them soon."""
     with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-        list(pool.map(fetch, names))
+        try:
+            list(pool.map(fetch, names))
+        except BaseException as error:
+            if not isinstance(error, ModelError):
+                client.stopped.set()
+            raise
 
 
 def _weight_files(revision: Revision, folder: Path) -> list[str]:

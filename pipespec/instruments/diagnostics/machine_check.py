@@ -50,7 +50,7 @@ def check_machine() -> dict[str, Any]:
     for name in ("torch", "transformers", "redis"):
         try:
             import_module(name)
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
             problems.append(f"{name} cannot be imported ({error}); install pipespec again.")
     if not any(problem.startswith("torch ") for problem in problems):
         findings["devices"] += _cuda_devices()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from pipespec.cluster import ssh
@@ -58,19 +57,18 @@ def measure_hosts(
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     answers: dict[str, HostFigures] = {}
 
-    def measure(host: Host) -> None:
+    def measure(programs: ssh.Programs, host: Host) -> None:
         request = _request_for(hosts_file, host, config, dtype)
         if sums:
             request = replace(request, groups=(len(host.devices),))
-        answers[host.name] = _measured(host, request)
+        answers[host.name] = _measured(programs, host, request)
         on_host(len(answers), len(hosts_file.hosts))
 
     # Hosts that are this machine would slow one another down.
     for host in hosts_file.hosts:
         if host.local:
-            measure(host)
-    with ThreadPoolExecutor(len(hosts_file.hosts)) as pool:
-        list(pool.map(measure, (host for host in hosts_file.hosts if not host.local)))
+            measure(ssh.Programs(), host)
+    ssh.ask_hosts([host for host in hosts_file.hosts if not host.local], measure)
     if sums:
         for found in answers.values():
             of_all = found["devices"][0]["sum_ms"]
@@ -118,7 +116,8 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []
-    for name, found in zip(host.workers, _measured(host, request)["devices"], strict=True):
+    devices = _measured(ssh.Programs(), host, request)["devices"]
+    for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
             raise HostFailed(
@@ -143,9 +142,9 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
     return MeasuredHost(tuple(workers), routes)
 
 
-def _measured(host: Host, request: MeasureRequest) -> HostFigures:
+def _measured(programs: ssh.Programs, host: Host, request: MeasureRequest) -> HostFigures:
     given = json.dumps(asdict(request)).encode()
-    answer = ssh.run_module(host, MODULE, input=given, timeout=TIMEOUT_S)
+    answer = programs.run(host, MODULE, input=given, timeout=TIMEOUT_S)
     try:
         return typed("its answer", parse_json(answer), HostFigures)
     except Unreadable as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from pipespec.cluster import ssh
 from pipespec.cluster.memory import free_bytes
@@ -39,20 +38,17 @@ def usable_memory(hosts: Sequence[Host]) -> dict[str, dict[str, int]]:
             f"The memory of {', '.join(silent)} is not known, as `ssh: none` means that you start "
             "it by hand; give its memory_gib in the hosts file, or name the models yourself."
         )
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        return dict(zip((host.name for host in hosts), pool.map(_of_host, hosts), strict=True))
+    return dict(zip((host.name for host in hosts), ssh.ask_hosts(hosts, _of_host), strict=True))
 
 
-def _of_host(host: Host) -> dict[str, int]:
+def _of_host(programs: ssh.Programs, host: Host) -> dict[str, int]:
     devices = dict.fromkeys(host.devices)
     granted = {
         device: int((host.memory_gib or 0) * GIB) * host.devices.count(device) for device in devices
     }
     if host.by_hand:
         return granted
-    answer = ssh.run_module(
-        host, MODULE, input=json.dumps(list(devices)).encode(), timeout=TIMEOUT_S
-    )
+    answer = programs.run(host, MODULE, input=json.dumps(list(devices)).encode(), timeout=TIMEOUT_S)
     try:
         free = typed("its answer", parse_json(answer), dict[str, int])
     except Unreadable as error:
