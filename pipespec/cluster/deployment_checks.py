@@ -129,15 +129,24 @@ def require_backend(deployment: Deployment) -> None:
 
 
 def shared_gpu(deployment: Deployment) -> str | None:
-    """A line that names a GPU which computes several stages; None: there is none."""
+    """A line that names a GPU which computes several stages, or tensor-parallel members of stages;
+    None: there is none."""
     if deployment.config.clock:
         return None
-    counts = Counter(place for place in _places_of_stages(deployment) if place[1] != "cpu")
+    followers = [each for lead in deployment.workers[1:] for each in deployment.followers_of(lead)]
+    places = [
+        *_places_of_stages(deployment),
+        *((each.rpartition("/")[0], deployment.device_of(each)) for each in followers),
+    ]
+    what, settings = "stages", "cluster.stages"
+    if followers:
+        what, settings = "members of stages", "cluster.stages or cluster.tensor_parallel"
+    counts = Counter(place for place in places if place[1] != "cpu")
     for (host, device), count in counts.most_common(1):
         if count > 1:
             return (
-                f"{count} stages share {device} of {host}, which computes one of them at a time. "
-                "Fewer stages (cluster.stages), at most one for each GPU, are likely faster."
+                f"{count} {what} share {device} of {host}, which computes one of them at a time. "
+                f"Fewer of them ({settings}), at most one for each GPU, are likely faster."
             )
     return None
 

@@ -67,8 +67,11 @@ class HeldRank:
         return CoreShares.equal(num_cores(), num_stages, threads)
 
     def is_draft_apart(self) -> bool:
-        """Whether the head, whose worker this is, has a device that computes no stage; on a CPU,
-        cores that no stage uses."""
+        """Whether the head, whose worker this is, has a draft model on a device that computes no
+        stage; on a CPU, on cores that no stage uses. Without a model proposals take next to no
+        time, so none is gained by making them beside a stage, before the verdict is known."""
+        if not self.deployment.config.proposer.needs_draft:
+            return False
 
         def places(ranks: Iterable[int]) -> set[tuple[str, str]]:
             return {self._place(each) for rank in ranks for each in self.assignment.members(rank)}

@@ -367,11 +367,12 @@ class SuffixProposer:
         above: list[int] = []
         tokens: list[int] = []
         stated: list[float] = []
-        while heap and len(above) < min(request.max_path_tokens, MAX_PATH_TOKENS):
+        most = min(request.max_path_tokens, MAX_PATH_TOKENS)
+        while heap and len(above) < most:
             negated, parent, before, token, position = heapq.heappop(heap)
             here = self._advance(text, before, token)
             for below, share in self._next_tokens(text, here, position, children):
-                if -negated * share < MIN_PROBABILITY or len(above) >= request.max_path_tokens:
+                if -negated * share < MIN_PROBABILITY or len(above) >= most:
                     break
                 index = len(rows) * width + len(above)
                 heapq.heappush(heap, (negated * share, index, here, below, position + 1))

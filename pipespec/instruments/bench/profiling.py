@@ -115,8 +115,8 @@ def check(config: Config) -> None:
         )
     if config.policy.max_rows == 1:
         raise ConfigError(
-            "`pipespec profile` decodes with draft tokens to measure their batches, but "
-            "policy=root has none; leave policy out."
+            "`pipespec profile` decodes with draft tokens to measure their batches, but this "
+            "policy schedules one row a step; leave policy out."
         )
     if config.sampling.temperature:
         raise ConfigError(

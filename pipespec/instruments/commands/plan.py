@@ -178,8 +178,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.instruments.plan.machine_profile import Profile
 
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
+    several = arguments.stages is not None and profile.stages == 1 < arguments.stages
     profile = profile.replaced(
         stages=arguments.stages,
+        overlap=True if several else None,  # as with proposer.overlap=auto
         stage_ms=arguments.stage_ms,
         experts=arguments.experts,
         hop_ms=arguments.hop_ms,

@@ -170,7 +170,8 @@ def clusters(
         raise ConfigError(
             f"The draft {draft.name} needs a GPU of its own with room for "
             f"{_draft_bytes(draft, context, nodes) / GIB:.1f} GiB, beside those of the target, and "
-            "there is none; give more or larger GPUs, or leave model.draft out."
+            "there is none (that both share one is not planned, but can be run); give more or "
+            "larger GPUs, or leave model.draft out."
         )
     for own, rest in places:
         groups = _groups(rest, share.size)

@@ -62,6 +62,24 @@ def test_stages_that_share_a_gpu_are_named() -> None:
     assert shared_gpu(on("cpu", "cpu", "cpu")) is None
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "stages", "said"),
+    [
+        (1, 1, "2 members of stages share cuda:0 of "),
+        (3, 2, "2 members of stages share cuda:0 of "),
+        (5, 2, None),
+    ],
+)
+def test_members_of_stages_that_share_a_gpu_are_named(
+    num_gpus: int, stages: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: num_gpus)
+    line = shared_gpu(
+        planned("cluster.devices=[cuda]", f"cluster.stages={stages}", "cluster.tensor_parallel=2")
+    )
+    assert line is None if said is None else line is not None and line.startswith(said)
+
+
 def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")

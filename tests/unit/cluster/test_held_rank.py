@@ -102,6 +102,13 @@ def test_a_draft_that_shares_its_gpu_with_a_stage_is_not_apart(devices: str, apa
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_a_proposer_without_a_model_is_never_apart() -> None:
+    """Its proposals are better after the verdict, and take next to no time."""
+    on_gpus = held(0, "cluster.devices=[cpu,cuda:0]", "proposer=suffix")
+    assert not on_gpus.is_draft_apart()
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_gpus_of_different_hosts_are_different() -> None:
     one = held(0, "cluster.devices=[cuda:0,cuda:0]")
     head, stage = one.assignment.workers

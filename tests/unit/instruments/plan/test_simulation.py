@@ -513,6 +513,15 @@ def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
     assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 12
 
 
+def test_a_draft_that_shared_the_only_stage_works_beside_several(tmp_path: Path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"stages": 1, "stage_ms": ["1:5"], "overlap": False}))
+    few = ["--policies", "root", "--tokens", "5", "--json", "--profile", str(file)]
+    for more, overlap in (([], False), (["--stages", "1"], False), (["--stages", "4"], True)):
+        assert main(["plan", *few, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["profile"]["overlap"] == overlap
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [
