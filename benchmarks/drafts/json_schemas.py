@@ -54,8 +54,7 @@ def main() -> None:
                     prompts,
                     options.tokens,
                     *cluster,
-                    *run_options.method(policy, options),
-                    *(["policy.row_cost=0.0001"] if policy == "best_first" else []),
+                    *run_options.counted_method(policy, options),
                     sampling=SamplingParams(grammar=grammar_text),
                     eos=(EOS,) if grammar_text else (),
                 )

@@ -117,7 +117,7 @@ def main() -> None:
                 f"cluster.stages={options.stages}",
                 f"proposer.rounds={options.rounds}",
                 "model.dtype=bfloat16",
-                *run_options.method("best_first", options),
+                *run_options.counted_method("best_first", options),
                 *form.settings,
             )
             row: dict[str, str | float] = {

@@ -71,7 +71,7 @@ def main() -> None:
                         prompts,
                         options.tokens,
                         *cluster,
-                        *run_options.method(policy, options),
+                        *run_options.counted_method(policy, options),
                         f"proposer.foresight={ranked == 'foresight'}",
                         sampling=sampling,
                     )
