@@ -40,7 +40,7 @@ from pipespec.instruments.plan.simulated_pipeline import Simulation
 from pipespec.instruments.plan.simulation import simulate
 
 PLAIN, BEST_FIRST = "root", "best_first"
-# The width of `level` is for each request, as in SpecPipe-DB, or shared by all.
+# The width of `level` is for each request, or shared by all; SpecPipe-DB's paper does not say.
 METHODS = {
     PLAIN: [],
     "static_tree": [],

@@ -55,7 +55,7 @@ DRAFT_TABLE = {
     "8B": {1: 4.30, 2: 3.46, 4: 3.50, 8: 3.78},
 }
 ACCURACY_OF = {"1B": ONE_B, "3B": ONE_B, "8B": EIGHT_B}
-SPLITS = (2, 4, 6)  # GPUs of the target, of 8
+SPLITS = (1, 2, 3, 4, 5, 6, 7)  # GPUs of the target, of 8
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from benchmarks.papers.intervals import Interval
 AHEAD, BEHIND, ALIKE = "ahead", "behind", "alike"
 FOUND, NOT_FOUND = "found", "not found"
 LARGER = "found, larger"
+OTHER_REASON = "found, for another reason"
 NO_NUMBER = "no number printed"
 PLOT_ONLY = "plot only"
 # Ours has quicker stages or a quicker draft than the paper.

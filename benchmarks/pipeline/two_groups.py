@@ -127,7 +127,7 @@ TIMES = {
             by_gpt_fast(3, 2, 2),
             by_gpt_fast(7, 1, 1),
         ),
-        # An 8B draft's for a 70B, as SpecPipe has it.
+        # Llama 3.1's 8B before its 70B (SpecPipe, Fig. 7).
         curve="1:0.81,8:0.99",
         children=16,
         pipeline=True,

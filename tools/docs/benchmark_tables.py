@@ -268,6 +268,45 @@ def beyond_the_pace() -> str:
     return columns(listed, rows) + f"\n{stored['note']}\n" + command_of(stored)
 
 
+def bookkeeping() -> str:
+    """What the head and a stage do in a step beside computing, of `pipeline.overhead`."""
+    stored = result("overhead")
+    parts = {
+        "head_expand": "head: expand",
+        "head_schedule": "schedule",
+        "head_advance": "apply verdict",
+        "stage_admit": "stage: admit",
+        "stage_apply": "apply",
+        "stage_prune": "prune",
+    }
+    rows = [
+        each | {part: f"{1000 * each[part]:.0f}" for part in parts}
+        for each in stored["books"]["rows"]
+    ]
+    listed = [("context", "{context}"), ("width", "{width}")]
+    listed += [(name, f"{{{part}}}") for part, name in parts.items()]
+    return columns(listed, rows) + command_of(stored)
+
+
+def lossy() -> str:
+    """The table of `drafts.lossy_acceptance`: what the rules gain and cost."""
+    stored = result("lossy")
+    listed = [
+        ("policy", "`{policy}`"),
+        ("sampling", "{sampling}"),
+        ("acceptance", "{acceptance}"),
+        FEW_DIGITS,
+        HITS,
+        TBT,
+        OVER_ROOT,
+        OVER_VLLM,
+        OVERRUNS,
+        ("agreement", "{agreement:.2f}"),
+        ("loss per token", "{loss:.3f}"),
+    ]
+    return columns(listed, list(rows_of(stored))) + command_of(stored)
+
+
 def lockstep_or_free() -> str:
     """The table of `pipeline.sync`: both ways over several links."""
     stored = result("sync")
@@ -358,6 +397,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "load_emulated_methods": methods_with_many_requests,
     "long_prompt": long_prompt,
     "overhead": beyond_the_pace,
+    "bookkeeping": bookkeeping,
+    "lossy": lossy,
     **{name: partial(cascade, name) for name in ("cascade", "cascade_demo")},
     **{name: partial(beside_plain, name) for name in ("tbt_hybrid", "tbt_parallel")},
     **{

@@ -24,6 +24,7 @@ MODULES = {
     "groups": "pipeline.device_groups",
     "load": "load.throughput",
     "long_prompt": "load.long_prompt",
+    "lossy": "drafts.lossy_acceptance",
     "memory": "budgets.rank_memory",
     "methods": "pipeline.methods",
     "overhead": "pipeline.overhead",
