@@ -211,7 +211,7 @@ def compare(
             for policy in config.request_policies:
                 standing = Standing(policy, labels)
                 seen = _Progress(served, settings, prompts, standing, on_change)
-                results[policy], told = measure(
+                results[policy], of_policy = measure(
                     client,
                     replace(settings, policy=policy),
                     samples,
@@ -220,7 +220,7 @@ def compare(
                     on_event=seen.event,
                     fresh_seed=seed,
                 )
-                reports += told
+                reports += of_policy
                 standing.finish(results[policy])
                 on_change(standing)
     answers.write_trace(deployment, reports)

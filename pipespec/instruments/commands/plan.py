@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "plan",
-        help="predict what a cluster will do, and which way to decode suits it",
+        help="predict what a cluster will do, and which decoding method suits it",
         description="Predict tokens per step, time between tokens and speed-up over plain pipeline "
         "parallelism for every policy, width and number of draft rounds. With --gpus, say where "
         "the layers of model.target would go and how fast that would be, from its config alone. "
@@ -138,7 +138,7 @@ def add(commands: Commands) -> None:
         "--tokens",
         type=int,
         default=500,
-        help="simulated for the fastest ways (500); for the others a fifth of them",
+        help="simulated for the fastest methods (500); for the others a fifth of them",
     )
     command.add_argument("--seed", type=int, default=0)
     finish(command, run)
@@ -149,7 +149,7 @@ def _rounds(text: str) -> int | str:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Predict tokens per step, TBT and speed-up of every way to decode, and advise one."""
+    """Predict tokens per step, TBT and speed-up of every decoding method, and advise one."""
     models = overrides(rest, arguments.known_options)
     if arguments.gpus:
         from pipespec.instruments.commands import plan_cluster
@@ -200,12 +200,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         profile = profile.at_context(arguments.context)
     machines, accuracy = profile.machines(), profile.accuracy()
     policies = arguments.policies or policies_to_compare()
-    ways = list(advice.choices(policies, arguments.widths, arguments.children, arguments.rounds))
+    methods = list(advice.choices(policies, arguments.widths, arguments.children, arguments.rounds))
     by_size = {}
     for size, machine in machines.items():
         with progress("simulating") as (on_done,):
             by_size[size] = grid.predictions(
-                ways,
+                methods,
                 machine,
                 accuracy,
                 num_tokens=arguments.tokens,

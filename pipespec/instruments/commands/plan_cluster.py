@@ -44,12 +44,14 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     link = None
     if arguments.link:
         (link,) = compose_sections(["emulate_link"], [f"emulate_link={arguments.link}"])
-    asked = cluster_plan.Asked(
+    asked = cluster_plan.PlanRequest(
         target=names["model.target"],
         draft=names.get("model.draft"),
         gpus=tuple(parse_gpus(arguments.gpus)),
         link=link,
-        weights=cluster_plan.Asked.weights if arguments.weights is None else arguments.weights,
+        weights=cluster_plan.PlanRequest.weights
+        if arguments.weights is None
+        else arguments.weights,
         context=CONTEXT if arguments.context is None else arguments.context,
         curve=tuple(arguments.curve or ()),
         spread=arguments.spread,

@@ -1,4 +1,4 @@
-"""Which way to decode: the ones that there are, what each would do, and which is advised."""
+"""Which decoding method to use: those that there are, what each would do, and which is advised."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def choices(
     children: Sequence[int],
     rounds: Sequence[Rounds],
 ) -> Iterator[DecodingMethod]:
-    """Every way to decode that differs from the others. Raises ConfigError.
+    """Every decoding method that differs from the others. Raises ConfigError.
 
     A policy of fixed size has its own settings, whatever the `widths` and `children`.
     """
@@ -124,7 +124,7 @@ def predict(
     seed: int = 0,
     mid: Accuracy | None = None,
 ) -> Prediction:
-    """What one way to decode will do on a machine, with a draft of that accuracy and, in a
+    """What one decoding method will do on a machine, with a draft of that accuracy and, in a
     cascade, a `mid`-size model of that one. Of a draft that was recorded, about `num_tokens` of its
     texts are decoded; no cascade can be."""
     assert mid is None or not isinstance(accuracy, DraftRecord)

@@ -42,7 +42,7 @@ Layout = tuple[PlannedCluster, MemberShare]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What to plan.
 
     Attributes:
@@ -138,7 +138,9 @@ class ClusterPlan:
         }
 
 
-def plan(asked: Asked, policy: SpeculationPolicy, *, num_tokens: int, seed: int = 0) -> ClusterPlan:
+def plan(
+    asked: PlanRequest, policy: SpeculationPolicy, *, num_tokens: int, seed: int = 0
+) -> ClusterPlan:
     """The layout that decodes fastest with `policy`, by simulation. Raises ConfigError if the
     models do not fit, ModelError if one of them is not known."""
     check_whole("context", asked.context, 1, MAX_COUNT)
@@ -194,7 +196,7 @@ def _best(found: Sequence[Layout], times_ms: Sequence[float]) -> Layout:
 
 
 def _clusters(
-    asked: Asked, target: ModelShape, draft: ModelShape | None, nodes: int
+    asked: PlanRequest, target: ModelShape, draft: ModelShape | None, nodes: int
 ) -> list[Layout]:
     """All layouts with groups of one of the sizes asked for, each with what a GPU of a group has.
     Raises ConfigError if none fits."""

@@ -13,7 +13,7 @@ from pipespec.cli.main import main
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.emulation.link import EmulatedLink
-from pipespec.instruments.plan.cluster_plan import Asked
+from pipespec.instruments.plan.cluster_plan import PlanRequest
 from pipespec.instruments.plan.hardware import GPUS, parse_gpus
 from pipespec.instruments.plan.member_share import member_share
 from pipespec.instruments.plan.model_shape import ModelShape, find, published
@@ -320,7 +320,7 @@ def test_what_is_missing_is_counted_without_the_gpu_of_the_draft():
 def test_stated_sums_are_those_of_the_layers_of_a_gpu_of_the_target(
     draft: str | None, of_layer: float
 ):
-    asked = Asked("large", draft, tuple(parse_gpus(["h100:5"])), None, sum_ms=8.0)
+    asked = PlanRequest("large", draft, tuple(parse_gpus(["h100:5"])), None, sum_ms=8.0)
     assert asked.sum_ms_of_layer(80) == pytest.approx(of_layer)
 
 
