@@ -127,6 +127,19 @@ def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.Monk
         find_redis()
 
 
+def test_a_server_that_ends_before_it_reads_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that lacks a library."""
+    broken = tmp_path / "redis-server"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(server_module, "find_redis", lambda: broken)
+    for _ in range(20):  # it may end before or after its input is written
+        with pytest.raises(ControllerError, match="127"), EmbeddedRedis():
+            pass
+
+
 def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
     admin = RedisConnection(loopback.url_at(LOOPBACK))
     admin.call("ACL", "SETUSER", "ann", "on", ">p@ss:1", "allkeys", "allcommands")
