@@ -92,7 +92,7 @@ def emulated() -> str:
         rows.append([draft, *cells, f"{over_vllm:.2f}×", source(name)])
     headings = ["draft", "plain pipeline (`root`)", "as SpecInfer (`static_tree`)"]
     headings += ["as PipeDec (`level`)", "pipespec (`best_first`)"]
-    headings += ["pipespec over vLLM's 181.4 ms", "from `benchmarks/results/`"]
+    headings += ["pipespec over vLLM's 181.4 ms (Fig. 11)", "from `benchmarks/results/`"]
     return table(headings, rows)
 
 
