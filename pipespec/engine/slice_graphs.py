@@ -92,10 +92,14 @@ class SliceGraphs:
                 why = _reason(error)
             # A replay waits for that of every other member.
             if agree(graph is not None) and graph is not None:
-                if agree(graph.replays_alike(inputs, num_slots)):
+                alike, why = False, DIFFERENT
+                try:
+                    alike = graph.replays_alike(inputs, num_slots)
+                except Exception as error:  # noqa: BLE001 - as above
+                    why = _reason(error)
+                if agree(alike):
                     self._layers.append(graph)
                     continue
-                why = DIFFERENT
             refused.append(
                 f"Batches of up to {len(inputs)} rows are computed without a graph: {why}."
             )

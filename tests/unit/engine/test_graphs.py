@@ -103,9 +103,18 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
         result = run()
         return lambda: None, result
 
+    def broken(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        def replay() -> None:
+            raise RuntimeError("no launch")
+
+        return replay, run()
+
     part = loaded(folder)
-    part.capture_graphs([8], frozen)
-    assert "gives other values than computing" in part.refused[0]
+    for capture, why in ((frozen, "gives other values than computing"), (broken, "no launch")):
+        part.refused.clear()
+        part.capture_graphs([8], capture)
+        assert why in part.refused[0]
+        assert part.graph_rows == ()
     other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
     other.capture_graphs([8], stand_in)
     assert "attention=sdpa cannot be captured" in other.refused[0]
