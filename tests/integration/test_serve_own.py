@@ -132,6 +132,8 @@ def test_repeatedly_failing_launcher_is_given_up(
     assert left(place) == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
     place: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
