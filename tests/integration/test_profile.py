@@ -113,7 +113,7 @@ def test_draft_reads_an_answer_as_hugging_face_does(length: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["policy=root"], "has none; leave policy out"),
+        (["policy=root"], "schedules one row a step; leave policy out"),
         (["proposer=suffix"], "but the proposer has none"),
         (["sampling.temperature=0.5"], "measures greedy decoding"),
     ],
