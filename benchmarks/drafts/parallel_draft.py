@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.common import experiment
+from benchmarks.common import experiment, run_options
 from benchmarks.common.demo_pair import Pair
 from benchmarks.common.experiment import numbers
 from pipespec.config.compose import compose
@@ -48,10 +48,7 @@ def main() -> None:
     overrides = [
         [
             f"cluster.stages={options.stages}",
-            f"policy.width={options.width}",
-            f"policy.children={options.children}",
-            # A stated cost: with a measured one the counts would depend on the machine's speed.
-            "policy.row_cost=0.0001",
+            *run_options.counted_method("best_first", options),
             f"proposer.rounds={rounds}",
             f"proposer.parallel={tokens}",
         ]

@@ -13,8 +13,8 @@ from pipespec.instruments.plan.pipeline_times import Machine
 # SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (ASSUMED).
 PUBLISHED_DRAFT_MS, FAST_DRAFT_MS = 17.0, 4.0
 STAGES = 8
-# SpecPipe, HumanEval-X: a token of vLLM's pipeline over the same 8 GPUs.
-VLLM_MS = 181.41
+# SpecPipe, Fig. 11, HumanEval-X: a token of its own plain pipeline, and of vLLM's on the same GPUs.
+PP_MS, VLLM_MS = 302.39, 181.41
 # ASSUMED: 64 rows take so long on a stage of vLLM's, as `1:22.7 64:24.0`.
 VLLM_STAGE = TimeCurve(((1, 22.7), (64, 24.0)))
 # GB/s of memory: a stage on an RTX 4090 is ASSUMED to take this share of its time on a 3090.

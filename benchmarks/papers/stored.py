@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers.intervals import Interval
+from benchmarks.papers.machines import PP_MS, VLLM_MS
 from benchmarks.papers.tables import (
     BEHIND,
     NO_NUMBER,
@@ -38,8 +39,7 @@ SAMPLED_PIPEDEC = {
     "best_first": "not in the paper",
 }
 PP, VLLM = "SpecPipe's PP", "vLLM's pipeline"
-# Their times between tokens (SpecPipe Fig. 11, HumanEval-X).
-PRINTED_MS = {PP: 302.39, VLLM: 181.41}
+PRINTED_MS = {PP: PP_MS, VLLM: VLLM_MS}
 
 
 def source(name: str) -> Source:

@@ -31,7 +31,7 @@ from rich.progress import track
 from benchmarks.common import experiment, plot
 from benchmarks.common.demo_pair import Pair
 from benchmarks.common.experiment import names, numbers
-from benchmarks.common.run_options import PROPOSERS
+from benchmarks.common.run_options import PROPOSERS, STATED_COST
 from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 
@@ -76,8 +76,7 @@ def methods(
             if count == max(children):
                 yield Method(CUT_BEFORE, width, count, 1, (*size, "policy.cut=before"), first)
             for most in rounds:
-                # A stated cost: with a measured one the counts would depend on the machine's speed.
-                costs = (*size, "policy.row_cost=0.0001")
+                costs = (*size, STATED_COST)
                 yield Method("best_first", width, count, most, costs, first)
                 if count == max(children):
                     for proposer in others:

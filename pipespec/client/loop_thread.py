@@ -81,12 +81,17 @@ class LoopThread(Generic[T]):
             while (item := self.run(following())) is not end:
                 yield cast(R, item)
         finally:
-            if threading.current_thread() is self._thread:  # collected as garbage there
-                closing = self._loop.create_task(items.aclose())
-                self._closings.add(closing)
-                closing.add_done_callback(self._closings.discard)
-            elif not self._loop.is_closed():
-                self.run(items.aclose())
+            if not self._loop.is_closed():
+                self._close(items)
+
+    def _close(self, items: AsyncGenerator[Any, None]) -> None:
+        if threading.current_thread() is not self._thread:
+            self.run(items.aclose())
+            return
+        # Collected as garbage there, where nothing may wait for the loop.
+        closing = self._loop.create_task(items.aclose())
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
 
     def close(self) -> None:
         """Leave the context manager and end the thread; harmless when called again."""

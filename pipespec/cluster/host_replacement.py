@@ -101,8 +101,8 @@ def installed_versions(hosts: Sequence[Host]) -> Mapping[str, str]:
     """The version on each host, by its name. Raises HostFailed, also where it is of another
     protocol."""
 
-    def ask(programs: ssh.Programs, host: Host) -> str:
-        version = programs.run(host, MODULE, timeout=TIMEOUT_S).decode(errors="replace").strip()
+    def ask(run: ssh.RunModule, host: Host) -> str:
+        version = run(host, MODULE, timeout=TIMEOUT_S).decode(errors="replace").strip()
         if not has_own_protocol(version):
             raise HostFailed(
                 f"{host.name}: pipespec there is {version}, but the cluster's is {own_version()}, "

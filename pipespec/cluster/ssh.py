@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pipespec.config.hosts import PYTHON, Host
 from pipespec.errors import HostFailed
@@ -137,6 +137,19 @@ def start_module(
         raise _cannot_run(host, line[0], error) from error
 
 
+class RunModule(Protocol):
+    """`run_module`, or that of several programs which end together."""
+
+    def __call__(
+        self,
+        host: Host,
+        module: str,
+        *args: str,
+        input: bytes = b"",  # noqa: A002
+        timeout: float,
+    ) -> bytes: ...
+
+
 def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
     """Runs `python -m module args` on the host to its end; returns its standard output.
 
@@ -144,10 +157,10 @@ def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout:
 
     Raises HostFailed if the host cannot be reached, the program fails or the time is over.
     """
-    return Programs().run(host, module, *args, input=input, timeout=timeout)
+    return _Programs().run(host, module, *args, input=input, timeout=timeout)
 
 
-class Programs:
+class _Programs:
     """Programs that several threads run on hosts, and that end together."""
 
     def __init__(self) -> None:
@@ -190,13 +203,14 @@ class Programs:
                 process.kill()
 
 
-def ask_hosts(hosts: Sequence[Host], ask: Callable[[Programs, Host], T]) -> list[T]:
-    """What `ask` returns for each host, all at the same time. If it raises for one, or a signal
-    comes, the programs on the others end, and this raises the same."""
-    programs = Programs()
+def ask_hosts(hosts: Sequence[Host], ask: Callable[[RunModule, Host], T]) -> list[T]:
+    """What `ask` returns for each host, all at the same time, with what it has to run programs by.
+    If it raises for one, or a signal comes, the programs on the others end, and this raises the
+    same."""
+    programs = _Programs()
     with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
         try:
-            answers = [pool.submit(ask, programs, host) for host in hosts]
+            answers = [pool.submit(ask, programs.run, host) for host in hosts]
             for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
                 answer.result()
             return [answer.result() for answer in answers]

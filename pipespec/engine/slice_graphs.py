@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +14,8 @@ from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.graphs import DIFFERENT, CapturedGraph, CapturedHead, CaptureFunction
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
+
+T = TypeVar("T")
 
 
 class SliceGraphs:
@@ -83,25 +87,22 @@ class SliceGraphs:
         self.captured = tuple(map(len, examples))
         recurrent.make_room(max(map(len, examples), default=0))
         for inputs in examples:
-            graph, why = None, "another tensor-parallel member cannot capture it"
-            try:
-                if not isinstance(attention, DevicePlanBackend):
-                    raise ValueError(f"attention={name} cannot be captured")
-                graph = CapturedGraph(compute, inputs, attention, recurrent, capture)
-            except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
-                why = _reason(error)
+            why = f"attention={name} cannot be captured"
+            graph: CapturedGraph | None = None
+            if isinstance(attention, DevicePlanBackend):
+                graph, why = _tried(
+                    partial(CapturedGraph, compute, inputs, attention, recurrent, capture)
+                )
             # A replay waits for that of every other member.
             if agree(graph is not None) and graph is not None:
-                alike, why = False, DIFFERENT
-                try:
-                    alike = graph.replays_alike(inputs, num_slots)
-                except Exception as error:  # noqa: BLE001 - as above
-                    why = _reason(error)
-                if agree(alike):
+                alike, why = _tried(partial(graph.replays_alike, inputs, num_slots))
+                if agree(bool(alike)):
                     self._layers.append(graph)
                     continue
+                why = why or DIFFERENT
             refused.append(
-                f"Batches of up to {len(inputs)} rows are computed without a graph: {why}."
+                f"Batches of up to {len(inputs)} rows are computed without a graph: "
+                f"{why or 'another tensor-parallel member cannot capture it'}."
             )
         self.captured = self.rows
         return refused
@@ -115,15 +116,19 @@ class SliceGraphs:
         """The same for the output head."""
         self._heads, refused = [], []
         for hidden in examples:
-            try:
-                self._heads.append(CapturedHead(compute, hidden, capture))
-            except Exception as error:  # noqa: BLE001 - as above
+            head, why = _tried(partial(CapturedHead, compute, hidden, capture))
+            if head is not None:
+                self._heads.append(head)
+            else:
                 refused.append(
-                    f"The output head computes up to {len(hidden)} rows without a graph: "
-                    f"{_reason(error)}."
+                    f"The output head computes up to {len(hidden)} rows without a graph: {why}."
                 )
         return refused
 
 
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
+    """What a call returns, or None and why it failed."""
+    try:
+        return make(), ""
+    except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
+        return None, " ".join(str(error).split())[:200]

@@ -110,9 +110,9 @@ class NextBatch:
         if not len(children):
             return True  # unknown until the draft has proposed any
         alone = self.state.is_alone and not self.state.overlap
-        tried = self.state.rounds >= LOOK_AHEAD or self.prompt_rows > 0
-        if alone and not tried and self.rows.min(initial=1.0) == 1.0:
-            return True  # the policy, which could decode without drafts, has chosen not to
+        without_drafts = self.rows.min(initial=1.0) == 1.0 and not self.prompt_rows
+        if alone and without_drafts and self.state.rounds < LOOK_AHEAD:
+            return True  # the policy, which could decode so, has chosen not to
         merged = self.rows if self.offered is None else self.offered
         for rounds in range(1, 1 + (LOOK_AHEAD if alone else 1)):
             parents = _top(np.outer(parents, children).ravel(), self.limit)

@@ -57,17 +57,17 @@ def measure_hosts(
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     answers: dict[str, HostFigures] = {}
 
-    def measure(programs: ssh.Programs, host: Host) -> None:
+    def measure(run: ssh.RunModule, host: Host) -> None:
         request = _request_for(hosts_file, host, config, dtype)
         if sums:
             request = replace(request, groups=(len(host.devices),))
-        answers[host.name] = _measured(programs, host, request)
+        answers[host.name] = _measured(run, host, request)
         on_host(len(answers), len(hosts_file.hosts))
 
     # Hosts that are this machine would slow one another down.
     for host in hosts_file.hosts:
         if host.local:
-            measure(ssh.Programs(), host)
+            measure(ssh.run_module, host)
     ssh.ask_hosts([host for host in hosts_file.hosts if not host.local], measure)
     if sums:
         for found in answers.values():
@@ -116,7 +116,7 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []
-    devices = _measured(ssh.Programs(), host, request)["devices"]
+    devices = _measured(ssh.run_module, host, request)["devices"]
     for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
@@ -142,9 +142,9 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
     return MeasuredHost(tuple(workers), routes)
 
 
-def _measured(programs: ssh.Programs, host: Host, request: MeasureRequest) -> HostFigures:
+def _measured(run: ssh.RunModule, host: Host, request: MeasureRequest) -> HostFigures:
     given = json.dumps(asdict(request)).encode()
-    answer = programs.run(host, MODULE, input=given, timeout=TIMEOUT_S)
+    answer = run(host, MODULE, input=given, timeout=TIMEOUT_S)
     try:
         return typed("its answer", parse_json(answer), HostFigures)
     except Unreadable as error:

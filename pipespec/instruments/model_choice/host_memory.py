@@ -41,14 +41,14 @@ def usable_memory(hosts: Sequence[Host]) -> dict[str, dict[str, int]]:
     return dict(zip((host.name for host in hosts), ssh.ask_hosts(hosts, _of_host), strict=True))
 
 
-def _of_host(programs: ssh.Programs, host: Host) -> dict[str, int]:
+def _of_host(run: ssh.RunModule, host: Host) -> dict[str, int]:
     devices = dict.fromkeys(host.devices)
     granted = {
         device: int((host.memory_gib or 0) * GIB) * host.devices.count(device) for device in devices
     }
     if host.by_hand:
         return granted
-    answer = programs.run(host, MODULE, input=json.dumps(list(devices)).encode(), timeout=TIMEOUT_S)
+    answer = run(host, MODULE, input=json.dumps(list(devices)).encode(), timeout=TIMEOUT_S)
     try:
         free = typed("its answer", parse_json(answer), dict[str, int])
     except Unreadable as error:

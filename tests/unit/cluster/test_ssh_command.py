@@ -180,17 +180,17 @@ def test_programs_on_other_hosts_end_with_the_first_that_fails(telling):
     telling.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
     waiting, failing = host(ssh="local", python=str(telling)), LOCAL
 
-    def ask(programs, each):
+    def ask(run, each):
         module = "some.module" if each is waiting else "no_such_module"
-        return programs.run(each, module, timeout=600)
+        return run(each, module, timeout=600)
 
     with pytest.raises(HostFailed, match="No module named no_such_module"):
         ssh.ask_hosts([waiting, failing], ask)
 
 
 def test_answers_of_hosts_are_in_their_order():
-    def ask(programs, each):
-        return each, programs.run(each, "json.tool", input=b"[]", timeout=30)
+    def ask(run, each):
+        return each, run(each, "json.tool", input=b"[]", timeout=30)
 
     hosts = [LOCAL, host(ssh="local", env={"A": "b"})]
     assert ssh.ask_hosts(hosts, ask) == [(each, b"[]\n") for each in hosts]
