@@ -46,6 +46,8 @@ from pipespec.system.validation import shown
 # The type in which weights of few bits are computed, unless another is asked for; the kernels for
 # packed 4-bit weights have no other.
 KEPT_DTYPE = "bfloat16"
+# Bytes of an activation where ggml computes with the matrices of the file.
+MAPPED_BYTES = ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class CheckpointInfo:
         kept_layers: what can stay in the few bits of the files, for each layer.
         kept_format: one of KEPT_FORMATS, in which it then is in memory.
         package: the package that reads such files, if pipespec does not.
+        ends: bytes of the embedding and of an output head of its own that a CPU computes with as
+            they are in the file; None: it does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
         heads, kv_heads: query heads and KV heads of a layer.
@@ -100,6 +104,7 @@ class CheckpointInfo:
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
     package: str | None = None
+    ends: tuple[int, int] | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
     heads: int = 1
@@ -126,9 +131,12 @@ class CheckpointInfo:
 
     def chosen_dtype(self, setting: str, devices: Iterable[str]) -> str:
         """The type in which it computes with this value of `model.dtype`, given the devices of the
-        stages: weights of few bits are computed in bfloat16 unless another type is asked for."""
+        stages: weights of few bits are computed in bfloat16 unless another type is asked for, but
+        for those of GGUF files on CPUs, in float32."""
         if setting == "auto":
-            setting = KEPT_DTYPE if self.few_bits else automatic(devices)
+            default = automatic(devices := tuple(devices))
+            on_cpus = self.ends is not None and not any("cuda" in each for each in devices)
+            setting = KEPT_DTYPE if self.few_bits and not on_cpus else default
         return self.compute_dtype(setting)
 
     def compute_dtype(self, dtype: str) -> str:
@@ -153,7 +161,11 @@ class CheckpointInfo:
                 int((size - matrices + matrices * shrink) * growth)
                 for size, matrices in zip(layers, self.matrix_bytes, strict=True)
             )
-        return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
+        embedding, head = int(stored.embedding * growth), int(stored.head * growth)
+        if quantization == self.kept_format and self.ends is not None and item == MAPPED_BYTES:
+            own_head = 0 if self.tied else embedding
+            embedding, head = self.ends[0], head - own_head + self.ends[1]
+        return Sizes(layers, embedding, head)
 
     def loaded_part(self, sizes: Sizes, members: int, member: int, dtype: str) -> Sizes:
         """The sizes in memory of the part of one of `members` tensor-parallel devices, given the
@@ -375,6 +387,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kept_layers=_of_each(files.kept_layers, len(layers)),
         kept_format=files.kept_format,
         package=files.package,
+        ends=files.ends,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
         heads=config.heads,

@@ -22,6 +22,7 @@ from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
@@ -69,7 +70,20 @@ def replace(
             if (cut := cuts.get(f"{name}.weight")) is not None:
                 kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
+        elif isinstance(plain, nn.Embedding) and make is GgmlLinear:
+            setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
+            _untie(model, name)
     replace_experts(model, names, make, cuts)
+
+
+def _untie(model: Any, embedding: str) -> None:
+    """Let the output head, if it is tied, have the weights of this embedding as a layer of its
+    own."""
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and isinstance(head, nn.Linear):
+        own = GgmlLinear(embedding, head.out_features, head.in_features, head.bias)
+        model.set_output_embeddings(own)
+    model.all_tied_weights_keys = {}
 
 
 def fill(
@@ -86,7 +100,7 @@ def fill(
     unpacked = 0
     heap.release()
     for module in model.modules():
-        if not isinstance(module, Int4Linear | DequantisedLinear):
+        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLinear | GgmlEmbedding):
             continue
         read: Any = weights[module.source](module.part)
         try:
@@ -95,6 +109,8 @@ def fill(
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
+        if isinstance(module, GgmlLinear | GgmlEmbedding):
+            continue  # ggml's products of each type have been tested
         kind = module.kind if isinstance(module, BlockLinear) else None
         shape = (type(module), kind, module.out_features, module.in_features, module.width)
         if shape not in tested:

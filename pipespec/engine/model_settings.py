@@ -52,8 +52,8 @@ class ModelConfig:
     dtype: str = setting(
         "auto",
         "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, or the "
-        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8, GGUF), else "
-        "float32.",
+        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8, and GGUF with a "
+        "GPU), else float32.",
         choices=DTYPES,
     )
     quantization: str | None = setting(

@@ -29,6 +29,9 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
+from pipespec.engine.ggml.linear import mapped_bytes
+from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
+from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
@@ -94,7 +97,7 @@ class ModelSlice:
         self._model = model
         self._base = model.base_model
         drop_placeholders(model, layers)
-        self.num_weight_bytes = _num_bytes(model.state_dict().values())
+        self.num_weight_bytes = _num_bytes(model.state_dict().values()) + mapped_bytes(model)
         # From now on the model's own forward pass computes the output head only.
         setattr(model, model.base_model_prefix, ComputedBase(self._base))
         given = None if isinstance(attention, str) else attention
@@ -127,6 +130,7 @@ class ModelSlice:
         self._compiled: Compute | None = None
         self.group, self._tp_plan = group, tp_plan
         self._driver: Driver | None = None
+        self._whole: SliceGraph | None = None
         self._allocate()
         # The name of the backend, and a sentence for each optimisation that is not used.
         self.attention, self.refused = "given", list[str]()
@@ -186,7 +190,7 @@ class ModelSlice:
             group=group,
         )
         batch_invariant = quantization in KEPT_FORMATS
-        return cls(
+        made = cls(
             model,
             layers,
             num_slots,
@@ -196,6 +200,9 @@ class ModelSlice:
             tp_plan=tp_plan,
             kv_dtype=kv_dtype,
         )
+        if attention == select.AUTO and quantization == GGUF:
+            made.use_ggml()
+        return made
 
     @classmethod
     def random(
@@ -219,6 +226,17 @@ class ModelSlice:
                 deepcopy(config), dtype=dtype, attn_implementation=hook.NAME
             )
         return cls(model.eval(), layers, num_slots, attention)
+
+    def use_ggml(self) -> None:
+        """Compute all layers as one graph of ggml, if they are of its pattern; no KV slot may be in
+        use."""
+        if self.device.type != "cpu" or self.dtype != torch.float32 or self.group is not None:
+            return
+        self._whole, refused = make_slice_graph(self, self._base, self._attentions)
+        if self._whole is not None:
+            self.attention = "ggml"
+        elif refused:
+            self.refused.append(refused)
 
     @property
     def is_first(self) -> bool:
@@ -305,6 +323,8 @@ class ModelSlice:
         """
         if self._driver is not None:
             self._driver(inputs, plan)
+        if self._whole is not None:
+            return self._whole.forward(inputs, plan)
         states = self.recurrent.plan(plan)
         replayed = self.graphs.run(inputs, positions, plan, states)
         if replayed is not None:

@@ -27,7 +27,7 @@ from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revi
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf_bounds import bounds_of_prefix
+from pipespec.engine.formats.gguf_file import bounds_of_prefix
 from pipespec.engine.safetensors_headers import (
     INDEX,
     WEIGHTS,
