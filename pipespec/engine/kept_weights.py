@@ -22,8 +22,8 @@ from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
-from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.fp8_linear import Fp8Linear
+from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.tp_cuts import NO_CUTS, Cut

@@ -29,9 +29,9 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
+from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.ggml.linear import mapped_bytes
 from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
-from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS

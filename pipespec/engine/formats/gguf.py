@@ -40,8 +40,8 @@ from pipespec.engine.formats.lazy import STORED, WHOLE, LazyTensor, Part, part_s
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
-from pipespec.engine.precision import name_of
 from pipespec.engine.ggml.library import TYPES as GGML_TYPES
+from pipespec.engine.precision import name_of
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.tp_cuts import CutUnits

@@ -1,8 +1,8 @@
 """Tests a ggml library in a process of its own: `python -m pipespec.engine.ggml.self_test FOLDER`.
 
-Of each type, products with rows that ggml quantised are compared with those of the weights that
-NumPy dequantises, and each row with the same row in a larger batch, to the bit. Exits with 1 after a
-line that says what is wrong.
+Of each type, products with weights that ggml quantised are compared with those of the weights that
+NumPy dequantises, and each row with the same row in a larger batch, to the bit. Exits with 1 after
+a line that says what is wrong.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Slice(Protocol):
         ...
 
 
-class NotOfThePattern(Exception):  # noqa: N818 - not a fault
+class NotOfThePattern(Exception):
     """The modules of a slice are not those that a graph can be made of."""
 
 
@@ -221,8 +221,8 @@ class SliceGraph:
         others = [
             self._product(each)
             for each in (
-                getattr(attention, "v_proj"),
-                getattr(attention, "o_proj"),
+                attention.v_proj,
+                attention.o_proj,
                 *(getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
             )
         ]
@@ -235,13 +235,13 @@ class SliceGraph:
             for each in (pool.keys, pool.values)
         )
         return _Layer(
-            self._norm_of(getattr(module, "input_layernorm")),
+            self._norm_of(module.input_layernorm),
             query,
             key,
             value,
             output,
             *norms,
-            self._norm_of(getattr(module, "post_attention_layernorm")),
+            self._norm_of(module.post_attention_layernorm),
             gate,
             up,
             down,
