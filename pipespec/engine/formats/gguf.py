@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.fill_in_parts import row_parts
+from pipespec.engine.formats import gguf_tokenizer
 from pipespec.engine.formats.gguf_bounds import check_bounds
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType, GGUFReader
+    from tokenizers import Tokenizer
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
@@ -59,7 +61,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
 GGUF = PACKAGE = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 4
+FORM = 5
 # Bytes in memory and weights of a block of the types that can stay in their bits (scales of 6 bits
 # take a byte each), and of those that become packed integers in bfloat16, with two numbers for each
 # group of 32.
@@ -311,12 +313,10 @@ def load_config(path: Path) -> Any:
     return AutoConfig.for_model(**header(path).settings)
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in the file. Raises ModelError, ValueError, and what Transformers raises."""
-    from pipespec.engine.formats import gguf_tokenizer
-
-    reader = _reader(path)
-    return gguf_tokenizer.load_tokenizer(path, lambda name: metadata(reader, f"tokenizer.{name}"))
+def load_tokenizer(path: Path) -> tuple[Tokenizer, str | None, dict[str, str]]:
+    """The tokenizer in the file, its chat template, and its special tokens by name. Raises
+    ModelError, ValueError, and what the package `tokenizers` raises."""
+    return gguf_tokenizer.load_tokenizer(partial(metadata, _reader(path)))
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -366,12 +366,11 @@ def _read(path: Path) -> GgufHeader:
     _require_types(path, reader)
     config = config_of(path, reader, architecture)
     names = names_of(path, reader, architecture, config)
-    eos = [metadata(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
         json.dumps(config.to_dict()),
         json.dumps({name: astuple(each) for name, each in names.items()}),
         json.dumps({each.name: each.tensor_type.name for each in reader.tensors}),
-        sorted({int(each) for each in eos if each is not None}),
+        gguf_tokenizer.ends(partial(metadata, reader)),
         list(architecture.permuted),
         architecture.shifted,
     )
