@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats import gguf_tokenizer
-from pipespec.engine.formats.gguf_bounds import check_bounds
+from pipespec.engine.formats.gguf_bounds import Outline, Place, outline
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
@@ -29,6 +28,7 @@ from pipespec.engine.formats.gguf_metadata import (
     names_of,
     partner_of,
 )
+from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.formats.gguf_tensors import (
     LATENT,
     ROWS,
@@ -80,7 +80,6 @@ KEPT_BLOCKS = {
 }
 INT4_BLOCKS = {"Q4_0": (20, 32), "Q4_1": (20, 32), "Q4_K": (160, 256)}
 PLAIN_TYPES = ("F32", "F16", "BF16")
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -187,18 +186,39 @@ def header(path: Path) -> GgufHeader:
     for name in ("transformers", PACKAGE):
         with suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return cached_call(
-        "gguf", GgufHeader, {"form": FORM, **identity(path), **packages}, _read, path
-    )
+    return cached_call("gguf", GgufHeader, {**identity(path), **packages}, _read, path)
 
 
 def identity(path: Path) -> dict[str, Any]:
-    """What identifies a version of a file in the cache, without reading it. Raises ModelError."""
+    """What identifies a version of a checkpoint in the cache, without reading it. Raises
+    ModelError."""
     try:
-        stat = path.stat()
+        stats = [part.stat() for part in _parts_here(path)]
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); make it readable") from error
-    return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
+    sizes = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    return {"form": FORM, "file": str(path.absolute()), "parts": sizes}
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ModelError if the tokenizer in a file is of a kind that is not read. No package is
+    imported for this."""
+    fields = outline(first_part(path), {}).fields
+    kind, split = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
+        raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
+
+
+def _parts_here(path: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint. Raises ModelError if one is missing."""
+    parts = parts_of(path)
+    for part in parts if parts[1:] else ():
+        if not part.is_file():
+            raise ModelError(
+                f"{parts[0]} is the first of {len(parts)} files, of which {part.name} is missing; "
+                "put it there too"
+            )
+    return parts
 
 
 def units(path: Path) -> CutUnits:
@@ -337,16 +357,40 @@ def block_sizes(path: Path) -> dict[int, tuple[int, int]]:
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor begins and ends, by its name in the file. Raises ModelError."""
-    return check_bounds(path, block_sizes(path))
+    """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
+    places = outline(path, block_sizes(path)).places
+    return {name: (place.start, place.stop) for name, place in places.items()}
+
+
+def tensor_places(path: Path) -> dict[str, Place]:
+    """Where each tensor is, whichever file of the checkpoint it is in, by its name there. Raises
+    ModelError."""
+    return {name: place for each in _outlines(path) for name, place in each.places.items()}
+
+
+def _outlines(path: Path) -> list[Outline]:
+    """Those of the files of a checkpoint. Raises ModelError if they do not belong together."""
+    parts, sizes = _parts_here(path), block_sizes(path)
+    found = [outline(part, sizes) for part in parts]
+    for number, each in enumerate(found if parts[1:] else ()):
+        said = tuple(each.fields.get(f"split.{name}") for name in ("no", "count"))
+        if said != (number, len(parts)):
+            raise ModelError(
+                f"{parts[number]} is not what it is called, part {number + 1} of {len(parts)}; "
+                "fetch it again"
+            )
+    return found
 
 
 def _reader(path: Path) -> GGUFReader:
-    check_bounds(path, block_sizes(path))
+    """The metadata of the first file of a checkpoint, and the tensors of all."""
+    _outlines(path)
     from gguf import GGMLQuantizationType, GGUFReader
 
     try:
-        return GGUFReader(path)
+        first, *others = map(GGUFReader, parts_of(path))
+        first.tensors += [tensor for other in others for tensor in other.tensors]
+        return first
     except Exception as error:  # numpy raises anything for missing bytes
         why = " ".join(str(error).split())[:200]
         if GGMLQuantizationType.__name__ in why:
@@ -357,10 +401,7 @@ def _reader(path: Path) -> GGUFReader:
 
 
 def _read(path: Path) -> GgufHeader:
-    if _PART.search(path.name):
-        raise ModelError(
-            f"{path} is one part of several; join them with `llama-gguf-split --merge`"
-        )
+    require_tokenizer(path)
     reader = _reader(path)
     architecture = architecture_of(path, reader)
     _require_types(path, reader)

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf_bounds import MOST_ELEMENTS, check_bounds
+from pipespec.engine.formats.gguf_bounds import MOST_ELEMENTS, outline
 from pipespec.errors import ModelError
 
 SIZES = {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
@@ -41,7 +41,7 @@ def write(path: Path, endian: GGUFEndian = GGUFEndian.LITTLE) -> Path:
 def test_a_whole_file_is_within_its_bounds(tmp_path, endian):
     path = write(tmp_path / "model.gguf", endian)
     assert len(GGUFReader(path).tensors) == 2
-    check_bounds(path, SIZES)
+    outline(path, SIZES)
 
 
 def test_every_file_that_was_cut_short_is_refused(tmp_path):
@@ -51,7 +51,7 @@ def test_every_file_that_was_cut_short_is_refused(tmp_path):
     for length in range(0, len(data) - last, 7):
         cut.write_bytes(data[:length])
         with pytest.raises(ModelError, match="is not a whole GGUF file"):
-            check_bounds(cut, SIZES)
+            outline(cut, SIZES)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_metadata_that_would_take_too_long_are_refused(tmp_path):
     data[24:24] = struct.pack("<Q", len(field)) + field + array + bytes(MOST_ELEMENTS + 1)
     path.write_bytes(data)
     with pytest.raises(ModelError, match=f"more than {MOST_ELEMENTS} elements"):
-        check_bounds(path, SIZES)
+        outline(path, SIZES)
 
 
 def test_arrays_within_arrays_end_somewhere(tmp_path):
