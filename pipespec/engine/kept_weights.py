@@ -88,7 +88,7 @@ def _untie(model: Any, embedding: str) -> None:
 
 def fill(
     model: PreTrainedModel,
-    weights: Mapping[str, Callable[[Part], StoredWeights]],
+    weights: Mapping[str, Callable[[Part], Any]],
     device: torch.device,
     form: str,
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import quantization, tokenizer
+from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.gguf import GGUF, tensor_places
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
+from tests.helpers import llama_cpp
 from tests.helpers.matrix import some_of
 from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
@@ -499,6 +502,56 @@ def test_generate_from_gguf_equals_the_plain_model(demo):
     assert done.stdout == plain.decode(expected) + "\n"
 
 
+def test_a_checkpoint_of_several_files_is_that_of_one(files, tmp_path):
+    """Whichever of them names it."""
+    (alone := tmp_path / "parts").mkdir()
+    source, type_of = files("llama", Type.Q8_0).parent / "llama", lambda _: Type.Q8_0
+    one = write(source, tmp_path / "one.gguf", "llama", type_of)
+    first = write(source, alone / "m.gguf", "llama", type_of, per_file=5)
+    assert {inspect(each).path for each in alone.iterdir()} == {first}
+    assert replace(inspect(first), path=one) == inspect(one)
+    places, in_one = tensor_places(first), tensor_places(one)
+    for name, place in places.items():
+        kept = place.file.read_bytes()[place.start : place.stop]
+        other = in_one[name]
+        assert kept == one.read_bytes()[other.start : other.stop]
+        assert (place.kind, place.shape) == (other.kind, other.shape)
+    assert {place.file for place in places.values()} == set(alone.iterdir())
+    torch.testing.assert_close(logits(first, PROMPT, 2), logits(one, PROMPT, 2), rtol=0, atol=0)
+    before = fingerprint(str(first))
+    last = max(alone.iterdir())
+    last.write_bytes(last.read_bytes()[:-2] + b"\1\2")
+    assert fingerprint(str(first)).config != before.config
+
+
+def test_the_files_of_a_checkpoint_are_listed_as_one(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    source = files("llama", Type.F16).parent / "llama"
+    first = write(source, tmp_path / "m.gguf", "llama", lambda _: Type.F16, per_file=9)
+    assert [each.path for each in cached_models() if each.path.parent == tmp_path] == [first]
+    max(tmp_path.iterdir()).unlink()
+    assert [each for each in cached_models() if each.path.parent == tmp_path] == []
+
+
+def test_a_tokenizer_that_is_not_read_is_refused_before_anything_is_imported(tmp_path):
+    fields = {"model": "gpt2", "pre": "strange", "tokens": ["a"] * 50_000}
+    file = llama_cpp.write(tmp_path / "it.gguf", fields)
+    code = (
+        "import sys; from pipespec.cli.main import main; status = main(sys.argv[1:]);"
+        "print(status, {'torch', 'transformers', 'gguf'} & sys.modules.keys())"
+    )
+    for command in (["generate", "--prompt", "a"], ["serve"], ["up"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command, f"model.target={file}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "2 set()\n"
+        assert "cannot be used (it splits text as 'strange', which is not among" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_a_file_is_known_by_its_whole_path(files, monkeypatch):
     path = files("llama", Type.F16)
     monkeypatch.chdir(path.parent)
@@ -537,7 +590,9 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
         short.write_bytes(data[:size])
         refused(short, "is not a whole GGUF file")
     part = shutil.copy(path, tmp_path / "model-00001-of-00002.gguf")
-    refused(part, "is one part of several; join them")
+    refused(part, "the first of 2 files, of which model-00002-of-00002.gguf is missing; put it")
+    shutil.copy(path, tmp_path / "model-00002-of-00002.gguf")
+    refused(part, r"00001-of-00002.gguf is not what it is called, part 1 of 2; fetch it again")
     kind = write(source, tmp_path / "gemma.gguf", "gemma2", lambda _: Type.F16)
     refused(kind, "of the architecture 'gemma2', which is not read from GGUF; read are llama")
     scaled = write(

@@ -27,7 +27,8 @@ from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revi
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf_file import bounds_of_prefix
+from pipespec.engine.formats.gguf_file import header_ends
+from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.engine.safetensors_headers import (
     INDEX,
     WEIGHTS,
@@ -172,7 +173,7 @@ def open_repository(client: HubClient, revision: Revision, file: str | None = No
         with reported(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _fetch_small_files(client, revision, folder)
-        names = [file] if file is not None else _weight_files(revision, folder)
+        names = list(part_names(file)) if file is not None else _weight_files(revision, folder)
         _at_once(client, lambda name: _begin(client, revision, folder, name), names)
         weights = {} if known is None else dict(known.weights)
         weights |= {name: revision.files[name] for name in names}
@@ -187,7 +188,7 @@ def is_begun(folder: Path, known: Repository | None, file: str | None) -> bool:
     if known is None:
         return False
     names = [name for name in known.weights if not gguf.is_gguf(Path(name))]
-    wanted = names if file is None else [file]
+    wanted = names if file is None else part_names(file)
     return bool(wanted) and all(
         name in known.weights and (folder / name).exists() for name in wanted
     )
@@ -299,6 +300,6 @@ def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> by
     prefix, wanted = b"", min(GGUF_PREFIX, size)
     while True:
         prefix += read(len(prefix), wanted)
-        if bounds_of_prefix(path, prefix, size, block_sizes) is not None:
+        if header_ends(path, prefix, size, block_sizes):
             return prefix
         wanted = min(2 * wanted, size)

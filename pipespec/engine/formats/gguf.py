@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.fill_in_parts import row_parts
-from pipespec.engine.formats.gguf_file import GgufFile
+from pipespec.engine.formats import gguf_tokenizer
+from pipespec.engine.formats.gguf_file import GgufFile, TensorPlace
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
@@ -27,6 +27,7 @@ from pipespec.engine.formats.gguf_metadata import (
     names_of,
     partner_of,
 )
+from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.formats.gguf_tensors import (
     LATENT,
     ROWS,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
+    from tokenizers import Tokenizer
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
     from pipespec.engine.ggml.formats import GgmlWeights
@@ -60,7 +62,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
 GGUF = PACKAGE = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 4
+FORM = 5
 # Bytes in memory and weights of a block of the types that can stay in their bits (scales of 6 bits
 # take a byte each), and of those that become packed integers in bfloat16, with two numbers for each
 # group of 32.
@@ -80,7 +82,6 @@ KEPT_BLOCKS = {
 PLAIN_BLOCKS = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1)}
 GGML_BLOCKS = {**KEPT_BLOCKS, **PLAIN_BLOCKS, "IQ4_NL": (18, 32), "IQ4_XS": (136, 256)}
 INT4_BLOCKS = {"Q4_0": (20, 32), "Q4_1": (20, 32), "Q4_K": (160, 256)}
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -207,18 +208,39 @@ def header(path: Path) -> GgufHeader:
     for name in ("transformers", PACKAGE):
         with suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return cached_call(
-        "gguf", GgufHeader, {"form": FORM, **identity(path), **packages}, _read, path
-    )
+    return cached_call("gguf", GgufHeader, {**identity(path), **packages}, _read, path)
 
 
 def identity(path: Path) -> dict[str, Any]:
-    """What identifies a version of a file in the cache, without reading it. Raises ModelError."""
+    """What identifies a version of a checkpoint in the cache, without reading it. Raises
+    ModelError."""
     try:
-        stat = path.stat()
+        stats = [part.stat() for part in _parts_here(path)]
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); make it readable") from error
-    return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
+    sizes = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    return {"form": FORM, "file": str(path.absolute()), "parts": sizes}
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ModelError if the tokenizer in a file is of a kind that is not read. No package is
+    imported for this."""
+    file = GgufFile(first_part(path), {})
+    kind, split = (file.metadata(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
+        raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
+
+
+def _parts_here(path: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint. Raises ModelError if one is missing."""
+    parts = parts_of(path)
+    for part in parts if parts[1:] else ():
+        if not part.is_file():
+            raise ModelError(
+                f"{parts[0]} is the first of {len(parts)} files, of which {part.name} is missing; "
+                "put it there too"
+            )
+    return parts
 
 
 def units(path: Path) -> CutUnits:
@@ -318,7 +340,9 @@ def lazy_state(
         else:
             rows = in_turns([read(stored, theirs, part) for theirs in stored.names])
         size, num_bytes = sizes[reader.tensors[stored.names[0]].kind]
-        out = part_shape(stored.shape[-2:], part)[0] if stored.form == ROWS else len(rows)
+        out = len(rows)
+        if stored.form == ROWS:  # a matrix of one row may be stored as a vector
+            out = len(range(stored.shape[-2])[part[0]])
         columns = rows.nbytes // out // num_bytes * size
         return GgmlWeights(rows, kind, (out, columns), order)
 
@@ -353,12 +377,10 @@ def load_config(path: Path) -> Any:
     return AutoConfig.for_model(**header(path).settings)
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in the file. Raises ModelError, ValueError, and what Transformers raises."""
-    from pipespec.engine.formats import gguf_tokenizer
-
-    reader = _reader(path)
-    return gguf_tokenizer.load_tokenizer(path, lambda name: reader.metadata(f"tokenizer.{name}"))
+def load_tokenizer(path: Path) -> tuple[Tokenizer, str | None, dict[str, str]]:
+    """The tokenizer in the file, its chat template, and its special tokens by name. Raises
+    ModelError, ValueError, and what the package `tokenizers` raises."""
+    return gguf_tokenizer.load_tokenizer(_reader(path).metadata)
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -379,19 +401,36 @@ def block_sizes(path: Path) -> dict[int, tuple[int, int]]:
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor begins and ends, by its name in the file. Raises ModelError."""
-    return {name: (each.start, each.stop) for name, each in _reader(path).tensors.items()}
+    """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
+    tensors = GgufFile(path, block_sizes(path)).tensors
+    return {name: (each.start, each.stop) for name, each in tensors.items()}
+
+
+def tensor_places(path: Path) -> dict[str, TensorPlace]:
+    """Where each tensor is, whichever file of the checkpoint it is in, by its name there. Raises
+    ModelError."""
+    return _reader(path).tensors
 
 
 def _reader(path: Path) -> GgufFile:
-    return GgufFile(path, block_sizes(path))
+    """The metadata of the first file of a checkpoint, and the tensors of all. Raises ModelError if
+    they do not belong together."""
+    parts, sizes = _parts_here(path), block_sizes(path)
+    first, *others = found = [GgufFile(part, sizes) for part in parts]
+    for number, each in enumerate(found if others else ()):
+        said = tuple(each.metadata(f"split.{name}") for name in ("no", "count"))
+        if said != (number, len(parts)):
+            raise ModelError(
+                f"{parts[number]} is not what it is called, part {number + 1} of {len(parts)}; "
+                "fetch it again"
+            )
+    for other in others:
+        first.add_tensors(other)
+    return first
 
 
 def _read(path: Path) -> GgufHeader:
-    if _PART.search(path.name):
-        raise ModelError(
-            f"{path} is one part of several; join them with `llama-gguf-split --merge`"
-        )
+    require_tokenizer(path)
     reader = _reader(path)
     from gguf import GGMLQuantizationType
 
@@ -399,12 +438,11 @@ def _read(path: Path) -> GgufHeader:
     _require_types(path, reader)
     config = config_of(path, reader, architecture)
     names = names_of(path, reader, architecture, config)
-    eos = [reader.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
         json.dumps(config.to_dict()),
         json.dumps({name: astuple(each) for name, each in names.items()}),
         json.dumps({n: GGMLQuantizationType(each.kind).name for n, each in reader.tensors.items()}),
-        sorted({int(each) for each in eos if each is not None}),
+        gguf_tokenizer.ends(reader.metadata),
         list(architecture.permuted),
         architecture.shifted,
     )

@@ -46,6 +46,7 @@ class TensorPlace:
     """Where a tensor is: its bytes of the file from `start` to `stop`, `shape` as in numpy, and the
     number of its type."""
 
+    file: Path
     shape: tuple[int, ...]
     kind: int
     start: int
@@ -67,7 +68,7 @@ class GgufFile:
                 if size == 0:
                     raise _NotWhole("it is empty")
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                walk = _Walk(data, size, block_sizes)
+                walk = _Walk(path, data, size, block_sizes)
                 self.tensors = walk.run()
         except OSError as error:
             raise ModelError(
@@ -75,7 +76,13 @@ class GgufFile:
             ) from error
         except _NotWhole as error:
             raise _fetch_again(path, error) from error
-        self._data, self._order, self._fields = data, walk.order, walk.fields
+        self._fields = walk.fields
+        self._files = dict.fromkeys(self.tensors, (data, walk.order))
+
+    def add_tensors(self, other: GgufFile) -> None:
+        """Have the tensors of another part of the same checkpoint too."""
+        self.tensors |= other.tensors
+        self._files |= other._files
 
     def metadata(self, name: str) -> Any:
         """A number, text or list; None: there is none of this name. Raises ValueError for texts
@@ -88,27 +95,25 @@ class GgufFile:
         dimension is that of a row. Mapped, not read."""
         import numpy as np
 
-        place = self.tensors[name]
+        place, (mapped, order) = self.tensors[name], self._files[name]
         form = {0: "f4", 1: "f2"}.get(place.kind)
-        dtype = np.dtype("u1" if form is None else f"{self._order}{form}")
-        numbers = np.frombuffer(
-            self._data, dtype, (place.stop - place.start) // dtype.itemsize, place.start
-        )
+        dtype = np.dtype("u1" if form is None else f"{order}{form}")
+        count = (place.stop - place.start) // dtype.itemsize
+        numbers = np.frombuffer(mapped, dtype, count, place.start)
         numbers = numbers.astype(dtype.newbyteorder("="), copy=False)
         return numbers.reshape(*place.shape[:-1], -1) if numbers.size else numbers
 
 
-def bounds_of_prefix(
-    path: Path, prefix: bytes, size: int, block_sizes: BlockSizes
-) -> dict[str, TensorPlace] | None:
-    """The places of the tensors, given the first bytes of a file of `size` bytes; None: they do not
-    hold its whole header. Raises ModelError."""
+def header_ends(path: Path, prefix: bytes, size: int, block_sizes: BlockSizes) -> bool:
+    """Whether the first bytes of a file of `size` bytes hold its whole header. Raises
+    ModelError."""
     try:
-        return _Walk(prefix, size, block_sizes).run()
+        _Walk(path, prefix, size, block_sizes).run()
     except _PrefixEnds:
-        return None
+        return False
     except _NotWhole as error:
         raise _fetch_again(path, error) from error
+    return True
 
 
 def _fetch_again(path: Path, error: Exception) -> ModelError:
@@ -126,8 +131,8 @@ class _NotWhole(Exception):
 class _Walk:
     """One pass over the header, from the first byte on."""
 
-    def __init__(self, data: mmap.mmap | bytes, size: int, block_sizes: BlockSizes):
-        self.data = data
+    def __init__(self, path: Path, data: mmap.mmap | bytes, size: int, block_sizes: BlockSizes):
+        self.path, self.data = path, data
         self.size = size
         self.block_sizes = block_sizes
         self.at = 0
@@ -156,7 +161,7 @@ class _Walk:
                     f"{name} claims {num_bytes} bytes from byte {start} on, the file has "
                     f"{self.size}"
                 )
-            found[name] = TensorPlace(shape, kind, start, start + num_bytes)
+            found[name] = TensorPlace(self.path, shape, kind, start, start + num_bytes)
         return found
 
     def _field(self) -> None:

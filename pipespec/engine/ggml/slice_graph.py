@@ -85,6 +85,7 @@ class _Layer:
     values: compute.Tensor
     heads: int
     kv_heads: int
+    dim: int
     rotation: int
     scaling: float
 
@@ -191,67 +192,63 @@ class SliceGraph:
         _require(type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"))
         return _Norm(self._constant(module.weight), float(module.variance_epsilon))
 
-    def _layer(self, module: nn.Module, state: AttentionState) -> _Layer:
-        attention, mlp = (getattr(module, each, None) for each in ("self_attn", "mlp"))
+    def _head_norm(self, module: Any, dim: int) -> _Norm | None:
+        if module is None:
+            return None
+        found = self._norm_of(module)
+        _require(found.weight.shape == (dim,))
+        return found
+
+    def _layer(self, module: Any, state: AttentionState) -> _Layer:
         _require(_children(module) == _LAYER)
+        attention, mlp, options, pool = module.self_attn, module.mlp, state.options, state.pool
         _require(_children(attention) - _HEAD_NORMS == _ATTENTION)
         _require(_children(mlp) - {"act_fn"} == _MLP)
-        activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
-        _require(activation is not None)
-        assert activation is not None
-        options, pool = state.options, state.pool
+        activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__, "")
+        _require(activation != "")
         assert options is not None
         assert pool is not None
-        plain = (options.window, options.softcap, options.sinks, options.chunk)
-        _require(all(each is None for each in (*plain, state.temperature, state.kv_heads)))
+        special = (options.window, options.softcap, options.sinks, options.chunk)
+        _require(all(each is None for each in (*special, state.temperature, state.kv_heads)))
         _require(pool.keys.dtype == pool.values.dtype == torch.float32)
-        _, kv_heads, dim = pool.keys.shape
-        _require(pool.values.shape[1:] == (kv_heads, dim))
-        (query, turned), (key, _) = (
-            self._product(getattr(attention, each)) for each in ("q_proj", "k_proj")
+        slots, kv_heads, dim = pool.keys.shape
+        _require(pool.values.shape == pool.keys.shape)
+        query, turned = self._product(attention.q_proj)
+        key, _ = self._product(attention.k_proj)
+        query_norm, key_norm = (
+            self._head_norm(getattr(attention, name, None), dim) for name in ("q_norm", "k_norm")
         )
-        norms = [
-            None
-            if getattr(attention, each, None) is None
-            else self._norm_of(getattr(attention, each))
-            for each in ("q_norm", "k_norm")
-        ]
-        _require(all(each is None or each.weight.shape == (dim,) for each in norms))
-        _require(turned is None or norms == [None, None])
-        others = [
-            self._product(each)
-            for each in (
-                attention.v_proj,
-                attention.o_proj,
-                *(getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")),
-            )
-        ]
+        _require(turned is None or query_norm is key_norm is None)
+        in_order = (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        others = [self._product(each) for each in in_order]
         _require(all(order is None for _, order in others))
         value, output, gate, up, down = (each for each, _ in others)
         keys, values = (
             compute.Tensor(
-                self._library, F32, (len(each), kv_heads * dim), each.view(len(each), -1).numpy(), 0
+                self._library, F32, (slots, kv_heads * dim), each.view(slots, -1).numpy(), 0
             )
             for each in (pool.keys, pool.values)
         )
         return _Layer(
-            self._norm_of(module.input_layernorm),
-            query,
-            key,
-            value,
-            output,
-            *norms,
-            self._norm_of(module.post_attention_layernorm),
-            gate,
-            up,
-            down,
-            activation,
-            keys,
-            values,
-            state.heads,
-            kv_heads,
-            _HALVES if turned is None else _NEIGHBOURS,
-            options.scaling,
+            attention_norm=self._norm_of(module.input_layernorm),
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            mlp_norm=self._norm_of(module.post_attention_layernorm),
+            gate=gate,
+            up=up,
+            down=down,
+            activation=activation,
+            keys=keys,
+            values=values,
+            heads=state.heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            rotation=_HALVES if turned is None else _NEIGHBOURS,
+            scaling=options.scaling,
         )
 
     # --- computing ------------------------------------------------------------------------------
@@ -314,7 +311,7 @@ class SliceGraph:
             return y if how.bias is None else lib.add(context, y, how.bias.address)
 
         def rotated(x: int, layer: _Layer, heads: int, how: _Norm | None) -> int:
-            x = lib.reshape_3d(context, x, layer.keys.shape[1] // layer.kv_heads, heads, rows)
+            x = lib.reshape_3d(context, x, layer.dim, heads, rows)
             if how is not None:
                 x = norm(x, how)
             return lib.rope_ext(
@@ -324,10 +321,9 @@ class SliceGraph:
 
         def stored(pool: compute.Tensor, x: int, layer: _Layer) -> int:
             """Store K or V, and gather those of all keys: `[dim, keys, kv_heads]` of ggml."""
-            width = pool.shape[1]
-            x = lib.reshape_2d(context, x, width, rows)
+            x = lib.reshape_2d(context, x, layer.kv_heads * layer.dim, rows)
             found = lib.get_rows(context, lib.set_rows(context, pool.address, x, to), of)
-            found = lib.reshape_3d(context, found, width // layer.kv_heads, layer.kv_heads, keys)
+            found = lib.reshape_3d(context, found, layer.dim, layer.kv_heads, keys)
             return lib.permute(context, found, 0, 2, 1, 3)
 
         for layer in self._layers:
@@ -345,8 +341,7 @@ class SliceGraph:
                 0.0,
                 0.0,
             )
-            width = layer.heads * (layer.keys.shape[1] // layer.kv_heads)
-            seen = lib.reshape_2d(context, seen, width, rows)
+            seen = lib.reshape_2d(context, seen, layer.heads * layer.dim, rows)
             x = lib.add(context, product(seen, layer.output), x)
             y = norm(x, layer.mlp_norm)
             activate = getattr(lib, layer.activation)
