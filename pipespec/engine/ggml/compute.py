@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -21,6 +22,32 @@ _SMALL = 8
 _of_thread = threading.local()
 
 
+class ThreadChoice:
+    """How many threads compute: all, or one while others use the cores.
+
+    Threads of a graph wait for each other after every operation, polling, so that one of two that
+    has no core makes a step many times slower: 0.46 s became 8 s on two busy cores.
+    """
+
+    # Computing for less time says nothing, and so much of the cores must have been ours.
+    LEAST_S, SHARE = 0.002, 0.75
+    # One thread computes for so many times as long as a crowded step took, at least SHORTEST_S.
+    PAUSE, SHORTEST_S = 20, 1.0
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._alone_until = 0.0
+
+    def at(self, now: float) -> int:
+        """How many threads compute now, a time in seconds."""
+        return 1 if now < self._alone_until else self.threads
+
+    def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
+        """So many threads have computed for so long, and used so much time of processors."""
+        if threads > 1 and took_s > self.LEAST_S and cpu_s < self.SHARE * threads * took_s:
+            self._alone_until = now + max(self.PAUSE * took_s, self.SHORTEST_S)
+
+
 class Computer:
     """Computes graphs with a pool of threads; for one thread at a time.
 
@@ -30,9 +57,9 @@ class Computer:
 
     def __init__(self, library: Library, threads: int):
         self.library, self.threads = library, threads
+        self._choice = ThreadChoice(threads)
         self._pool = library.pool(threads, POLL)
         self._backend = library.backend_cpu_init()
-        library.backend_cpu_set_n_threads(self._backend, threads)
         library.backend_cpu_set_threadpool(self._backend, self._pool)
         library.backend_cpu_set_use_ref(self._backend, True)
         self.scratch = library.context(_SMALL, _SMALL)
@@ -40,8 +67,13 @@ class Computer:
 
     def compute(self, graph: int) -> None:
         """Compute all operations of a graph. Raises MemoryError if ggml has none for it."""
+        began, cpu_began = time.perf_counter(), time.process_time()
+        threads = self._choice.at(began)
+        self.library.backend_cpu_set_n_threads(self._backend, threads)
         if self.library.backend_graph_compute(self._backend, graph):
             raise MemoryError("ggml found no memory for a batch")
+        now = time.perf_counter()
+        self._choice.ran(threads, now - began, time.process_time() - cpu_began, now)
 
 
 def _free(library: Library, backend: int, pool: int, context: int) -> None:
