@@ -24,11 +24,9 @@ gc.disable()
 
 # Before torch, tokenizers and huggingface_hub are imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["NUMBA_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Numba compiles for seconds: once for all tests, and for the processes that they start.
-os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "numba")
 # What is kept of models is kept for one run of the suite, and its workers share it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pipespec-tests-")

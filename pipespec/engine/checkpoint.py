@@ -15,7 +15,6 @@ from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
-from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.header_checks import check_count, check_eos, require_consistent
 from pipespec.engine.model_config import (
     FOREIGN,
@@ -28,10 +27,8 @@ from pipespec.engine.model_config import (
 from pipespec.engine.model_path import resolve
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.quantization import (
-    COMPILER,
     COMPRESSED_PACKAGE,
-    DEQUANTISED_FORMATS,
-    KEPT_FORMATS,
+    GGML_FORMATS,
     PACKED_METHODS,
     QUANTIZATIONS,
     require_package,
@@ -43,8 +40,7 @@ from pipespec.engine.tp_shares import tp_shares
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
-# The type in which weights of few bits are computed, unless another is asked for; the kernels for
-# packed 4-bit weights have no other.
+# The type in which weights of few bits are computed, unless another is asked for.
 KEPT_DTYPE = "bfloat16"
 # Bytes of an activation where ggml computes with the matrices of the file.
 MAPPED_BYTES = ITEM_BYTES["float32"]
@@ -132,10 +128,11 @@ class CheckpointInfo:
     def chosen_dtype(self, setting: str, devices: Iterable[str]) -> str:
         """The type in which it computes with this value of `model.dtype`, given the devices of the
         stages: weights of few bits are computed in bfloat16 unless another type is asked for, but
-        for those of GGUF files on CPUs, in float32."""
+        for those that ggml multiplies on CPUs, in float32."""
         if setting == "auto":
             default = automatic(devices := tuple(devices))
-            on_cpus = self.ends is not None and not any("cuda" in each for each in devices)
+            by_ggml = self.kept_format in GGML_FORMATS and self.can_keep
+            on_cpus = by_ggml and not any("cuda" in each for each in devices)
             setting = KEPT_DTYPE if self.few_bits and not on_cpus else default
         return self.compute_dtype(setting)
 
@@ -240,8 +237,7 @@ class CheckpointInfo:
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        fits = self.kept_format != PACKED_INT4 or dtype == KEPT_DTYPE
-        return self.kept_format if keep != "no" and fits and self.can_keep else quantization
+        return self.kept_format if keep != "no" and self.can_keep else quantization
 
     @property
     def can_keep(self) -> bool:
@@ -270,14 +266,8 @@ class CheckpointInfo:
                     f"{self.path} has others; choose another {name}"
                 )
 
-    def require_quantizer(
-        self, name: str, quantization: str | None, on_cpu: str | None = None
-    ) -> None:
-        """Raise ModelError unless this machine has the packages that this takes. `on_cpu`: the
-        format of the weights in the memory of a CPU, if they are there."""
-        if on_cpu in DEQUANTISED_FORMATS:
-            why = f"{self.path} ({KEPT_FORMATS[on_cpu]}) on a CPU"
-            require_package(COMPILER, why, ", or set model.keep_quantized=no")
+    def require_quantizer(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless this machine has the packages that this takes."""
         if self.package is not None:
             require_package(self.package, f"{self.path} ({self.dequantized_from})")
         elif self.quantization is not None:

@@ -19,10 +19,12 @@ from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.groups import GROUPED_KIND
 from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8_linear import Fp8Linear
+from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
@@ -43,11 +45,20 @@ TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
 RELEASED = 8 << 20
 
 LAYERS: Mapping[str, MakeLayer] = {
-    PACKED_INT4: Int4Linear,
+    PACKED_INT4: partial(BlockLinear, kind=GROUPED_KIND),
     FP8: Fp8Linear,
     MXFP4: partial(BlockLinear, kind="MXFP4"),
     NVFP4: partial(BlockLinear, kind="NVFP4"),
 }
+
+
+def layer_for(form: str, device: torch.device, dtype: torch.dtype) -> MakeLayer:
+    """What makes the layers of weights in one of these formats."""
+    if form in (PACKED_INT4, MXFP4) and device.type == "cpu" and ggml.load() is not None:
+        return GgmlLinear
+    if form == PACKED_INT4 and device.type != "cpu" and dtype == torch.bfloat16:
+        return Int4Linear
+    return LAYERS[form]
 
 
 def replace(
@@ -105,6 +116,8 @@ def fill(
         read: Any = weights[module.source](module.part)
         try:
             module.fill(read, device)
+        except PackedMatmulError as error:
+            raise PackedMatmulError(f"{error.fault}, in {module.source}") from error
         except ModelError as error:
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"

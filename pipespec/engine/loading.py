@@ -106,14 +106,17 @@ def load(
             state, blocks = gguf.lazy_state(path, computed, kinds, with_ggml=with_ggml)
             make: MakeLayer = GgmlLinear
             if not with_ggml:
-                make = partial(block_linear.make_linear, kinds, computed)
+                packed = device.type != "cpu" and computed == torch.bfloat16
+                make = partial(block_linear.make_linear, kinds, packed)
             model, loaded = _plain(config, model_class(state, kinds, make), state, dtype, options)
             kept_weights.fill(model, blocks, device, gguf.GGUF)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
             names = kept if quantization == packing.format else ()
-            of_format = kept_weights.LAYERS[packing.format]
+            of_format = kept_weights.layer_for(
+                packing.format, device, dtype or config.dtype or torch.float16
+            )
             model, loaded = _plain(
                 config, model_class(state, names, of_format), state, dtype, options
             )

@@ -29,12 +29,11 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
-from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.ggml.linear import mapped_bytes
 from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
@@ -200,7 +199,7 @@ class ModelSlice:
             tp_plan=tp_plan,
             kv_dtype=kv_dtype,
         )
-        if attention == select.AUTO and quantization == GGUF:
+        if attention == select.AUTO and quantization in GGML_FORMATS:
             made.use_ggml()
         return made
 

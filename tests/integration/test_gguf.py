@@ -23,7 +23,7 @@ from pipespec.client.model_info import full_name
 from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine import quantization, tokenizer
+from pipespec.engine import tokenizer
 from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.gguf import GGUF, tensor_places
@@ -667,16 +667,6 @@ def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
     info = inspect(path)  # a host that only asks recalls what was read
     with pytest.raises(ModelError, match=r"\(gguf\) needs gguf, which is not installed; pip"):
         info.require_quantizer("model.quantization", None)
-
-
-def test_a_missing_compiler_is_named_where_weights_stay_on_a_cpu(files, monkeypatch):
-    info = inspect(files("llama", Type.Q6_K))
-    held = info.weight_format(None, "auto", "bfloat16")
-    info.require_quantizer("model.quantization", None, held)  # is installed here
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None if name == "numba" else name)
-    info.require_quantizer("model.quantization", None)
-    with pytest.raises(ModelError, match=r"on a CPU needs numba, which is not installed; pip"):
-        info.require_quantizer("model.quantization", None, held)
 
 
 def test_the_config_is_kept(files):

@@ -3,17 +3,29 @@ file."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipespec.engine.fill_in_parts import require_shape
+from pipespec.engine.formats.gguf_blocks import BlockWeights
 from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.ggml.formats import GgmlWeights
+
+
+class InBlocks(Protocol):
+    """A matrix that can become blocks of ggml."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def blocks(self) -> BlockWeights:
+        """Its blocks."""
+        ...
 
 
 class GgmlLinear(nn.Module):
@@ -37,10 +49,15 @@ class GgmlLinear(nn.Module):
         self.bias = bias
         self.order: Tensor | None = None
 
-    def fill(self, weights: GgmlWeights, device: torch.device) -> None:
-        """Set the weights, without a copy. Raises ModelError if they do not fit."""
+    def fill(self, weights: GgmlWeights | InBlocks, device: torch.device) -> None:
+        """Set the weights, without a copy of those that are ggml's. Raises ModelError if they do
+        not fit."""
         assert device.type == "cpu"
         require_shape(self, weights.shape)
+        if not isinstance(weights, GgmlWeights):
+            found = weights.blocks()
+            assert found.factor == 1.0, "neither kind of weights has one"
+            weights = GgmlWeights(found.rows.numpy(), found.kind, weights.shape)
         self.weights, self.order = held(weights), weights.order
 
     def forward(self, x: Tensor) -> Tensor:
