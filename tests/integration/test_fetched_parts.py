@@ -91,7 +91,7 @@ def split_gguf(folder: Path) -> tuple[Path, Path]:
     _, reference = gguf(folder)
     (folder / "split").mkdir()
     of_type = lambda _: GGMLQuantizationType.Q8_0  # noqa: E731
-    write(folder / "source", folder / "split" / "m.gguf", "llama", of_type, per_file=5)
+    write(folder / "source", folder / "split" / "m.gguf", "llama", of_type, per_file=20)
     return folder / "split", reference
 
 

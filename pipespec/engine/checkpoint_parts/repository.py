@@ -264,7 +264,7 @@ def _begin(client: HubClient, revision: Revision, folder: Path, name: str) -> No
     cached = cached_file(revision.repo, revision.commit, name)
     if cached is not None and not path.exists():
         with reported(path):
-            os.symlink(cached, path)
+            os.symlink(os.path.realpath(cached), path)
     if not path.is_symlink():
         size = revision.files[name].size
         header = _gguf_header if gguf.is_gguf(path) else _safetensors_header
@@ -282,11 +282,12 @@ def unlink_if_dangling(path: Path) -> None:
 
 
 def cached_file(repo: str, commit: str, name: str) -> str | None:
-    """The path of a file that the cache of huggingface_hub holds whole, else None."""
+    """The path of a file that the cache of huggingface_hub holds whole, where it has its name, else
+    None."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, name, revision=commit)
-    return os.path.realpath(found) if isinstance(found, str) else None
+    return found if isinstance(found, str) else None
 
 
 def _safetensors_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:

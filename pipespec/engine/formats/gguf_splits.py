@@ -60,7 +60,8 @@ def _words(digits: str, word: str = _WORD, signs: str = _SIGNS, rest: str = _RES
 
 
 def _cased(suffix: str, digits: str, letters: str = r"\p{L}") -> str:
-    # Letters beyond ASCII count as of both cases; in the models' own tokenizers by their case.
+    # Letters beyond ASCII count as of both cases, and most marks as none; in the models' own
+    # tokenizers letters count by their case, and marks as of both.
     upper, lower = rf"[{letters}&&[^a-z]]", rf"[{letters}&&[^A-Z]]"
     begin = r"[^\r\n\p{L}\p{N}]?"
     return (
