@@ -70,9 +70,11 @@ class GroupedWeights:
         return self.codes, scales, (8 - self.zeros.float()) * scales
 
     def blocks(self) -> BlockWeights:
-        """The same in ggml's blocks of 32, with scales and offsets rounded to float16. Raises
-        ModelError if groups are not of consecutive inputs, and PackedMatmulError if float16 does not
-        hold a scale."""
+        """The same in ggml's blocks of 32, with scales and offsets rounded to float16.
+
+        Raises ModelError if groups are not of consecutive inputs, and PackedMatmulError if float16
+        does not hold a scale.
+        """
         codes, scales, middles = self.int4()
         out, inputs = codes.shape
         both = torch.stack((scales, middles - 8 * scales), -1)
