@@ -56,8 +56,9 @@ class Progress:
 
     def begin(self, limit_s: float) -> None:
         """Another part of the work begins, in which each count is due after `limit_s` seconds."""
-        self._base_ms = round(limit_s * 1000)
-        self.count()
+        if threading.get_ident() == self._thread:
+            self._base_ms = round(limit_s * 1000)
+            self.count()
 
     @contextmanager
     def part(self, limit_s: float) -> Iterator[None]:
