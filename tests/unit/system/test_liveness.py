@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -36,7 +37,11 @@ beside(beat)
 print("ready", flush=True)
 exec(sys.argv[2])
 """
-WORKING, WAITING, LOADING = "progress.begin(.3)\n", "Waiting().__enter__()\n", "progress.begin(.5)\n"
+WORKING, WAITING, LOADING = (
+    "progress.begin(.3)\n",
+    "Waiting().__enter__()\n",
+    "progress.begin(.5)\n",
+)
 READ = "file = open('/dev/zero', 'rb')\nwhile True: file.read(2**21); time.sleep(.02)"
 COUNT = "while True: progress.count(); time.sleep(.02)"
 NO_PROGRESS, LOOPED, STOPPED = "it made no progress", "it looped", "a signal had stopped it"
@@ -104,7 +109,7 @@ def test_a_step_is_late_after_many_times_its_usual_time(monkeypatch: pytest.Monk
     progress, cells = shared()
     now = [0.0]
     monkeypatch.setattr(liveness, "progress", progress)
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress.begin(LATE_S)
     times = StepTimes()
 
