@@ -89,6 +89,8 @@ def watch_this_process() -> None:
     die_with_us = die_with_parent(worker)
     if os.fork() == 0:
         die_with_us()
+        for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the worker
+            signal.signal(ending, signal.SIG_IGN)
         watch = liveness.Watch(memory, worker)
         while (reason := watch.look()) is None:
             time.sleep(liveness.LOOK_S)

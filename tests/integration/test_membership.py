@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
+from pipespec.cluster import progress, worker_leases
 from pipespec.cluster.agent_handle import WorkerDeath
 from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.fault_stats import FaultKind
-from pipespec.cluster import progress, worker_leases
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
