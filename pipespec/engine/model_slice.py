@@ -40,6 +40,7 @@ from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, TPPlan, gather_best, gather_columns
 from pipespec.errors import ModelError
+from pipespec.system.liveness import StepTimes
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -127,6 +128,7 @@ class ModelSlice:
         self.experts = ExpertCounts(self._base)
         self.graphs = SliceGraphs()
         self._compiled: Compute | None = None
+        self._steps = StepTimes()
         self.group, self._tp_plan = group, tp_plan
         self._driver: Driver | None = None
         self._whole: SliceGraph | None = None
@@ -320,21 +322,22 @@ class ModelSlice:
 
         Returns hidden states `[rows, hidden]`.
         """
-        if self._driver is not None:
-            self._driver(inputs, plan)
-        if self._whole is not None:
-            return self._whole.forward(inputs, plan)
-        states = self.recurrent.plan(plan)
-        replayed = self.graphs.run(inputs, positions, plan, states)
-        if replayed is not None:
-            return replayed
-        self._slice.attention.prepare(plan)
-        self.recurrent.use(states, self.device)
-        inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
-        if self._compiled is not None:
-            return self._compiled(inputs, positions)
-        with self.experts.sampled(len(positions)):
-            return self.compute(inputs, positions)
+        with self._steps.step(len(positions)):
+            if self._driver is not None:
+                self._driver(inputs, plan)
+            if self._whole is not None:
+                return self._whole.forward(inputs, plan)
+            states = self.recurrent.plan(plan)
+            replayed = self.graphs.run(inputs, positions, plan, states)
+            if replayed is not None:
+                return replayed
+            self._slice.attention.prepare(plan)
+            self.recurrent.use(states, self.device)
+            inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
+            if self._compiled is not None:
+                return self._compiled(inputs, positions)
+            with self.experts.sampled(len(positions)):
+                return self.compute(inputs, positions)
 
     @torch.inference_mode()
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
