@@ -33,6 +33,8 @@ _CASED = (
 )
 TEKKEN = (_CASED % ("", "", ""),)
 GPT_4O = (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)
+_GPT2 = r"'(?:[stmd]|re|ve|ll)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+SMOLLM = (r"\p{N}", _GPT2)
 DEEPSEEK_3 = (
     r"\p{N}{1,3}",
     r"[一-龥぀-ゟ゠-ヿ]+",
@@ -56,6 +58,7 @@ SPLITS = {
     "gpt-4o": GPT_4O,
     "llama4": GPT_4O,
     "deepseek-v3": DEEPSEEK_3,
+    "smollm": SMOLLM,
 }
 # Those in which a piece of text that is a token needs no merges.
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "glm4", "glm5", "tekken")
