@@ -103,17 +103,19 @@ def find(
     for count in options.stages:
         for settings in (*(f"policy={policy}" for policy in POLICIES), *options.also):
             name = settings.removeprefix("policy=") if settings.count("=") == 1 else settings
-            devices = f"cluster.devices=[{job.device}]"
+            places = (f"cluster.stages={count}", f"cluster.devices=[{job.device}]")
             found[f"pipespec {name}, {count} stage{'s' if count > 1 else ''}"] = partial(
-                pipespec, settings=(f"cluster.stages={count}", devices, *settings.split())
+                pipespec, settings=(*places, *settings.split())
             )
     return found, missing
 
 
 def of_llama_cpp(llama: LlamaCpp, options: argparse.Namespace) -> dict[str, Engine]:
     """llama.cpp without and with its kinds of speculation, alone and over rpc-servers."""
-    ways: dict[str, dict[str, Any]] = {"": {}, " with draft": {"draft_tokens": 0}}
-    ways |= {f" with draft of {most}": {"draft_tokens": most} for most in options.draft_tokens}
+    ways: dict[str, dict[str, Any]] = {"": {}}
+    if llama.draft is not None:
+        ways |= {" with draft": {"draft_tokens": 0}}
+        ways |= {f" with draft of {most}": {"draft_tokens": most} for most in options.draft_tokens}
     ways |= {f" with {kind}": {"ngrams": kind} for kind in options.ngrams}
     found: dict[str, Engine] = {}
     for way, arguments in ways.items():
@@ -220,7 +222,7 @@ def conditions(job: Job, load_before: float, began: float) -> dict[str, Any]:
 def add_job(parser: argparse.ArgumentParser, *, prompts: int, tokens: int) -> None:
     """The options of `job_of`, and how often each engine does the job."""
     parser.add_argument("--target", type=Path, default=resource_dir("demo") / "target")
-    parser.add_argument("--draft", type=Path, default=resource_dir("demo") / "draft")
+    parser.add_argument("--draft", type=Path, help="(the demo's; of a GGUF file none)")
     parser.add_argument("--prompts", type=int, default=prompts, help=f"({prompts})")
     parser.add_argument("--prompt-tokens", type=int, help="cut prompts to (64, of kinds 512)")
     parser.add_argument("--tokens", type=int, default=tokens, help=f"of each answer ({tokens})")
@@ -238,8 +240,9 @@ def parse_job(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = experiment.parse(parser, prompts=1, tokens=8, repeats=1)
     if options.prompts < 1 or options.tokens < 2 or options.repeats < 1:
         parser.error("at least 1 prompt, 2 tokens and 1 repeat are needed.")
-    if options.dtype is None and not is_gguf(options.target):
-        options.dtype = "float32"
+    if not is_gguf(options.target):
+        options.dtype = options.dtype or "float32"
+        options.draft = options.draft or resource_dir("demo") / "draft"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ended by a signal."))
     if options.cores:
         # What this process starts inherits it.

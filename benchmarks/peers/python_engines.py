@@ -32,7 +32,7 @@ class Job:
     """What every engine does.
 
     Attributes:
-        target, draft: folders of checkpoints, or GGUF files.
+        target, draft: folders of checkpoints, or GGUF files; None: there is no draft.
         samples: the prompts, of which the first is for warming up; their `benchmark` is the kind
             of prompt, by which figures are told apart.
         prompts: their token ids.
@@ -43,7 +43,7 @@ class Job:
     """
 
     target: Path
-    draft: Path
+    draft: Path | None
     samples: list[Sample]
     prompts: list[list[int]]
     prompt_tokens: int
@@ -127,7 +127,7 @@ def hugging_face(job: Job, assisted: bool, began: float) -> Run:
     transformers.utils.logging.disable_progress_bar()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, job.dtype))
     model = load(job.target).to(job.device)
-    assistant = load(job.draft).to(job.device) if assisted else None
+    assistant = load(job.draft).to(job.device) if assisted and job.draft else None
     load_s = time.perf_counter() - began
     answers = []
     for prompt in job.prompts:

@@ -186,7 +186,9 @@ def pipespec(
         given = [*settings, f"model.context={job.prompt_tokens + job.tokens}"]
         given += [f"model.target={job.target.resolve()}"]
         if not any(text.startswith("model.draft=") for text in settings):
-            given.append(f"model.draft={job.draft.resolve()}")
+            given.append(f"model.draft={job.draft.resolve() if job.draft else 'null'}")
+        if job.draft is None and not any(text.startswith("proposer=") for text in settings):
+            given.append("proposer=suffix")
         if job.dtype is not None:
             given.append(f"model.dtype={job.dtype}")
         began = time.perf_counter()
@@ -254,7 +256,7 @@ class LlamaCpp:
     server: Path
     rpc_server: Path
     target: Path
-    draft: Path
+    draft: Path | None
 
     def __call__(
         self,
@@ -281,6 +283,7 @@ class LlamaCpp:
         if ngrams is not None:
             command += ["--spec-type", ngrams]
         if draft_tokens is not None:
+            assert self.draft is not None
             command += ["-md", self.draft, "--spec-type", "draft-simple", "-td", threads]
             command += ["-devd", "none"]
         if draft_tokens:
@@ -335,16 +338,18 @@ def find_llama_cpp(job: Job, folder: Path) -> LlamaCpp:
     rpc = shutil.which("ggml-rpc-server", path=path) or shutil.which("rpc-server", path=path)
     if not server or not rpc:
         raise ConfigError("not found; set LLAMA_CPP_DIR to its source folder, built with RPC.")
-    target, draft = (
-        model.resolve() if is_gguf(model) else converted(source, model, job.dtype, folder / name)
-        for name, model in (("target.gguf", job.target), ("draft.gguf", job.draft))
-    )
+    target = as_gguf(source, job.target, job.dtype, folder / "target.gguf")
+    draft = None
+    if job.draft is not None:
+        draft = as_gguf(source, job.draft, job.dtype, folder / "draft.gguf")
     return LlamaCpp(Path(server), Path(rpc), target, draft)
 
 
-def converted(source: Path, model: Path, dtype: str | None, file: Path) -> Path:
-    """A checkpoint as a GGUF file, by the converter in llama.cpp's source folder. Raises
-    ConfigError."""
+def as_gguf(source: Path, model: Path, dtype: str | None, file: Path) -> Path:
+    """A model that is a GGUF file, or a checkpoint as one, by the converter in llama.cpp's source
+    folder. Raises ConfigError."""
+    if is_gguf(model):
+        return model.resolve()
     if not (source / "convert_hf_to_gguf.py").is_file():
         raise ConfigError("found without its converter; set LLAMA_CPP_DIR to its source folder.")
     assert dtype is not None

@@ -72,10 +72,14 @@ class LlamaCpp:
             n_probs=REPORTED,
             return_tokens=True,
         )
-        return [
-            (each["id"], {top["id"]: top["logprob"] for top in each["top_logprobs"]})
-            for each in reply["completion_probabilities"]
-        ]
+        found: list[Place] = []
+        reported = reply["completion_probabilities"][::-1]
+        for token in reply["tokens"][:count]:
+            # It says nothing of tokens that end inside a character.
+            said = reported.pop() if reported and reported[-1]["id"] == token else None
+            top = said["top_logprobs"] if said else []
+            found.append((token, {each["id"]: each["logprob"] for each in top}))
+        return found
 
 
 @contextmanager
@@ -103,15 +107,16 @@ def differences(
     answer: Sequence[int],
 ) -> list[float]:
     """How much less probable, in log-probability, than the token that `decode` takes there the
-    token of an answer is, wherever they differ. Behind such a place `decode` goes on from the
-    answer."""
+    token of an answer is, wherever they differ; 0 where `decode` reports none. Behind such a
+    place `decode` goes on from the answer."""
     found, at = [], 0
     while at < len(answer):
         places = decode([*prompt, *answer[:at]], len(answer) - at)
         assert places, f"the text ends at {at}, before its answer"
         for token, logprobs in places:
             if token != answer[at]:
-                found.append(logprobs[token] - logprobs.get(answer[at], -math.inf))
+                own = logprobs.get(answer[at], -math.inf)
+                found.append(logprobs[token] - own if logprobs else 0.0)
             at += 1
             if token != answer[at - 1]:
                 break
