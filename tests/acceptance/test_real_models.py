@@ -43,7 +43,7 @@ CONTEXT = 512
 SOME, SOME_TOKENS = 8, 16
 STAGES, AT_ONCE = (1, 2, 3), (1, SOME)
 NEAR = 0.02
-PLAIN = ("model.keep_quantized=no", "model.dtype=float32")
+PLAIN = ("model.keep_quantized=no", "model.dtype=float32", *POLICIES["root"])
 # The draft of each file. Also of a draft that is the target itself most rows are rejected.
 MODELS = {SMOLLM2: SMOLLM2, QWEN_DRAFT: QWEN_DRAFT, QWEN: QWEN_DRAFT}
 
@@ -100,8 +100,8 @@ class RealModel:
         return found
 
     def whole_answers(self, stages: int, *settings: str) -> list[Answer]:
-        """To all prompts, many requests at once, by the default policy."""
-        return self.answers(settings, stages, SOME, NUM_PROMPTS, TOKENS)
+        """To all prompts, all requests at once."""
+        return self.answers(settings, stages, NUM_PROMPTS, NUM_PROMPTS, TOKENS)
 
     def _transformers(self) -> Callable[[Sequence[int], Sequence[int]], list[float]]:
         model = AutoModelForCausalLM.from_pretrained(
@@ -163,7 +163,9 @@ def test_greedy_text_of_plain_weights_is_that_of_transformers(model, stages, rec
 @pytest.mark.parametrize("stages", STAGES)
 def test_greedy_text_is_that_of_llama_cpp(model, llama, stages, record_property):
     decide = partial(differences, llama.decode)
-    count_near_ties(model, model.whole_answers(stages), decide, record_property)
+    count_near_ties(
+        model, model.whole_answers(stages, *POLICIES["best_first"]), decide, record_property
+    )
 
 
 def count_near_ties(
