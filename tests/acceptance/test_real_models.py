@@ -154,7 +154,7 @@ def test_prompts_have_the_token_ids_of_llama_cpp(model: RealModel, llama: LlamaC
         assert model.served.encode(sample.prompt, chat=True) == llama.encode(text)
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_greedy_text_of_plain_weights_is_that_of_transformers(model, stages, record_property):
     answers = model.whole_answers(stages, *PLAIN)
     count_near_ties(model, answers, model.transformers(), record_property)
@@ -186,7 +186,9 @@ def count_near_ties(
     assert places > NUM_PROMPTS * TOKENS / 2
 
 
-@pytest.mark.parametrize(("policy", "stages", "at_once"), some_of(POLICIES, STAGES, AT_ONCE))
+@pytest.mark.parametrize(
+    ("policy", "stages", "at_once"), some_of(POLICIES, STAGES, AT_ONCE, share=4)
+)
 def test_text_and_log_probabilities_are_the_same_to_the_bit(model, policy, stages, at_once):
     """As one request after the other by `root`, as every engine decodes."""
     expected = model.answers(POLICIES["root"], 1, 1, SOME, SOME_TOKENS)
