@@ -37,6 +37,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers.real_models import lacking
 from tests.helpers.results import write_results
 
 # Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
@@ -116,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if (real := item.get_closest_marker("real_models")) and (why := lacking(real.args)):
+            item.add_marker(pytest.mark.skip(reason=why))
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
 
@@ -151,8 +154,12 @@ def pytest_unconfigure() -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """Write what `--write-results` asks for. Of xdist's processes only the first one does: others
-    would change the checkout before it states its commit."""
+    """Print what tests have recorded, and write what `--write-results` asks for. Of xdist's
+    processes only the first one writes: others would change the checkout before it states its
+    commit."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}: {name}: {value}")
     path = config.getoption("--write-results")
     if path is not None and not hasattr(config, "workerinput"):
         write_results(path, terminalreporter.stats, exitstatus, STARTED_S)
