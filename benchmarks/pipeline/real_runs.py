@@ -7,8 +7,8 @@
 For each pair of models, proposer and number of stages one cluster decodes the same prompt by every
 policy in turn, `--repeats` times over. MEASURED ms a token are those after the first `--warm-up`
 tokens of an answer, the median of the repeats. `over_best` is the default's time as a multiple of
-the best simple policy's; `over_member`, with `hybrid`, as one of the better of its members'. Answers
-are compared token for token.
+the best simple policy's; `over_member`, with `hybrid`, as one of the better of its members'.
+Answers are compared token for token.
 """
 
 from __future__ import annotations
@@ -107,8 +107,12 @@ def cells(
         figures = results[took.index(sorted(took)[len(took) // 2])].summary()
         rows.append(
             {
-                **{"target": target.rpartition("/")[2], "proposer": proposer, "stages": stages},
-                **{"policy": policy, "ms_per_token": median(took), "runs": took},
+                "target": target.rpartition("/")[2],
+                "proposer": proposer,
+                "stages": stages,
+                "policy": policy,
+                "ms_per_token": median(took),
+                "runs": took,
                 **{name: figures[name] for name in ("tokens_per_step", "rows_per_step")},
                 "answers_differ": any(
                     result.requests[0].token_ids != runs[DEFAULT][0].requests[0].token_ids

@@ -189,7 +189,8 @@ class Scheduler:
         """The next draft round of a step that has lasted so long; None: the policy wants none, or
         there is no time for it."""
         state = self._state(elapsed_ms)
-        if self._draft_has_no_room or not has_time_for_round(self.config.rounds, state):
+        rounds = 1 if self._stats.one_round else self.config.rounds
+        if self._draft_has_no_room or not has_time_for_round(rounds, state):
             return None
         sequences = list(self.sequences.values())
         if self._policy.refills and not self._stats.overlap:

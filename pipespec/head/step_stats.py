@@ -17,7 +17,7 @@ from pipespec.head.policies.policy import (
     TokenCost,
 )
 from pipespec.head.row_budget import Selection
-from pipespec.head.step_times import BETWEEN, PLAIN, LearntSteps
+from pipespec.head.step_times import BETWEEN, ONE_BESIDE, PLAIN, LearntSteps
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
@@ -52,6 +52,7 @@ class StepStats:
         self._overlap = overlap
         self._learnt = learnt
         self._speculates: bool | None = None
+        self.one_round = False  # at most one is made beside the stages of this step
         self._trial_rows: int | None = None
         self._rounds = rounds
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
@@ -105,16 +106,16 @@ class StepStats:
     def choose_mode(self, requests: int) -> None:
         """Choose how this step decodes so many requests, by what was learnt of steps."""
         if self._learnt is not None:
-            self._learnt.set_requests(requests)
-            mode = self._learnt.modes.next_mode(self._learnt.least_plain_ms(requests))
+            mode = self._learnt.next_mode(requests)
             self._speculates = mode != PLAIN
+            self.one_round = mode == ONE_BESIDE
             self._overlap = mode != BETWEEN
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
         """The target size, or another that this step tries, as its time is unknown."""
         self._trial_rows = None
         if self._learnt is not None and target is not None and self._speculates is not False:
-            known = self._learnt.times(beside=self._overlap).times
+            known = self._learnt.times.times
             most = len(self._offered[0])
             self._trial_rows = self._learnt.trials.next_rows(known, target.rows, most)
             if self._trial_rows is not None:
@@ -196,13 +197,14 @@ class StepStats:
         if not prompt_rows:
             self._without_prompts.add(ms)
         if self._learnt is not None and not prompt_rows:
-            drafted = self._rounds_beside > 0
             slots_ms = self._stages.slot_ms * self._stages.slots
             took_ms = ms - self._delaying_ms
             took_ms -= min(slots_ms, took_ms / 2)
-            self._learnt.add(self._rows_in_flight, took_ms, drafted=drafted)
-            if self._speculates is not None and self._speculates == speculating:
-                self._learnt.modes.add(ms, tokens, counts=self._trial_rows is None)
+            self._learnt.add(self._rows_in_flight, took_ms, self._rounds_beside)
+            if self._speculates or (self._speculates is not None and not speculating):
+                self._learnt.modes.add(
+                    ms, tokens, counts=not (self._speculates and self._learnt.trials.pending)
+                )
         if rows:
             self._by_rows.add(rows, ms)
             if self._stages.points:
@@ -270,7 +272,7 @@ class StepStats:
             verdict_ms=self._verdict_ms(),
             tokens_per_step=self._tokens.value,
             step_ms=self._step_ms(),
-            by_mean=self._learnt is not None and self._learnt.times(beside=self._overlap).by_mean,
+            by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
             speculates=self._speculates,
             slot_ms=self._stages.slot_ms,
@@ -316,9 +318,7 @@ class StepStats:
         return TokenCost(step_ms.value / tokens_per_step, step_ms.samples)
 
     def _step_ms(self) -> Points:
-        learnt = (
-            () if self._learnt is None else self._learnt.times(beside=self._overlap).times.points
-        )
+        learnt = () if self._learnt is None else self._learnt.times.times.points
         return learnt or self._curve(self._stages.points)
 
     def _curve(self, stages: Points) -> Points:

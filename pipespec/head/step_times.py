@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ SAMPLES, TRIMMED = 32, 1 / 8
 PRIOR_WEIGHT, STALE = 2, 4096
 # Steps after which a size is known well enough to need no trial; of so many times as many steps as
 # a trial takes, one is a trial.
-KNOWN, TRIAL_SHARE = 3, 4
+KNOWN, TRIAL_SHARE = 3, 2
 # A trial has at most so many times the rows of the target size, or at least that share of them.
 TRIAL_REACH = 2, 1 / 8
 # Steps that compare whether the sum of the rows in the pipeline explains times better than the
@@ -34,7 +34,8 @@ COMPARED, BETTER = 16, 0.97
 # A step that lasts longer than so many times what its rows take counts as one that does not.
 OUTLIER = 4.0
 
-BESIDE, BETWEEN, PLAIN = "beside", "between", "plain"
+# Draft rounds beside the stages, as many as fit, or one; only while the stages wait; none.
+BESIDE, ONE_BESIDE, BETWEEN, PLAIN = "beside", "one_beside", "between", "plain"
 
 
 class SizeTimes:
@@ -51,6 +52,12 @@ class SizeTimes:
         self._steps = 0
         self.error = error or Ema()  # of predictions, in ms
         self.points: Points = known
+
+    def adopt(self, other: SizeTimes) -> None:
+        """Take over the shape of other times, if nothing is known of these."""
+        if not self._known and (other._known or other._means):
+            self._known = other.measured
+            self.points = self._points()
 
     def set_stage_times(self, stages: Points) -> None:
         """Take over what a stage takes: the first guess."""
@@ -76,6 +83,12 @@ class SizeTimes:
         for old in [each for each, last in self._last.items() if self._steps - last > STALE]:
             del self._sizes[old], self._means[old], self._last[old]
         self.points = self._points()
+
+    @property
+    def measured(self) -> Points:
+        """The times of sizes that this run or an earlier one has measured."""
+        sizes = {*self._means, *(_size(rows) for rows, _ in self._known)}
+        return tuple(point for point in self.points if _size(point[0]) in sizes)
 
     def at(self, rows: float) -> float:
         """Milliseconds of a step with so many rows."""
@@ -104,14 +117,14 @@ class SizeTimes:
             ratio = float(np.median([ms for _, ms in means] / np.maximum(before, 1e-6)))
             known = tuple((rows, ms * ratio) for rows, ms in known)
         base = dict(known)
-        largest = max(base, default=0.0)
+        sizes = {_size(rows) for rows in base}
         measured = sorted({**base, **dict(means)}.items())
         if self._stages:
             of_stage, stage_ms = np.array(self._stages).T
             difference = [ms - np.interp(rows, of_stage, stage_ms) for rows, ms in measured]
             at = [rows for rows, _ in measured]
             for rows, ms in self._stages:
-                if rows > largest:
+                if _size(rows) not in sizes:
                     base[rows] = ms + (float(np.interp(rows, at, difference)) if at else 0.0)
         points = []
         for size, (rows, ms) in self._means.items():
@@ -165,6 +178,14 @@ class StepTimes:
         self._by_largest.set_stage_times(stages)
         self._by_mean.set_stage_times(stages)
 
+    def adopt(self, other: StepTimes) -> None:
+        """Take over the shape of other times, where nothing is known of these."""
+        self._by_largest.adopt(other._by_largest)
+        self._by_mean.adopt(other._by_mean)
+        if other.by_mean and not self._by_mean.error.samples:
+            self._by_mean.error = replace(other._by_mean.error)
+            self._by_largest.error = replace(other._by_largest.error)
+
     @property
     def by_mean(self) -> bool:
         """Whether times follow the mean of the batches in the pipeline, not the largest."""
@@ -186,7 +207,7 @@ class StepTimes:
         """What another run may begin with."""
         parts = {"largest": self._by_largest, "mean": self._by_mean}
         errors = {f"{name}_error": each.error.value for name, each in parts.items()}
-        return {name: each.points for name, each in parts.items()} | errors
+        return {name: each.measured for name, each in parts.items()} | errors
 
 
 class SizeTrials:
@@ -199,26 +220,26 @@ class SizeTrials:
 
     def __init__(self, num_stages: int):
         self.length = 1 if num_stages == 1 else num_stages + KNOWN
+        self.pending = False  # whether sizes are to be tried
         self._steps = 0
         self._rows: int | None = None
         self._tried: dict[int, int] = {}
 
     def next_rows(self, times: SizeTimes, target: int, most: int) -> int | None:
         """The size of this step's batch; None: the best one."""
+        up, down = TRIAL_REACH
+        unknown = [
+            rows
+            for rows in (1 << power for power in range(most.bit_length()))
+            if down * target <= rows <= up * target
+            and _size(rows) != _size(target)
+            and not times.is_known(rows)
+            and self._tried.get(rows, 0) < 2 * KNOWN
+        ]
+        self.pending = bool(unknown)
         self._steps += 1
         turn = self._steps % (TRIAL_SHARE * self.length)
         if turn == 0:
-            up, down = TRIAL_REACH
-            sizes = [
-                1 << power
-                for power in range(most.bit_length())
-                if down * target <= 1 << power <= up * target and _size(1 << power) != _size(target)
-            ]
-            unknown = [
-                rows
-                for rows in sizes
-                if not times.is_known(rows) and self._tried.get(rows, 0) < 2 * KNOWN
-            ]
             self._rows = min(
                 unknown, key=lambda rows: (self._tried.get(rows, 0), -rows), default=None
             )
@@ -232,12 +253,16 @@ class SizeTrials:
 # Pipeline lengths, of LEAST_STEPS at least in all, for which speculation and plain decoding are
 # measured at a time.
 TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
-# How often each way is measured before one is chosen; the pipeline lengths that its cost remembers,
-# and the share of it that is remembered when it is measured anew.
+# How often each way that does not lose clearly is measured before one is chosen; the pipeline
+# lengths that its cost remembers, and the share of it that is kept when it is measured anew.
 BLOCKS, REMEMBERED, RENEWED = 2, 64, 0.25
-# Pipeline lengths after which another way than the best is tried again: twice as many after each
-# time that it loses, up to the second number, or the third if it loses by more than CLEARLY.
-PATIENCE, CLEARLY = (8, 128, 1024), 1.15
+# Costs that differ by more differ clearly; and speculation with less than this share of what the
+# stages need for a plain token, which is not measured then, is surely faster.
+CLEARLY, SURELY = 1.15, 0.7
+# Another way than the best is tried again after so many pipeline lengths for each 100 % by which it
+# loses, which takes some 2 % of the time; after no fewer and no more than these; twice as many each
+# time that it loses again.
+PATIENCE, LEAST_WAIT, MOST_WAIT = 400, 16, 2048
 
 
 @dataclass(slots=True)
@@ -247,6 +272,7 @@ class Cost:
     ms: float = 0.0
     tokens: float = 0.0
     blocks: int = 0
+    losses: int = 0  # times in a row that it was tried again and lost
 
     def add(self, ms: float, tokens: float, keep: float) -> None:
         self.ms, self.tokens = keep * self.ms + ms, keep * self.tokens + tokens
@@ -264,8 +290,8 @@ class Modes:
     None predicts another: speculation decides more tokens in a step, but its steps are longer, and
     a draft beside a stage may slow it. So each is measured for some pipeline lengths, in turn, and
     the fastest is used; now and then another is measured again, as texts and machines change, the
-    rarer the more it loses. Plain decoding is left out while speculation takes less for a token
-    than the stages alone need (`least_plain_ms`).
+    rarer the more it loses. Plain decoding is left out while speculation takes much less for a
+    token than the stages alone need (`least_plain_ms`).
     """
 
     num_stages: int
@@ -275,7 +301,6 @@ class Modes:
     _held: int = 0  # steps since the mode began
     _left: int = 0  # until another is considered
     _since: dict[str, int] = field(default_factory=dict)  # steps since a way was measured
-    _waits: dict[str, int] = field(default_factory=dict)  # pipeline lengths until the next time
 
     def __post_init__(self) -> None:
         for way in (*self.ways, PLAIN):
@@ -286,9 +311,9 @@ class Modes:
 
     def add(self, ms: float, tokens: float, *, counts: bool = True) -> None:
         """A step of the present mode lasted `ms` and decided `tokens`; those in which a pipeline
-        fills or drains, and those that try a size (not `counts`), are left out."""
+        fills or drains, and those while sizes are tried (not `counts`), are left out."""
         self._held += 1
-        self._left -= 1
+        self._left -= counts
         if counts and self._held > self.num_stages:
             self.costs[self.mode].add(ms, tokens, 1 - 1 / (REMEMBERED * self.num_stages))
         for way in self.costs:
@@ -309,18 +334,23 @@ class Modes:
 
     def _choose(self, least_plain_ms: float | None) -> str:
         among = {way: self.costs[way].per_token for way in self.ways}
-        if least_plain_ms is None or min(among.values()) > least_plain_ms:
-            among[PLAIN] = self.costs[PLAIN].per_token
-        if min(self.costs[way].blocks for way in among) < BLOCKS:
-            return min(among, key=lambda way: self.costs[way].blocks)
+        plain = self.costs[PLAIN]
+        if plain.blocks or not least_plain_ms or min(among.values()) > SURELY * least_plain_ms:
+            among[PLAIN] = plain.per_token
         best = min(among, key=among.__getitem__)
-        first, most, most_clear = PATIENCE
-        self._waits[best] = first
-        for way, cost in among.items():
-            lengths, wait = self._since[way] / self.num_stages, self._waits.get(way, first)
-            if way != best and lengths >= wait:
-                clear = cost > CLEARLY * among[best]
-                self._waits[way] = min(2 * wait, most_clear if clear else most)
+        new = [
+            way
+            for way, cost in among.items()
+            if self.costs[way].blocks < (BLOCKS if cost <= CLEARLY * among[best] else 1)
+        ]
+        if new:
+            return min(new, key=lambda way: self.costs[way].blocks)
+        self.costs[best].losses = 0
+        for way, per_token in among.items():
+            cost = self.costs[way]
+            wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT) * 2**cost.losses
+            if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:
+                cost.losses += 1
                 return way
         return best
 
@@ -345,9 +375,11 @@ class LearntSteps:
     ):
         stored = stored or {}
         self.num_stages = num_stages
-        either = (BESIDE, BETWEEN) if num_stages == 1 else (BESIDE,)
-        self._ways = either if overlap is None else (BESIDE if overlap else BETWEEN,)
-        self._times = {way: StepTimes(num_stages, stored.get(way)) for way in (BESIDE, BETWEEN)}
+        beside = (BESIDE,) if num_stages == 1 else (BESIDE, ONE_BESIDE)
+        self._ways = {None: (*beside, BETWEEN), True: beside, False: (BETWEEN,)}[overlap]
+        self._times = {
+            way: StepTimes(num_stages, stored.get(way)) for way in (BESIDE, ONE_BESIDE, BETWEEN)
+        }
         self.trials = SizeTrials(num_stages)
         self._modes = {
             int(requests): Modes(
@@ -365,24 +397,33 @@ class LearntSteps:
         """For about as many requests as are decoded now."""
         return self._modes.setdefault(self._requests, Modes(self.num_stages, self._ways))
 
-    def set_requests(self, requests: int) -> None:
-        """So many requests are decoded from now on."""
-        self._requests = size_bucket(max(requests, 1))
-
     def set_stage_times(self, stages: Points) -> None:
         """Take over what a stage takes: the first guess."""
         for times in self._times.values():
             times.set_stage_times(stages)
 
-    def add(self, in_flight: Sequence[int], ms: float, *, drafted: bool) -> None:
-        """Add a step without prompts, with batches of so many rows in the pipeline; `drafted`:
-        with a draft round beside the stages."""
-        self.steps += 1
-        self.times(beside=drafted).add(in_flight, ms)
+    def next_mode(self, requests: int) -> str:
+        """How the next step decodes so many requests."""
+        self._requests = size_bucket(max(requests, 1))
+        mode = self.modes.mode
+        chosen = self.modes.next_mode(self.least_plain_ms(requests))
+        if chosen != mode and PLAIN not in (mode, chosen):
+            self._times[chosen].adopt(self._times[mode])
+        return chosen
 
-    def times(self, *, beside: bool) -> StepTimes:
-        """Those with a draft round beside the stages, or without."""
-        return self._times[BESIDE if beside else BETWEEN]
+    def add(self, in_flight: Sequence[int], ms: float, rounds: int) -> None:
+        """Add a step without prompts, with batches of so many rows in the pipeline, and so many
+        draft rounds beside the stages."""
+        self.steps += 1
+        mode = self.modes.mode
+        way = BETWEEN if not rounds else mode if mode in (BESIDE, ONE_BESIDE) else BESIDE
+        self._times[way].add(in_flight, ms)
+
+    @property
+    def times(self) -> StepTimes:
+        """Those in the present mode."""
+        mode = self.modes.mode
+        return self._times[BETWEEN if mode == PLAIN else mode]
 
     def least_plain_ms(self, requests: int) -> float | None:
         """What a token of so many requests takes without draft tokens; None: unknown."""
@@ -396,7 +437,7 @@ class LearntSteps:
         """What another run may begin with, as JSON can represent it."""
         costs = {
             str(requests): {
-                way: [cost.ms, cost.tokens, min(cost.blocks, BLOCKS)]
+                way: [cost.ms, cost.tokens, min(cost.blocks, BLOCKS), cost.losses]
                 for way, cost in modes.costs.items()
             }
             for requests, modes in self._modes.items()

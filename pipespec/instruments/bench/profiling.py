@@ -222,5 +222,5 @@ def _mean_tbt(result: BenchResult) -> float:
     return sum(gaps) / len(gaps) if gaps else 0.0
 
 
-def _texts(points: Sequence[tuple[int, float]]) -> tuple[str, ...]:
+def _texts(points: Sequence[tuple[float, float]]) -> tuple[str, ...]:
     return tuple(f"{rows}:{ms:.5g}" for rows, ms in points)
