@@ -274,7 +274,8 @@ class JoinedRank:
         )
         if rank_components.measures_steps(config):
             stored = load_cached(STEP_TIMES, key)
-            scheduler.learn(LearntSteps(scheduling.num_steps, scheduling.overlap, stored))
+            of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
+            scheduler.learn(LearntSteps(*of, stored))
         HeadLoop(
             scheduler, proposer, transport, self.controller, settings, timeline
         ).run_until_done()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.batch_times import Ema, Points, rising, size_bucket
+from pipespec.head.policies.draft_rounds import AUTO
 
 # Steps that a size remembers; of their times, this share at either end counts as chance.
 SAMPLES, TRIMMED = 32, 1 / 8
@@ -367,15 +368,20 @@ class LearntSteps:
     Args:
         num_stages: steps that a batch takes through the pipeline.
         overlap: whether the draft works beside the stages; None: as measured.
+        rounds: draft rounds in a step, or "auto".
         stored: of an earlier run (`stored`).
     """
 
     def __init__(
-        self, num_stages: int, overlap: bool | None, stored: Mapping[str, Any] | None = None
+        self,
+        num_stages: int,
+        overlap: bool | None = None,
+        rounds: int | str = AUTO,
+        stored: Mapping[str, Any] | None = None,
     ):
         stored = stored or {}
         self.num_stages = num_stages
-        beside = (BESIDE,) if num_stages == 1 else (BESIDE, ONE_BESIDE)
+        beside = (BESIDE, ONE_BESIDE) if num_stages > 1 and rounds == AUTO else (BESIDE,)
         self._ways = {None: (*beside, BETWEEN), True: beside, False: (BETWEEN,)}[overlap]
         self._times = {
             way: StepTimes(num_stages, stored.get(way)) for way in (BESIDE, ONE_BESIDE, BETWEEN)

@@ -83,12 +83,12 @@ def test_whether_the_sum_of_the_rows_counts_is_learnt(shared: bool, rows: int, m
 
 
 def test_what_was_learnt_survives_as_json():
-    learnt = LearntSteps(1, None)
+    learnt = LearntSteps(1)
     for rows, ms in DEAR * 4:
         learnt.next_mode(requests=1)
         learnt.add([rows], ms, rounds=1)
         learnt.modes.add(ms, tokens=2)
-    again = LearntSteps(1, None, json.loads(json.dumps(learnt.stored())))
+    again = LearntSteps(1, stored=json.loads(json.dumps(learnt.stored())))
     assert again.times.times.at(8) == pytest.approx(learnt.times.times.at(8))
     assert again.stored()["costs"] == learnt.stored()["costs"]
 
@@ -176,7 +176,7 @@ def ms_per_token(
     pipeline = SharedCores(BestFirst(16), machine, draft, "auto", 400, seed=0)
     pipeline.true_ms = TimeCurve(DEAR)
     if learns:
-        pipeline.scheduler.learn(LearntSteps(num_stages, None))
+        pipeline.scheduler.learn(LearntSteps(num_stages))
         pipeline.scheduler.update_stage_times(pipeline.times.measured())
     early = None
     while pipeline.result.tokens < 350:
