@@ -64,7 +64,7 @@ class HeldRank:
             threads = torch.get_num_threads()  # OMP_NUM_THREADS
         if threads == AUTO:
             return share_cores(num_cores(), num_stages, has_head=has_head)
-        return CoreShares.equal(num_cores(), num_stages, threads)
+        return CoreShares(threads, threads)
 
     def _place(self, worker: str) -> tuple[str, str]:
         """The host and the device of a worker."""

@@ -34,7 +34,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize(
     ("stages", "expected"),
-    [(1, CoreShares(1, 3, apart=True)), (2, CoreShares(1, 2, apart=False))],
+    [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: CoreShares) -> None:
@@ -43,15 +43,15 @@ def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: Co
 
 @pytest.mark.usefixtures("four_cores")
 def test_a_number_of_threads_is_that_of_every_rank() -> None:
-    assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4, apart=False)
-    assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2, apart=True)
+    assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4)
+    assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2)
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARES_CORES)  # the agent found OMP_NUM_THREADS
     threads = torch.get_num_threads()
-    assert held(1).core_shares() == CoreShares(threads, threads, apart=threads < 4)
+    assert held(1).core_shares() == CoreShares(threads, threads)
 
 
 @pytest.mark.usefixtures("four_cores")
@@ -60,7 +60,7 @@ def test_ranks_of_other_hosts_take_no_cores() -> None:
     head, stage = alone.assignment.workers
     elsewhere = replace(alone.hosts[stage], name="other")
     apart = replace(alone, hosts={head: alone.hosts[head], stage: elsewhere})
-    assert apart.core_shares() == CoreShares(4, 4, apart=True)
+    assert apart.core_shares() == CoreShares(4, 4)
     assert replace(apart, rank=1).core_shares().stage == 4
 
 
