@@ -54,6 +54,7 @@ class StepStats:
         self._speculates: bool | None = None
         self.one_round = False  # at most one is made beside the stages of this step
         self._trial_rows: int | None = None
+        self._target_rows = 1
         self._rounds = rounds
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
         self._offered = np.zeros((4, max_rows))
@@ -114,6 +115,7 @@ class StepStats:
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
         """The target size, or another that this step tries, as its time is unknown."""
         self._trial_rows = None
+        self._target_rows = 1 if target is None else target.rows
         if self._learnt is not None and target is not None and self._speculates is not False:
             known = self._learnt.times.times
             most = len(self._offered[0])
@@ -203,7 +205,10 @@ class StepStats:
             self._learnt.add(self._rows_in_flight, took_ms, self._rounds_beside)
             if self._speculates or (self._speculates is not None and not speculating):
                 self._learnt.modes.add(
-                    ms, tokens, counts=not (self._speculates and self._learnt.trials.pending)
+                    ms,
+                    tokens,
+                    self._target_rows,
+                    counts=not (self._speculates and self._learnt.trials.pending),
                 )
         if rows:
             self._by_rows.add(rows, ms)

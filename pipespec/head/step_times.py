@@ -46,6 +46,7 @@ class SizeTimes:
     def __init__(self, known: Points = (), error: Ema | None = None):
         """`known`: from an earlier run, of which the shape is taken over, not the speed."""
         self._known = known
+        self._adopted = False  # whether that is of another way of decoding
         self._stages: Points = ()
         self._sizes: dict[int, deque[tuple[float, float]]] = {}
         self._means: dict[int, tuple[float, float]] = {}  # rows and milliseconds
@@ -57,7 +58,7 @@ class SizeTimes:
     def adopt(self, other: SizeTimes) -> None:
         """Take over the shape of other times, if nothing is known of these."""
         if not self._known and (other._known or other._means):
-            self._known = other.measured
+            self._known, self._adopted = other.measured, True
             self.points = self._points()
 
     def set_stage_times(self, stages: Points) -> None:
@@ -108,15 +109,20 @@ class SizeTimes:
     def _points(self) -> Points:
         """Rising times of all sizes that are known.
 
-        Those of an earlier run are scaled by how fast the machine is now. To those of a stage the
-        difference between a step and a stage is added.
+        Those of an earlier run are scaled by how fast the machine is now. To those of a stage, and
+        of another way of decoding, the difference that steps show is added.
         """
         means = sorted(self._means.values())
         known = self._known
         if known and means:
             before = np.interp([rows for rows, _ in means], *np.array(known).T)
-            ratio = float(np.median([ms for _, ms in means] / np.maximum(before, 1e-6)))
-            known = tuple((rows, ms * ratio) for rows, ms in known)
+            took = np.array([ms for _, ms in means])
+            ratio = float(np.median(took / np.maximum(before, 1e-6)))
+            more = float(np.median(took - before))
+            if self._adopted:  # the rows cost what they did there
+                known = tuple((rows, max(ms + more, ms * min(ratio, 1) / 2)) for rows, ms in known)
+            else:
+                known = tuple((rows, ms * ratio) for rows, ms in known)
         base = dict(known)
         sizes = {_size(rows) for rows in base}
         measured = sorted({**base, **dict(means)}.items())
@@ -274,9 +280,11 @@ class Cost:
     tokens: float = 0.0
     blocks: int = 0
     losses: int = 0  # times in a row that it was tried again and lost
+    rows: float = 0.0  # the target size then
 
-    def add(self, ms: float, tokens: float, keep: float) -> None:
+    def add(self, ms: float, tokens: float, rows: float, keep: float) -> None:
         self.ms, self.tokens = keep * self.ms + ms, keep * self.tokens + tokens
+        self.rows = rows
 
     @property
     def per_token(self) -> float:
@@ -310,13 +318,15 @@ class Modes:
         self.mode = min(self.ways, key=lambda way: self.costs[way].per_token)
         self._left = self._block(self.mode)
 
-    def add(self, ms: float, tokens: float, *, counts: bool = True) -> None:
-        """A step of the present mode lasted `ms` and decided `tokens`; those in which a pipeline
-        fills or drains, and those while sizes are tried (not `counts`), are left out."""
+    def add(self, ms: float, tokens: float, rows: float = 1, *, counts: bool = True) -> None:
+        """A step of the present mode and a target of `rows` lasted `ms` and decided `tokens`; those
+        in which a pipeline fills or drains, and those while sizes are tried (not `counts`), are
+        left out."""
         self._held += 1
         self._left -= counts
         if counts and self._held > self.num_stages:
-            self.costs[self.mode].add(ms, tokens, 1 - 1 / (REMEMBERED * self.num_stages))
+            keep = 1 - 1 / (REMEMBERED * self.num_stages)
+            self.costs[self.mode].add(ms, tokens, rows, keep)
         for way in self.costs:
             self._since[way] = 0 if way == self.mode else self._since[way] + 1
 
@@ -349,7 +359,10 @@ class Modes:
         self.costs[best].losses = 0
         for way, per_token in among.items():
             cost = self.costs[way]
-            wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT) * 2**cost.losses
+            wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT)
+            if way != PLAIN != best and not 1 / 2 <= cost.rows / self.costs[best].rows <= 2:
+                wait = LEAST_WAIT  # it was measured before the times by rows were known
+            wait *= 2**cost.losses
             if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:
                 cost.losses += 1
                 return way
@@ -443,7 +456,7 @@ class LearntSteps:
         """What another run may begin with, as JSON can represent it."""
         costs = {
             str(requests): {
-                way: [cost.ms, cost.tokens, min(cost.blocks, BLOCKS), cost.losses]
+                way: [cost.ms, cost.tokens, min(cost.blocks, BLOCKS), cost.losses, cost.rows]
                 for way, cost in modes.costs.items()
             }
             for requests, modes in self._modes.items()
