@@ -215,6 +215,8 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
         environment["OMP_NUM_THREADS"] = str(max(1, num_cores() // setup.num_workers))
         environment[SHARES_CORES] = "yes"
     environment["OPENBLAS_NUM_THREADS"] = "1"
+    # Threads of OpenMP that poll for work take the cores of other ranks.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.

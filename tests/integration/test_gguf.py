@@ -24,9 +24,11 @@ from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
+from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.gguf import GGUF, tensor_places
+from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -281,6 +283,32 @@ def test_blocks_stay_as_they_are(files, stored):
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
     assert model.num_weight_bytes <= KEPT[stored] * in_file
+
+
+@pytest.mark.parametrize("stored", BLOCKS, ids=lambda each: each.name)
+def test_without_ggml_blocks_are_dequantised_as_they_are_used(files, stored, monkeypatch):
+    monkeypatch.setattr(ggml, "load", lambda: None)
+    path = files("llama", stored)
+    expected = logits(path, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kind):
+    """Beside rows of another sequence and in other KV slots, too."""
+    path, rows, tokens = files(kind, Type.Q4_K), len(PROMPT), torch.tensor(PROMPT)
+    model = ModelSlice.load(
+        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=2 * rows
+    )
+    assert model.attention == "ggml"
+    slots = np.random.default_rng(0).permutation(2 * rows)
+    whole = model.forward(tokens, torch.arange(rows), causal_plan(slots[:0], slots[:rows]))
+    for at in range(rows):
+        plan = causal_plan(slots[rows : rows + at], slots[rows + at : rows + at + 1])
+        alone = model.forward(tokens[at : at + 1], torch.tensor([at]), plan)
+        assert torch.equal(alone[0], whole[at])
+        assert torch.equal(model.logits(alone)[0], model.logits(whole)[at])
 
 
 def test_blocks_of_several_types_stay(tmp_path):
