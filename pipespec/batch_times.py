@@ -21,8 +21,8 @@ LEAST_EXPLAINED = 0.1
 # Reading KV slots must take this share of a batch's time, or it counts as free.
 LEAST_SHARE = 0.01
 
-# Rows and milliseconds, by rising rows.
-Points = tuple[tuple[int, float], ...]
+# Rows and milliseconds, by rising rows; rows that are means need not be whole.
+Points = tuple[tuple[float, float], ...]
 
 
 class BatchTimes(NamedTuple):
@@ -109,7 +109,7 @@ class RowTimes:
 
     def points(self, slot_ms: float = 0.0) -> Points:
         """The mean times without the time for KV slots; they rise with the rows."""
-        return _rising(
+        return _whole(
             (rows, max(ms - slot_ms * slots, 0.0), min(size.samples, MEMORY))
             for size in self._by_size.values()
             for rows, slots, ms in [size.mean.tolist()]
@@ -160,13 +160,13 @@ def merge_times(measured: Iterable[BatchTimes]) -> BatchTimes:
     found = list(measured)
     count = max(len(found), 1)
     return BatchTimes(
-        _rising((*point, 1) for point in mean_by_size(p for each in found for p in each.points)),
+        _whole((*point, 1) for point in mean_by_size(p for each in found for p in each.points)),
         sum(each.slot_ms for each in found) / count,
         sum(each.slots for each in found) / count,
     )
 
 
-def _rising(measured: Iterable[tuple[float, float, float]]) -> Points:
+def rising(measured: Iterable[tuple[float, float, float]]) -> Points:
     """The nearest times that never fall as rows rise, by least squares (isotonic regression, pool
     adjacent violators), given rows, milliseconds and the weight of each.
 
@@ -181,7 +181,11 @@ def _rising(measured: Iterable[tuple[float, float, float]]) -> Points:
             mean = (before[0] * before[1] + pool[0] * pool[1]) / both
             pool = (mean, both, before[2] + pool[2])
         pools.append(pool)
-    return tuple((round(rows), ms) for ms, _, all_rows in pools for rows in all_rows)
+    return tuple((rows, ms) for ms, _, all_rows in pools for rows in all_rows)
+
+
+def _whole(measured: Iterable[tuple[float, float, float]]) -> Points:
+    return tuple((round(rows), ms) for rows, ms in rising(measured))
 
 
 def pack(measured: BatchTimes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -64,22 +64,7 @@ class HeldRank:
             threads = torch.get_num_threads()  # OMP_NUM_THREADS
         if threads == AUTO:
             return share_cores(num_cores(), num_stages, has_head=has_head)
-        return CoreShares.equal(num_cores(), num_stages, threads)
-
-    def is_draft_apart(self) -> bool:
-        """Whether the head, whose worker this is, has a draft model on a device that computes no
-        stage; on a CPU, on cores that no stage uses. Without a model proposals take next to no
-        time, so none is gained by making them beside a stage, before the verdict is known."""
-        if not self.deployment.config.proposer.needs_draft:
-            return False
-
-        def places(ranks: Iterable[int]) -> set[tuple[str, str]]:
-            return {self._place(each) for rank in ranks for each in self.assignment.members(rank)}
-
-        heads = places([0])
-        if any(device == "cpu" for _, device in heads):
-            return self.core_shares().apart
-        return heads.isdisjoint(places(range(1, self.deployment.num_ranks)))
+        return CoreShares(threads, threads)
 
     def _place(self, worker: str) -> tuple[str, str]:
         """The host and the device of a worker."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -37,6 +40,7 @@ from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import StopCheck
 from pipespec.placement.rank_needs import draft_slots
+from pipespec.system.versions import package_version
 from pipespec.text import StopChecker
 
 log = logging.getLogger(__name__)
@@ -64,8 +68,7 @@ def load_model(
     slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
     name = quantization_of(deployment.name_of(info))
     held = deployment.weight_format(info)
-    on_cpu = held if device == "cpu" else None
-    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name), on_cpu)
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     layers = memory.layers_of(deployment, info, rank)
     # In a later epoch, and on a host that was started by hand, some may be lacking.
@@ -196,17 +199,12 @@ def num_profiled_rows(config: Config) -> int:
     return config.fed_rows if needed else 0
 
 
-def scheduler_config(
-    deployment: Deployment, kv_tokens: int, *, apart: bool = True
-) -> SchedulerConfig:
-    """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text.
-
-    `apart`: the head has a device, or cores, that no stage uses. Emulated hosts have.
-    """
+def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
+    """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text."""
     config = deployment.config
-    overlap = config.proposer.overlap
-    # In a longer pipeline tokens are lost while all stages wait for the draft.
-    auto = apart or deployment.layout.num_steps > 1 or bool(config.clock)
+    overlap = {"yes": True, "no": False, "auto": None}[config.proposer.overlap]
+    if overlap is None and not measures_steps(config):
+        overlap = True  # emulated hosts have a device for each rank
     for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.policy,
@@ -220,9 +218,29 @@ def scheduler_config(
         max_retained=deployment.max_retained,
         kept_states=None if deployment.target.recurrent is None else deployment.kept_states,
         state_interval=config.scheduler.state_interval,
-        overlap=overlap == "yes" or (overlap == "auto" and auto),
+        overlap=overlap,
         request_policies=config.request_policies,
     )
+
+
+def measures_steps(config: Config) -> bool:
+    """Whether what steps take is learnt as they run. Emulated times are stated."""
+    return not config.clock and any(each.refills for each in config.policies)
+
+
+def step_times_key(deployment: Deployment) -> list[Any]:
+    """What the times of steps depend on. Policies, prompts and lengths are not part of it."""
+    config = deployment.config
+    processors = platform.machine(), platform.processor(), os.cpu_count()
+    return [
+        package_version("pipespec"),
+        *(torch.__version__, platform.node(), processors, os.environ.get("OMP_NUM_THREADS")),
+        [[name, str(info.path), info.quantization] for name, info in deployment.models],
+        [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
+        [host.name for host in deployment.hosts],
+        *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),
+        *map(str, (config.transport, config.link_delay, config.proposer)),
+    ]
 
 
 def make_proposer(

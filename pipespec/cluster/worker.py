@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -39,8 +40,11 @@ from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachab
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.step_times import LearntSteps
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
+from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.spin_wait import should_spin
 from pipespec.trace import Timeline
 from pipespec.transport.distributed import FOREVER, DistributedTransport
@@ -54,6 +58,8 @@ LOOK_S = 0.5
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
 LONGER_S = 15.0
+# The folder of what was learnt of steps (`LearntSteps`), in the user's cache folder.
+STEP_TIMES = "step_times"
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +88,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
         by_hand=hosts[worker].by_hand,
     ) as heartbeat:
         while True:
+            progress.begin(LOADING_S)
             epoch = heartbeat.next(number)
             number = epoch.number
             if not epoch.assignment:
@@ -148,17 +155,17 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         sharing = held.num_models_on(deployment.mid_device)
         mid = mid_weights.of(deployment, rank, sharing, mid=True)
     log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
-    apart = rank != 0 or held.is_draft_apart()
     if len(held.members) == 1:
-        join_and_run(held, model, mid, apart=apart)
+        join_and_run(held, model, mid)
         return
     assert model is not None
     with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+        progress.begin(LOADING_S)
         if member:
             rank_components.follow_tp_leader(model, group)
             return
         with rank_components.leading_tp_group(model, group) as num_slots:
-            join_and_run(held, model, mid, group, num_slots, apart=apart)
+            join_and_run(held, model, mid, group, num_slots)
 
 
 def join_and_run(
@@ -167,15 +174,12 @@ def join_and_run(
     mid: ModelSlice | None,
     group: TPProcessGroup | None = None,
     num_slots: int | None = None,
-    *,
-    apart: bool,
 ) -> None:
     """Join the controller and the neighbours, and run the loop of a rank.
 
     Args:
         group: of the workers that compute the rank; it is aborted with the links.
         num_slots: of the model's KV slots, which the rank may use; None: all.
-        apart: the head has a device, or cores, that no stage uses.
     """
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
@@ -185,17 +189,11 @@ def join_and_run(
     with (
         meeting_store(held) as store,
         join_rank(
-            deployment,
-            where,
-            held.rank,
-            model,
-            mid,
-            spins=spinning,
-            num_slots=num_slots,
-            apart=apart,
+            deployment, where, held.rank, model, mid, spins=spinning, num_slots=num_slots
         ) as joined,
     ):
-        with Membership(where.url, where.namespace) as shared:
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
             while len(shared.attached(where.epoch)) < deployment.num_ranks:
                 held.heartbeat.check(where.epoch)
                 shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
@@ -237,7 +235,6 @@ class JoinedRank:
     controller: Controller
     grammars: Grammars | None
     times: RowTimes
-    apart: bool
     resources: ExitStack  # closed when the rank leaves the controller
 
     def run_loop(self, transport: Transport) -> None:
@@ -258,9 +255,11 @@ class JoinedRank:
                 self.runner.model.attention,
                 compile_grammar,
             )
-            StageLoop(
+            stage = StageLoop(
                 self.runner, transport, self.controller, stage_settings, timeline, self.times
-            ).run_until_stop()
+            )
+            with progress.part(LATE_S):
+                stage.run_until_stop()
             return
         kv_tokens = self.controller.kv_tokens(deployment.num_ranks - 1)
         proposer = rank_components.make_proposer(deployment, self.runner, self.mid)
@@ -268,18 +267,24 @@ class JoinedRank:
         if isinstance(proposer, CascadeProposer):
             scorer = proposer
             self.resources.callback(proposer.close)
+        scheduling = rank_components.scheduler_config(deployment, kv_tokens)
+        scheduler = Scheduler(scheduling, scorer)
+        key = rank_components.step_times_key(deployment)
         settings = HeadSettings(
             deployment.layout,
             rank_components.stop_check(deployment),
             delay_ms,
             config.clock,
             compile_grammar,
+            keep_learnt=partial(store_cached, STEP_TIMES, key),
         )
-        scheduling = rank_components.scheduler_config(deployment, kv_tokens, apart=self.apart)
-        scheduler = Scheduler(scheduling, scorer)
-        HeadLoop(
-            scheduler, proposer, transport, self.controller, settings, timeline
-        ).run_until_done()
+        if rank_components.measures_steps(config):
+            stored = load_cached(STEP_TIMES, key)
+            of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
+            scheduler.learn(LearntSteps(*of, stored))
+        head = HeadLoop(scheduler, proposer, transport, self.controller, settings, timeline)
+        with progress.part(LATE_S):
+            head.run_until_done()
 
 
 @contextmanager
@@ -292,7 +297,6 @@ def join_rank(
     *,
     spins: bool = False,
     num_slots: int | None = None,
-    apart: bool = True,
 ) -> Iterator[JoinedRank]:
     """Join the controller as a rank whose models are loaded; leave it with the block.
 
@@ -300,7 +304,6 @@ def join_rank(
         mid: the mid-size model beside the head of a cascade.
         spins: see `pipespec.system.spin_wait`.
         num_slots: of the model's KV slots, which the rank may use; None: all.
-        apart: the head has a device, or cores, that no stage uses.
     """
     config = deployment.config
     last = rank == deployment.layout.last
@@ -334,9 +337,7 @@ def join_rank(
                 computing=None if model is None else model.describe(),
             )
         )
-        yield JoinedRank(
-            deployment, rank, runner, mid, controller, grammars, times, apart, resources
-        )
+        yield JoinedRank(deployment, rank, runner, mid, controller, grammars, times, resources)
 
 
 @contextmanager
@@ -360,7 +361,8 @@ def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
     assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
     first = f"member/{held.rank}/first"
     with meeting_store(held) as store:
-        with Membership(where.url, where.namespace) as shared:
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
             if member:
                 shared.follow(where.epoch, members[member])
                 store.wait([first], FOREVER)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 from pipespec.batch_times import RowTimes, merge_times, pack
 from pipespec.clock import REAL_TIME, StepClock
@@ -31,6 +32,7 @@ from pipespec.head.step import run_step
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
+from pipespec.system.liveness import LOADING_S, progress
 from pipespec.trace import Timeline
 from pipespec.transport.transport import Transport
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # Between two reports of the head's gauges and counters.
 PUBLISH_NS = 10**9
+# Learnt steps after which they are kept again, once no request is left.
+KEPT_EVERY = 32
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class HeadSettings:
         delay_ms: milliseconds that a verdict takes to the head at least.
         clock: the least time of a draft round.
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
+        keep_learnt: keeps what was learnt of steps for the next run.
     """
 
     layout: Layout
@@ -57,6 +62,7 @@ class HeadSettings:
     delay_ms: float = 0.0
     clock: StepClock = REAL_TIME
     compile_grammar: Compile | None = None
+    keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
 
 
 class HeadLoop:
@@ -90,6 +96,7 @@ class HeadLoop:
         self._rounds = RowTimes()  # of the draft, by the nodes that they expanded
         # Verdicts that were applied, but neither logged nor passed to the proposer, by request.
         self._unlogged: list[tuple[int, Verdict]] = []
+        self._kept_steps = 0  # of those learnt, how many are kept
         self._published: int | None = None  # when gauges and counters were published last
         self._control_ns: dict[int, int] = {}  # the controller's time when each request began
         # Requests whose grammars are being compiled, and their answers so far.
@@ -113,6 +120,7 @@ class HeadLoop:
             busy = not self.idle or bool(self._compiling)
             if not busy:
                 self.publish(now=True)  # the next step may be far off
+                self.keep_learnt()
             found = self.controller.next_requests(room, wait=not busy)
             if not found:
                 if not busy:
@@ -144,7 +152,8 @@ class HeadLoop:
         """Start the requests whose grammars are compiled; if there is nothing else to do, wait for
         one."""
         if self._compiling and self.idle:
-            wait([compiling for _, _, compiling in self._compiling], return_when=FIRST_COMPLETED)
+            with progress.part(LOADING_S):
+                wait([each for _, _, each in self._compiling], return_when=FIRST_COMPLETED)
         done = [each for each in self._compiling if each[2].done()]
         self._compiling = [each for each in self._compiling if each not in done]
         for request, answer, compiling in done:
@@ -270,7 +279,7 @@ class HeadLoop:
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         report["times"] = pack(self._rounds.measured())
-        report["overlap"] = self.scheduler.config.overlap
+        report["overlap"] = self.scheduler.overlap
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
         self.end_sequence(sequence)
@@ -340,6 +349,13 @@ class HeadLoop:
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals
                 )
+
+    def keep_learnt(self) -> None:
+        """Keep what was learnt of steps, if that is much more than is kept."""
+        learnt = self.scheduler.learnt
+        if learnt is not None and learnt.steps >= self._kept_steps + KEPT_EVERY:
+            self._kept_steps = learnt.steps
+            self.settings.keep_learnt(learnt.stored())
 
     def stop(self) -> None:
         """Send the last batch, and submit the steps in which it passes the stages."""

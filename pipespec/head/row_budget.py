@@ -105,6 +105,8 @@ def select_rows(
         certain = (np.arange(len(probabilities)) < num_certain).astype(float)
         offered = OfferedRows(probabilities, certain, kv_slots, num_certain)
         target = target_batch(replace(state, offered=offered))
+    if row_cost is None and state.trial_rows is not None and target is not None:
+        target = replace(target, rows=max(state.trial_rows, 1))
     limit = budget if target is None else min(budget, target.rows)
     selected, some_wait = _select_certain(candidates, limit, target)
     num_selected = sum(map(len, selected))
@@ -235,7 +237,9 @@ def target_batch(state: PipelineState) -> TargetBatch | None:
 
 def _batch_ms(offered: OfferedRows, state: PipelineState) -> np.ndarray:
     """Milliseconds of a step whose batches all have 1, 2, ... of these rows, `[rows]`."""
-    rows = np.arange(1, len(offered.probabilities) + 1)
+    rows = np.arange(1.0, len(offered.probabilities) + 1)
+    if state.by_mean and offered.present is not None:  # batches without so many rows cost less
+        rows = np.maximum(np.cumsum(offered.present), 1 / state.num_stages)
     ms = step_ms_of(state, rows) + state.slot_ms * np.cumsum(offered.kv_slots)
     return np.asarray(np.maximum(ms, state.drafting_ms))
 
@@ -256,6 +260,7 @@ def lasting_rows(offered: OfferedRows, state: PipelineState) -> OfferedRows:
         np.delete(offered.certain, gone),
         np.delete(offered.kv_slots, gone),
         offered.fed,
+        None if offered.present is None else np.delete(offered.present, gone),
     )
 
 

@@ -37,6 +37,7 @@ from pipespec.head.scheduler_types import (
 )
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.step_stats import StepStats
+from pipespec.head.step_times import LearntSteps
 from pipespec.head.structured_output import GrammarGuide, masked_proposal
 from pipespec.head.tree import ROOT
 
@@ -59,6 +60,7 @@ class Scheduler:
         self.step = 0  # of the next batch
         self.totals = Totals()
         self._policy_name, self._policy = "", config.policy
+        self.learnt: LearntSteps | None = None
         self._stats = self._new_stats()
         self._scorer = scorer
         self._measured = NO_TIMES  # by the stages
@@ -124,6 +126,11 @@ class Scheduler:
         return self.admission.has_unsent_departures or self.step <= self._busy_until
 
     @property
+    def overlap(self) -> bool:
+        """Whether the draft works while the stages compute, now."""
+        return self._stats.overlap
+
+    @property
     def misses_per_step(self) -> float:
         """Tokens per step of one request that had to be fed after they were decided."""
         rates = [sequence.misses_per_step for sequence in self.sequences.values()]
@@ -158,7 +165,8 @@ class Scheduler:
         config = self.config
         most = self._budget(config.max_num_seqs)
         rounds = min_rounds(config.rounds)
-        return StepStats(config.num_steps, rounds, most, overlap=config.overlap)
+        overlap = config.overlap is not False
+        return StepStats(config.num_steps, rounds, most, overlap=overlap, learnt=self.learnt)
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -170,19 +178,22 @@ class Scheduler:
         self._decoding = len(decoding)
         self._drafts_in_flight = any(each.has_drafts_in_flight for each in decoding)
         self._stats.begin_step()
+        if self._policy.refills and decoding:
+            self._stats.choose_mode(len(decoding))
         # Here and not when the batch is due: the stages compute meanwhile.
         self._target = None
         if self._policy.row_cost is None:
-            self._target = target_batch(self._state(0.0))
+            self._target = self._stats.choose_trial(target_batch(self._state(0.0)))
 
     def next_expansion(self, elapsed_ms: float) -> ProposalBatch | None:
         """The next draft round of a step that has lasted so long; None: the policy wants none, or
         there is no time for it."""
         state = self._state(elapsed_ms)
-        if self._draft_has_no_room or not has_time_for_round(self.config.rounds, state):
+        rounds = 1 if self._stats.one_round else self.config.rounds
+        if self._draft_has_no_room or not has_time_for_round(rounds, state):
             return None
         sequences = list(self.sequences.values())
-        if self._policy.refills and not self.config.overlap:
+        if self._policy.refills and not self._stats.overlap:
             # The draft reads prompts while the stages do, and waits for the verdict otherwise.
             sequences = [each for each in sequences if not each.decoding]
         work, _ = self._expansion(sequences, state)
@@ -302,6 +313,12 @@ class Scheduler:
             )
 
     # --- choices ------------------------------------------------------------------------------
+
+    def learn(self, learnt: LearntSteps) -> None:
+        """Measure whole steps from now on, which `learnt` knows from earlier runs."""
+        self.learnt = learnt
+        self._stats = self._new_stats()
+        self._stats.set_stage_times(self._measured)
 
     def update_stage_times(self, measured: BatchTimes) -> None:
         """Take over what the stages have measured of how long batches take."""

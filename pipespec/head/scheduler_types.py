@@ -37,7 +37,7 @@ class SchedulerConfig:
             requests share any prefix.
         state_interval: tokens of a prompt behind which one is kept, or 0.
         overlap: whether the draft works while the stages compute; else, where the policy can do
-            without, only while they do not.
+            without, only while they do not. None: as measured (`LearntSteps`).
         request_policies: policies that requests may name instead (`Request.policy`).
     """
 
@@ -52,7 +52,7 @@ class SchedulerConfig:
     max_retained: int = 0
     kept_states: int | None = None
     state_interval: int = 0
-    overlap: bool = True
+    overlap: bool | None = True
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,6 +17,7 @@ from pipespec.head.policies.policy import (
     TokenCost,
 )
 from pipespec.head.row_budget import Selection
+from pipespec.head.step_times import BETWEEN, ONE_BESIDE, PLAIN, LearntSteps
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
@@ -34,19 +36,32 @@ class StepStats:
         rounds: draft rounds that every step has, however long they take.
         max_rows: rows of a batch.
         overlap: draft rounds are made beside the stages.
+        learnt: where whole steps are measured; None: times are those of stages, which are stated.
     """
 
     def __init__(
-        self, num_stages: int, rounds: int = 1, max_rows: int = 1, *, overlap: bool = True
+        self,
+        num_stages: int,
+        rounds: int = 1,
+        max_rows: int = 1,
+        *,
+        overlap: bool = True,
+        learnt: LearntSteps | None = None,
     ) -> None:
         self.num_stages = num_stages
         self._overlap = overlap
+        self._learnt = learnt
+        self._speculates: bool | None = None
+        self.one_round = False  # at most one is made beside the stages of this step
+        self._trial_rows: int | None = None
+        self._target_rows = 1
         self._rounds = rounds
-        # Of `OfferedRows`: probabilities, certain rows and KV slots, each by row.
-        self._offered = np.zeros((3, max_rows))
+        # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
+        self._offered = np.zeros((4, max_rows))
         self._fed = Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
+        self._rows_in_flight: list[int] = []  # when this step began
         self._without_prompts = Ema()  # ms per step without rows of prompts
         self._computed = (0, 0)  # the largest of both, which a stage computes in this step
         self._draft = Ema()
@@ -57,6 +72,8 @@ class StepStats:
         self._beside_stages = Ema()
         self._undelayed_steps = 0  # in a row
         self._verdict_received = False  # in this step
+        self._delaying_ms = 0.0  # of rounds after it
+        self._rounds_beside = 0  # before it
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beside its stages
@@ -77,9 +94,35 @@ class StepStats:
             max((rows for rows, _ in self._in_flight), default=0),
             max((prompt_rows for _, prompt_rows in self._in_flight), default=0),
         )
-        self.rounds = 0
-        self._last_round_ms = self._drafted_ms = 0.0
+        self._rows_in_flight = [rows for rows, _ in self._in_flight]
+        self.rounds = self._rounds_beside = 0
+        self._last_round_ms = self._drafted_ms = self._delaying_ms = 0.0
         self._verdict_received = False
+
+    @property
+    def overlap(self) -> bool:
+        """Whether draft rounds are made beside the stages in this step."""
+        return self._overlap
+
+    def choose_mode(self, requests: int) -> None:
+        """Choose how this step decodes so many requests, by what was learnt of steps."""
+        if self._learnt is not None:
+            mode = self._learnt.next_mode(requests)
+            self._speculates = mode != PLAIN
+            self.one_round = mode == ONE_BESIDE
+            self._overlap = mode != BETWEEN
+
+    def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
+        """The target size, or another that this step tries, as its time is unknown."""
+        self._trial_rows = None
+        self._target_rows = 1 if target is None else target.rows
+        if self._learnt is not None and target is not None and self._speculates is not False:
+            known = self._learnt.times.times
+            most = len(self._offered[0])
+            self._trial_rows = self._learnt.trials.next_rows(known, target.rows, most)
+            if self._trial_rows is not None:
+                return replace(target, rows=self._trial_rows)
+        return target
 
     def add_round(self, ms: float, *, measured: bool = True) -> None:
         """Count a draft round that expanded the trees or (not measured) read part of a prompt."""
@@ -91,6 +134,9 @@ class StepStats:
             self._draft.add(ms)
         if self._verdict_received:  # the stages wait for it
             self._undelayed_steps = 0
+            self._delaying_ms += ms
+        else:
+            self._rounds_beside += 1
 
     def add_proposal(self, logps: np.ndarray) -> None:
         """Count the log-probabilities of candidates, `[nodes, children]`, the best ones first."""
@@ -152,6 +198,18 @@ class StepStats:
         rows, prompt_rows = self._computed
         if not prompt_rows:
             self._without_prompts.add(ms)
+        if self._learnt is not None and not prompt_rows:
+            slots_ms = self._stages.slot_ms * self._stages.slots
+            took_ms = ms - self._delaying_ms
+            took_ms -= min(slots_ms, took_ms / 2)
+            self._learnt.add(self._rows_in_flight, took_ms, self._rounds_beside)
+            if self._speculates or (self._speculates is not None and not speculating):
+                self._learnt.modes.add(
+                    ms,
+                    tokens,
+                    self._target_rows,
+                    counts=not (self._speculates and self._learnt.trials.pending),
+                )
         if rows:
             self._by_rows.add(rows, ms)
             if self._stages.points:
@@ -160,11 +218,14 @@ class StepStats:
     def set_stage_times(self, measured: BatchTimes) -> None:
         """Take over how long batches take, as the stages have measured it."""
         self._stages = measured
+        if self._learnt is not None:
+            self._learnt.set_stage_times(measured.points)
 
     def add_candidates(self, selection: Selection) -> None:
         """Count the rows that were offered and selected in this step."""
         rows = np.zeros(self._offered.shape)
         rows[1, : selection.num_certain] = 1
+        rows[3, : len(selection.probabilities)] = 1
         for i, values in ((0, selection.probabilities), (2, selection.kv_slots)):
             rows[i, : len(values)] = values[: rows.shape[1]]
         self._fed.add(sum(map(len, selection.nodes)))
@@ -187,12 +248,12 @@ class StepStats:
         most_ms = stretch * max(self._without_prompts.value, _at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]
         if len(fits) == len(curve):
-            return 2 * curve[-1][0]
+            return 2 * round(curve[-1][0])
         rows, ms = fits[-1] if fits else (0, 0.0)
         next_rows, next_ms = curve[len(fits)]
         between = int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
         # Where the time jumps, it does so at the end of a size.
-        return min(between, size_bucket(rows)) if rows else between
+        return min(between, size_bucket(round(rows))) if rows else between
 
     def state(
         self,
@@ -215,7 +276,10 @@ class StepStats:
             draft_ms=self._draft.value,
             verdict_ms=self._verdict_ms(),
             tokens_per_step=self._tokens.value,
-            step_ms=self._curve(self._stages.points),
+            step_ms=self._step_ms(),
+            by_mean=self._learnt is not None and self._learnt.times.by_mean,
+            trial_rows=self._trial_rows,
+            speculates=self._speculates,
             slot_ms=self._stages.slot_ms,
             offered=self._offered_rows(),
             drafting_ms=self._drafting.value or 0.0,
@@ -243,8 +307,8 @@ class StepStats:
     def _offered_rows(self) -> OfferedRows | None:
         if self._fed.value is None:
             return None
-        probabilities, certain, kv_slots = self._offered
-        return OfferedRows(probabilities, certain, kv_slots, self._fed.value)
+        probabilities, certain, kv_slots, present = self._offered
+        return OfferedRows(probabilities, certain, kv_slots, self._fed.value, present)
 
     def _least_plain_ms(self, requests: int) -> float | None:
         """What the stages need for a token of so many requests without draft tokens."""
@@ -257,6 +321,10 @@ class StepStats:
         if step_ms.value is None or not tokens_per_step:
             return None
         return TokenCost(step_ms.value / tokens_per_step, step_ms.samples)
+
+    def _step_ms(self) -> Points:
+        learnt = () if self._learnt is None else self._learnt.times.times.points
+        return learnt or self._curve(self._stages.points)
 
     def _curve(self, stages: Points) -> Points:
         """Step time by rows: that of the stages, which see batches of more sizes, plus the

@@ -13,36 +13,26 @@ STAGE_SHARE = 4
 
 @dataclass(frozen=True)
 class CoreShares:
-    """Threads of the head and of each stage of a host.
-
-    `apart`: the head has cores that no stage uses.
-    """
+    """Threads of the head and of each stage of a host."""
 
     head: int
     stage: int
-    apart: bool
-
-    @classmethod
-    def equal(cls, cores: int, num_stages: int, threads: int) -> CoreShares:
-        """So many threads for each."""
-        return cls(threads, threads, apart=cores > num_stages * threads)
 
 
 def share_cores(cores: int, num_stages: int, *, has_head: bool) -> CoreShares:
     """The threads of the ranks of a host that compute on its CPU, of which `num_stages` are stages.
 
     All stages compute at once. The head has cores of its own where each stage has two and more;
-    elsewhere it takes one thread, and should draft while the stages wait.
+    elsewhere it takes one thread.
     """
     if not num_stages:
-        return CoreShares(cores, cores, apart=True)
+        return CoreShares(cores, cores)
     if not has_head:
-        return CoreShares(1, max(1, cores // num_stages), apart=True)
+        return CoreShares(1, max(1, cores // num_stages))
     if cores <= 2 * num_stages:
-        stage = max(1, cores // num_stages)
-        return CoreShares(1, stage, apart=cores > stage * num_stages)
+        return CoreShares(1, max(1, cores // num_stages))
     head = max(1, cores // (1 + STAGE_SHARE * num_stages))
-    return CoreShares(head, (cores - head) // num_stages, apart=True)
+    return CoreShares(head, (cores - head) // num_stages)
 
 
 def num_cores() -> int:

@@ -27,7 +27,7 @@ from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revi
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf_bounds import outline_of_prefix
+from pipespec.engine.formats.gguf_file import header_ends
 from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.engine.safetensors_headers import (
     INDEX,
@@ -301,6 +301,6 @@ def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> by
     prefix, wanted = b"", min(GGUF_PREFIX, size)
     while True:
         prefix += read(len(prefix), wanted)
-        if outline_of_prefix(path, prefix, size, block_sizes) is not None:
+        if header_ends(path, prefix, size, block_sizes):
             return prefix
         wanted = min(2 * wanted, size)

@@ -147,6 +147,8 @@ class BestFirst(SpeculationPolicy):
         other one is tried again, as the text may have changed: speculation for TRIAL pipeline
         lengths, plain decoding for one token.
         """
+        if self.row_cost is None and state.speculates is not None:
+            return state.speculates
         if self.row_cost is not None or state.least_plain_ms is None:
             return True
         lengths, cost = state.streak / state.num_stages, state.speculative_cost

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipespec.batch_times import Points
 from pipespec.head.tree import Tree
 
 NO_NODES = np.empty(0, np.int64)
@@ -40,12 +41,14 @@ class OfferedRows:
         certain: the share of steps in which it was on one for certain, as a root is, `[rows]`.
         kv_slots: KV slots that it reads beside those of the rows before it, `[rows]`.
         fed: how many of them entered a batch.
+        present: the share of steps in which there were so many rows, `[rows]`; None: all of them.
     """
 
     probabilities: np.ndarray
     certain: np.ndarray
     kv_slots: np.ndarray
     fed: float
+    present: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,10 @@ class PipelineState:
         tokens_per_step: tokens decided per step, of all requests, while speculating.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows,
             without what the KV slots add; empty if unknown.
+        by_mean: `step_ms` is by the mean of the batches in the pipeline, as ranks share cores.
+        trial_rows: the size that is tried in this step, while step times are learnt; None: none.
+        speculates: whether speculation is measured as the faster way, or is to be measured; None:
+            the policy compares `plain_cost` and `speculative_cost`.
         slot_ms: what each KV slot that is read adds to a step.
         offered: the rows that could have entered batches so far; None: unknown.
         drafting_ms: how long the draft rounds of a step take whatever else the step does.
@@ -102,7 +109,10 @@ class PipelineState:
     draft_ms: float | None = None
     verdict_ms: float | None = None
     tokens_per_step: float | None = None
-    step_ms: tuple[tuple[int, float], ...] = ()
+    step_ms: Points = ()
+    by_mean: bool = False
+    trial_rows: int | None = None
+    speculates: bool | None = None
     slot_ms: float = 0.0
     offered: OfferedRows | None = field(default=None, compare=False)
     drafting_ms: float = 0.0

@@ -182,8 +182,8 @@ class ProposerConfig(ABC):
     overlap: str = setting(
         AUTO,
         "Whether the draft works while the stages compute, or only while they wait for a batch, "
-        "which takes best_first with policy.row_cost=null; auto is yes, but no for a single stage "
-        "that uses the draft's GPU or all cores of the head's host, or without a draft model.",
+        "which takes best_first with policy.row_cost=null; auto measures both and keeps the faster "
+        "for these models and machines, and is yes where times are emulated.",
         choices=OVERLAPS,
     )
 

@@ -173,7 +173,7 @@ def measured(plain: BenchResult, speculating: BenchResult) -> list[dict[str, Any
     ]
 
 
-def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]:
+def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[float, float]]:
     """The times of one stage by rows, at the context that was measured: of one row from the plain
     run, of more from the other; more rows never take less time."""
     one = next(ms for _, ms in plain.with_slots())
@@ -222,5 +222,5 @@ def _mean_tbt(result: BenchResult) -> float:
     return sum(gaps) / len(gaps) if gaps else 0.0
 
 
-def _texts(points: Sequence[tuple[int, float]]) -> tuple[str, ...]:
+def _texts(points: Sequence[tuple[float, float]]) -> tuple[str, ...]:
     return tuple(f"{rows}:{ms:.5g}" for rows, ms in points)

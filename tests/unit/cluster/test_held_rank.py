@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pipespec.cluster.deployment import ControllerAddress, decide
 from pipespec.cluster.held_rank import HeldRank
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.rank_components import scheduler_config
+from pipespec.cluster.rank_components import measures_steps, scheduler_config, step_times_key
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.system.cores import SHARES_CORES, CoreShares
@@ -33,7 +34,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four_cores")
 @pytest.mark.parametrize(
     ("stages", "expected"),
-    [(1, CoreShares(1, 3, apart=True)), (2, CoreShares(1, 2, apart=False))],
+    [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: CoreShares) -> None:
@@ -42,15 +43,15 @@ def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: Co
 
 @pytest.mark.usefixtures("four_cores")
 def test_a_number_of_threads_is_that_of_every_rank() -> None:
-    assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4, apart=False)
-    assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2, apart=True)
+    assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4)
+    assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2)
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARES_CORES)  # the agent found OMP_NUM_THREADS
     threads = torch.get_num_threads()
-    assert held(1).core_shares() == CoreShares(threads, threads, apart=threads < 4)
+    assert held(1).core_shares() == CoreShares(threads, threads)
 
 
 @pytest.mark.usefixtures("four_cores")
@@ -59,61 +60,38 @@ def test_ranks_of_other_hosts_take_no_cores() -> None:
     head, stage = alone.assignment.workers
     elsewhere = replace(alone.hosts[stage], name="other")
     apart = replace(alone, hosts={head: alone.hosts[head], stage: elsewhere})
-    assert apart.core_shares() == CoreShares(4, 4, apart=True)
+    assert apart.core_shares() == CoreShares(4, 4)
     assert replace(apart, rank=1).core_shares().stage == 4
 
 
 @pytest.mark.parametrize(
-    ("settings", "apart", "overlaps"),
+    ("settings", "overlaps"),
     [
-        ([], True, True),
-        ([], False, False),
-        (["proposer.overlap=yes"], False, True),
-        (["proposer.overlap=no"], True, False),
-        (["cluster.stages=2"], False, True),
-        (["emulate=fixed"], False, True),  # emulated hosts have cores of their own
+        ([], None),  # as measured
+        (["proposer.overlap=yes"], True),
+        (["proposer.overlap=no"], False),
+        (["policy=root"], True),  # there is no choice
+        (["policy.row_cost=0.01"], True),
+        (["emulate=fixed"], True),  # emulated hosts have cores of their own
     ],
 )
-def test_the_draft_works_beside_the_stages_unless_the_only_one_uses_all_cores(
-    settings: list[str], apart: bool, overlaps: bool
+def test_whether_the_draft_works_beside_the_stages_is_measured(
+    settings: list[str], overlaps: bool | None
 ) -> None:
     deployment = held(0, *settings).deployment
-    assert scheduler_config(deployment, 100, apart=apart).overlap == overlaps
+    assert scheduler_config(deployment, 100).overlap is overlaps
+    assert measures_steps(deployment.config) == (
+        settings in ([], ["proposer.overlap=yes"], ["proposer.overlap=no"])
+    )
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: 2)
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    ("devices", "apart"),
-    [
-        ("[cuda:0,cuda:0]", False),
-        ("[cuda:0,cuda:1]", True),
-        ("[cpu,cuda:0]", True),
-        ("[cuda:0,cpu]", True),
-    ],
-)
-def test_a_draft_that_shares_its_gpu_with_a_stage_is_not_apart(devices: str, apart: bool) -> None:
-    on_gpus = held(0, f"cluster.devices={devices}")
-    assert on_gpus.is_draft_apart() == apart
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_proposer_without_a_model_is_never_apart() -> None:
-    """Its proposals are better after the verdict, and take next to no time."""
-    on_gpus = held(0, "cluster.devices=[cpu,cuda:0]", "proposer=suffix")
-    assert not on_gpus.is_draft_apart()
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_gpus_of_different_hosts_are_different() -> None:
-    one = held(0, "cluster.devices=[cuda:0,cuda:0]")
-    head, stage = one.assignment.workers
-    elsewhere = replace(one.hosts[stage], name="other")
-    assert replace(one, hosts={head: one.hosts[head], stage: elsewhere}).is_draft_apart()
+def test_learnt_steps_are_those_of_one_model_and_layout() -> None:
+    keys = [
+        json.dumps(step_times_key(held(0, *settings).deployment))
+        for settings in ([], ["policy=level"], ["cluster.stages=2"], ["proposer=suffix"])
+    ]
+    assert keys[0] == keys[1], "policies are not part of it"
+    assert len({*keys}) == 3
 
 
 def test_threads_outside_their_limits_are_refused() -> None:

@@ -15,20 +15,20 @@ def test_threads_never_exceed_the_cores_where_there_is_one_for_each_rank(cores, 
     assert shares.head >= 1 and shares.stage >= 1
     if stages:
         assert stages * shares.stage <= max(cores, stages)
-        if has_head and shares.apart:
+        if has_head and cores > 2 * stages:
             assert stages * shares.stage + shares.head <= cores
 
 
 @pytest.mark.parametrize(
     ("cores", "stages", "expected"),
     [
-        (2, 1, CoreShares(1, 2, apart=False)),
-        (2, 2, CoreShares(1, 1, apart=False)),
-        (2, 4, CoreShares(1, 1, apart=False)),
-        (3, 2, CoreShares(1, 1, apart=True)),
-        (4, 1, CoreShares(1, 3, apart=True)),
-        (16, 1, CoreShares(3, 13, apart=True)),
-        (16, 4, CoreShares(1, 3, apart=True)),
+        (2, 1, CoreShares(1, 2)),
+        (2, 2, CoreShares(1, 1)),
+        (2, 4, CoreShares(1, 1)),
+        (3, 2, CoreShares(1, 1)),
+        (4, 1, CoreShares(1, 3)),
+        (16, 1, CoreShares(3, 13)),
+        (16, 4, CoreShares(1, 3)),
     ],
 )
 def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, expected):
@@ -36,7 +36,7 @@ def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, e
 
 
 def test_a_host_of_the_head_alone_gives_it_all_cores():
-    assert share_cores(8, 0, has_head=True) == CoreShares(8, 8, apart=True)
+    assert share_cores(8, 0, has_head=True) == CoreShares(8, 8)
 
 
 def test_stages_without_the_head_take_all_cores():

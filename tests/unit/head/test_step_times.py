@@ -1,0 +1,200 @@
+"""What steps take by their rows, and which way of decoding is the fastest, as learnt from steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.step_times import (
+    BESIDE,
+    BETWEEN,
+    COMPARED,
+    KNOWN,
+    PLAIN,
+    LearntSteps,
+    Modes,
+    SizeTimes,
+    SizeTrials,
+    StepTimes,
+)
+from pipespec.instruments.emulation.machine import TimeCurve
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
+
+FLAT = ((1, 3.0), (64, 4.0))  # as stages have measured it, one by one
+# 8 rows of Q4_K cost 6.4 times one row on two cores with AVX2.
+DEAR = ((1, 13.4), (2, 19.5), (4, 31.2), (8, 52.9), (16, 83.6), (64, 324.8))
+
+
+def times(*steps: tuple[float, float], known: tuple = (), stages: tuple = ()) -> SizeTimes:
+    made = SizeTimes(known)
+    made.set_stage_times(stages)
+    for rows, ms in steps:
+        made.add(rows, ms)
+    return made
+
+
+# --- times by rows --------------------------------------------------------------------------------
+
+
+def test_stage_times_are_the_first_guess_and_fade_as_steps_come_in():
+    assert times(stages=FLAT).points == FLAT
+    once = times((1, 13.0), stages=FLAT)
+    assert 3 < once.at(1) <= 13
+    assert once.at(64) == pytest.approx(14), "what a step takes beside its stages is added"
+    often = times(*[(1, 13.0), (64, 50.0)] * 32, stages=FLAT)
+    assert often.at(1) == pytest.approx(13, rel=0.1)
+    assert often.at(64) == pytest.approx(50, rel=0.1)
+
+
+def test_steps_that_lasted_long_by_chance_do_not_count():
+    usual = times(*[(4, 10.0)] * 16)
+    assert times(*[(4, 10.0)] * 15, (4, 900.0)).at(4) == pytest.approx(usual.at(4))
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 64), st.floats(0.1, 99)), min_size=1), st.booleans())
+def test_learnt_times_never_fall_with_the_rows(steps: list[tuple[float, float]], stages: bool):
+    points = times(*steps, stages=FLAT if stages else ()).points
+    assert [rows for rows, _ in points] == sorted({rows for rows, _ in points})
+    assert [ms for _, ms in points] == sorted(ms for _, ms in points)
+
+
+def test_an_earlier_run_gives_the_shape_and_the_steps_of_this_one_the_speed():
+    slower = times(*[(2, 40.0)] * 8, known=((1.0, 10.0), (2.0, 20.0), (8.0, 80.0)))
+    assert slower.at(8) == pytest.approx(160)
+    assert slower.is_known(8)
+    assert not slower.is_known(32)
+
+
+@pytest.mark.parametrize(("shared", "rows", "ms"), [(True, 8, 32), (False, 14, 56)])
+def test_whether_the_sum_of_the_rows_counts_is_learnt(shared: bool, rows: int, ms: float):
+    """Ranks that share cores take as long as all rows together, others as the largest batch."""
+    learnt = StepTimes(4)
+    for i in range(4 * COMPARED):
+        batches = [1 + (7 * i + 3 * place) % 16 for place in range(4)]
+        learnt.add(batches, float(sum(batches)) if shared else 4.0 * max(batches))
+    assert learnt.by_mean == shared
+    assert learnt.times.at(rows) == pytest.approx(ms, rel=0.15)
+
+
+def test_what_was_learnt_survives_as_json():
+    learnt = LearntSteps(1)
+    for rows, ms in DEAR * 4:
+        learnt.next_mode(requests=1)
+        learnt.add([rows], ms, rounds=1)
+        learnt.modes.add(ms, tokens=2)
+    again = LearntSteps(1, stored=json.loads(json.dumps(learnt.stored())))
+    assert again.times.times.at(8) == pytest.approx(learnt.times.times.at(8))
+    assert again.stored()["costs"] == learnt.stored()["costs"]
+
+
+# --- sizes that are tried -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", [1, 8])
+def test_near_sizes_are_tried_until_they_are_known(num_stages: int):
+    trials, known = SizeTrials(num_stages), times(*[(64, 40.0)] * KNOWN)
+    tried = []
+    for _ in range(200 * trials.length):
+        rows = trials.next_rows(known, target=64, most=64)
+        if rows is not None:
+            tried.append(rows)
+            known.add(rows, rows)
+    assert {*tried} == {8, 16, 32}
+    assert len(tried) <= 3 * max(KNOWN, trials.length)
+    assert not trials.pending
+
+
+def test_trials_of_a_size_that_no_batch_can_have_end():
+    trials, known = SizeTrials(1), times(*[(2, 10.0)] * KNOWN)
+    tried = [trials.next_rows(known, target=2, most=64) for _ in range(200)]
+    assert sum(rows is not None for rows in tried) <= 2 * 2 * KNOWN
+    assert not trials.pending
+
+
+# --- ways of decoding -----------------------------------------------------------------------------
+
+
+def decode(modes: Modes, costs: dict[str, float], steps: int, least: float | None = 0) -> list[str]:
+    """The modes of so many steps, each of which decides a token in what its mode costs."""
+    used = []
+    for _ in range(steps):
+        used.append(modes.next_mode(least))
+        modes.add(costs[used[-1]], 1.0)
+    return used
+
+
+@pytest.mark.parametrize("best", [BESIDE, BETWEEN, PLAIN])
+@pytest.mark.parametrize("lost", [1.05, 1.3, 4.0])
+def test_the_fastest_way_is_found_and_others_are_hardly_tried_again(best: str, lost: float):
+    modes = Modes(1, (BESIDE, BETWEEN))
+    costs = {way: 1.0 if way == best else lost for way in (BESIDE, BETWEEN, PLAIN)}
+    decode(modes, costs, 100)
+    later = [costs[way] for way in decode(modes, costs, 1000)]
+    assert sum(later) / len(later) < 1.03
+    changed = decode(modes, {way: 2.0 if way == best else 1.0 for way in costs}, 4000)
+    assert best not in changed[-100:], "the machine has changed"
+
+
+def test_plain_decoding_is_not_tried_while_speculation_takes_less_than_the_stages_alone():
+    used = decode(Modes(4, (BESIDE,)), {BESIDE: 1.0, PLAIN: 9.0}, 500, least=2.0)
+    assert {*used} == {BESIDE}
+
+
+# --- whole decoding -------------------------------------------------------------------------------
+
+
+class SharedCores(SimulatedPipeline):
+    """A pipeline whose ranks share two cores, draft rounds included, but whose stages were measured
+    one by one; `true_ms` is what a stage then takes."""
+
+    true_ms: TimeCurve
+    beside = 0
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.beside = 0
+
+    def receive_verdicts(self) -> None:
+        drafted, self.beside = self.step_ms, self.rounds
+        rows, _ = self.in_flight()
+        took = [self.true_ms.ms(each) for each in rows if each]
+        super().receive_verdicts()
+        self.step_ms = max(drafted, *took, (sum(took) + drafted) / 2) if took else drafted
+
+
+def ms_per_token(
+    num_stages: int, draft: Accuracy, draft_ms: float, *, learns: bool = True
+) -> float:
+    """After the first 100 tokens, where stages that seemed cheap are dear."""
+    machine = Machine(tuple(TimeCurve(FLAT) for _ in range(num_stages)), draft_ms=draft_ms)
+    pipeline = SharedCores(BestFirst(16), machine, draft, "auto", 400, seed=0)
+    pipeline.true_ms = TimeCurve(DEAR)
+    if learns:
+        pipeline.scheduler.learn(LearntSteps(num_stages))
+        pipeline.scheduler.update_stage_times(pipeline.times.measured())
+    early = None
+    while pipeline.result.tokens < 350:
+        pipeline.step()
+        if pipeline.result.tokens >= 100 and early is None:
+            early = pipeline.result.tokens, pipeline.result.ms
+    assert early is not None
+    return (pipeline.result.ms - early[1]) / (pipeline.result.tokens - early[0])
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_a_useless_draft_costs_hardly_anything_where_rows_are_dear(num_stages: int):
+    useless = Accuracy({1: 0.1, 16: 0.3}, 0.5)
+    assert ms_per_token(num_stages, useless, 4.0) < 1.06 * num_stages * DEAR[0][1]
+
+
+def test_a_good_draft_pays_where_rows_are_dear():
+    good = Accuracy({1: 0.8, 16: 0.98}, 0.5)
+    learnt = ms_per_token(1, good, 1.0)
+    assert learnt < DEAR[0][1]
+    assert learnt < 0.97 * ms_per_token(1, good, 1.0, learns=False)
