@@ -4,8 +4,11 @@ it is decoded.
 Transformers computes with the dequantised weights in float32, as pipespec does with `PLAIN`;
 llama.cpp with the blocks of the file, one request at a time. Both read the answers of pipespec
 place by place. Where tokens are nearly equal another rounding may prefer the other: such a place
-counts as a near tie. llama.cpp itself, which rounds activations to 8 bits, differs from
-Transformers in 3 of 100 tokens of SmolLM2, by up to .27.
+counts as a near tie.
+
+Products with blocks round activations to 8 bits, which makes a small difference larger: llama.cpp's
+log-probabilities of SmolLM2 with and without its flash attention differ by up to .21, and 5 of 10
+texts. So what is near is another thing there.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ from tests.helpers.real_models import (
 from tools.rig import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-NUM_PROMPTS, PROMPT_TOKENS, TOKENS = 20, 64, 64
+PROMPT_TOKENS, TOKENS = 32, 64
 CONTEXT = 512
 # What one request or eight decode by each policy.
 SOME, SOME_TOKENS = 8, 16
-STAGES, AT_ONCE = (1, 2, 3), (1, SOME)
-NEAR = 0.02
+# The first and the last are for `make test-real` alone.
+STAGES = (pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long))
+# Near ties: by how much a token may be less probable, in log-probability, and in which share of
+# the places.
+NEAR, NEAR_WITH_BLOCKS = (0.02, 0.01), (0.3, 0.05)
 PLAIN = ("model.keep_quantized=no", "model.dtype=float32", *POLICIES["root"])
 # The draft of each file. Also of a draft that is the target itself most rows are rejected.
 MODELS = {SMOLLM2: SMOLLM2, QWEN_DRAFT: QWEN_DRAFT, QWEN: QWEN_DRAFT}
@@ -55,12 +61,12 @@ class RealModel:
     """A file, the token ids of the prompts, and the answers of pipespec and of its oracles, each
     computed once."""
 
-    def __init__(self, name: str, redis: EmbeddedRedis):
+    def __init__(self, name: str, redis: EmbeddedRedis, num_prompts: int):
         self.path, self._draft, self._redis = path_of(name), path_of(MODELS[name]), redis
         deployment = self._deployment("policy=root")
         self.served, self._eos = ModelInfo.of(deployment), deployment.target.eos
         self.samples = load(DATA)
-        every = len(self.samples) // NUM_PROMPTS
+        every = len(self.samples) // num_prompts
         self.prompts = [
             self.served.encode(sample.prompt)[:PROMPT_TOKENS] for sample in self.samples[::every]
         ]
@@ -101,7 +107,8 @@ class RealModel:
 
     def whole_answers(self, stages: int, *settings: str) -> list[Answer]:
         """To all prompts, all requests at once."""
-        return self.answers(settings, stages, NUM_PROMPTS, NUM_PROMPTS, TOKENS)
+        count = len(self.prompts)
+        return self.answers(settings, stages, count, count, TOKENS)
 
     def _transformers(self) -> Callable[[Sequence[int], Sequence[int]], list[float]]:
         model = AutoModelForCausalLM.from_pretrained(
@@ -134,8 +141,8 @@ class RealModel:
         for name, draft in MODELS.items()
     ],
 )
-def model(request: pytest.FixtureRequest, redis_server: EmbeddedRedis) -> RealModel:
-    return RealModel(request.param, redis_server)
+def model(request: pytest.FixtureRequest, redis_server: EmbeddedRedis, long: bool) -> RealModel:
+    return RealModel(request.param, redis_server, 20 if long else SOME)
 
 
 @pytest.fixture(scope="module")
@@ -154,24 +161,24 @@ def test_prompts_have_the_token_ids_of_llama_cpp(model: RealModel, llama: LlamaC
         assert model.served.encode(sample.prompt, chat=True) == llama.encode(text)
 
 
-@pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
+@pytest.mark.parametrize("stages", STAGES)
 def test_greedy_text_of_plain_weights_is_that_of_transformers(model, stages, record_property):
     answers = model.whole_answers(stages, *PLAIN)
-    count_near_ties(model, answers, model.transformers(), record_property)
+    count_near_ties(model, answers, model.transformers(), NEAR, record_property)
 
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_greedy_text_is_that_of_llama_cpp(model, llama, stages, record_property):
+    answers = model.whole_answers(stages, *POLICIES["root"])
     decide = partial(differences, llama.decode)
-    count_near_ties(
-        model, model.whole_answers(stages, *POLICIES["best_first"]), decide, record_property
-    )
+    count_near_ties(model, answers, decide, NEAR_WITH_BLOCKS, record_property)
 
 
 def count_near_ties(
     model: RealModel,
     answers: Sequence[Answer],
     decide: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+    near: tuple[float, float],
     record_property: Callable[[str, object], None],
 ) -> None:
     """Every place where an oracle decides otherwise is a near tie; the report says how many."""
@@ -182,12 +189,14 @@ def count_near_ties(
     ]
     places = sum(len(tokens) for tokens, _ in answers)
     record_property("near ties", f"{len(ties)} of {places} tokens, {max(ties, default=0):.4f}")
-    assert max(ties, default=0) <= NEAR
-    assert places > NUM_PROMPTS * TOKENS / 2
+    most, share = near
+    assert max(ties, default=0) <= most
+    assert len(ties) <= share * places
+    assert places > len(answers) * TOKENS / 2
 
 
 @pytest.mark.parametrize(
-    ("policy", "stages", "at_once"), some_of(POLICIES, STAGES, AT_ONCE, share=4)
+    ("policy", "stages", "at_once"), some_of(POLICIES, (1, 2, 3), (SOME, 1), share=5)
 )
 def test_text_and_log_probabilities_are_the_same_to_the_bit(model, policy, stages, at_once):
     """As one request after the other by `root`, as every engine decodes."""

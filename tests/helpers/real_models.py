@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,21 +86,34 @@ class LlamaCpp:
 
 @contextmanager
 def llama_cpp(file: Path, context: int) -> Iterator[LlamaCpp]:
-    """A server for a GGUF file; it ends with the block."""
-    from xllamacpp import CommonParams, Server, ggml_type
+    """A server for a GGUF file, which ends with the block: a process of its own, as the ggml in
+    it and pipespec's would mix."""
+    command = [sys.executable, "-m", __name__, str(file), str(context)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdin and process.stdout
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "llama.cpp ended as it started"
+            yield LlamaCpp(address)
+        finally:
+            process.stdin.close()  # it ends
+
+
+def serve(file: str, context: str) -> None:
+    """A server that prints its address, and ends with its input."""
+    from xllamacpp import CommonParams, Server
 
     params = CommonParams()
-    params.model.path = str(file)
-    params.n_ctx, params.n_parallel, params.n_gpu_layers = context, 1, 0
+    params.model.path = file
+    params.n_ctx, params.n_parallel, params.n_gpu_layers = int(context), 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.hostnames, params.port = ["127.0.0.1"], 0
-    params.cache_type_k = params.cache_type_v = ggml_type.GGML_TYPE_F32
     params.warmup, params.ui, params.verbosity = False, False, -1
     server = Server(params)
-    try:
-        yield LlamaCpp(server.listening_address)
-    finally:
-        del server
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
 
 
 def differences(
@@ -121,3 +136,7 @@ def differences(
             if token != answer[at - 1]:
                 break
     return found
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
