@@ -164,8 +164,8 @@ class Library:
     def __init__(self, folder: Path):
         """Raises OSError or AttributeError if it cannot be loaded or lacks a function."""
         self.folder = folder
-        base = ctypes.CDLL(str(_file(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
-        self._cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")), mode=ctypes.RTLD_GLOBAL)
+        base = ctypes.CDLL(str(_file(folder, "ggml-base")))
+        self._cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")))
         for library, functions in ((base, _BASE), (self._cpu, _CPU)):
             for name, signature in functions.items():
                 arguments, _, result = signature.partition(":")
