@@ -34,8 +34,9 @@ from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 F32, F16 = TYPES["F32"], TYPES["F16"]
 # ggml's numbers of the two ways to rotate: neighbours, or one half with the other.
 _NEIGHBOURS, _HALVES = 0, 2
-# Graphs that are kept, of the numbers of rows and keys that were used last.
-KEPT_GRAPHS = 8
+# Graphs that are kept, of the numbers of rows and keys that were used last, and their bytes
+# together, unless one has more.
+KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
 # Keys of a graph are a multiple of this, so that decoding uses each for some steps.
 KEYS = 64
 # Tensors and operations for a layer, and beside the layers.
@@ -102,6 +103,7 @@ class _Planned:
     mask: np.ndarray
     output: np.ndarray
     held: list[Any]
+    num_bytes: int
 
 
 class Slice(Protocol):
@@ -275,10 +277,13 @@ class SliceGraph:
         key = (rows, keys, computer)
         planned = self._planned.get(key)
         if planned is None:
-            while len(self._planned) >= KEPT_GRAPHS:
-                self._planned.popitem(last=False)
             planned = self._planned[key] = self._make(rows, keys)
         self._planned.move_to_end(key)
+        while len(self._planned) > 1 and (
+            len(self._planned) > KEPT_GRAPHS
+            or sum(each.num_bytes for each in self._planned.values()) > KEPT_BYTES
+        ):
+            self._planned.popitem(last=False)
         return planned
 
     def _make(self, rows: int, keys: int) -> _Planned:
@@ -357,7 +362,8 @@ class SliceGraph:
         memory = lib.gallocr_new(lib.backend_cpu_buffer_type())
         if not lib.gallocr_alloc_graph(memory, graph):
             raise MemoryError("there is no memory for a batch")
-        planned = _Planned(graph, inputs, positions, write, read, mask, output, held)
+        num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes + output.nbytes
+        planned = _Planned(graph, inputs, positions, write, read, mask, output, held, num_bytes)
         weakref.finalize(planned, _free, lib, buffers, memory, context)
         return planned
 
