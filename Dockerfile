@@ -33,7 +33,7 @@ COPY conf conf
 COPY demo demo
 COPY lua lua
 COPY pipespec pipespec
-RUN /opt/pipespec/bin/pip install --no-cache-dir --constraint constraints.txt '.[grammar,serve]' numba
+RUN /opt/pipespec/bin/pip install --no-cache-dir --constraint constraints.txt '.[grammar,serve]'
 
 FROM base-${DEVICE}
 RUN useradd --system --uid 10001 --user-group --create-home --home-dir /var/lib/pipespec pipespec

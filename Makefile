@@ -32,7 +32,7 @@ NODE_OPENAI := openai@7.57.0
 # worker makes it no faster on two cores.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race pictures docs test test-all test-flashinfer check check-gpu-code \
+.PHONY: demo race pictures docs test test-all test-real test-flashinfer check check-gpu-code \
   check-gpu-full bench-quick format clean
 .DELETE_ON_ERROR:
 
@@ -68,6 +68,12 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long $(if $(PART),--part $(PART)) \
 	  --write-results tests/results/test_all$(if $(PART),_$(subst /,_of_,$(PART))).json
+
+# Everything that needs real weights; PIPESPEC_TEST_MODELS is the folder with them.
+test-real: $(VENV)/.test
+	@test -d "$(PIPESPEC_TEST_MODELS)" || \
+	  { echo "Set PIPESPEC_TEST_MODELS to a folder with real models (CONTRIBUTING.md)." >&2; exit 2; }
+	$(BIN)/python -m pytest -rs --long -m real_models
 
 # How we use FlashInfer, with its own wrappers but without the CUDA packages that it depends on.
 test-flashinfer: $(VENV)/.test

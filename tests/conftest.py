@@ -24,11 +24,9 @@ gc.disable()
 
 # Before torch, tokenizers and huggingface_hub are imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["NUMBA_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Numba compiles for seconds: once for all tests, and for the processes that they start.
-os.environ["NUMBA_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "numba")
 # What is kept of models is kept for one run of the suite, and its workers share it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="pipespec-tests-")
@@ -39,6 +37,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers.real_models import lacking
 from tests.helpers.results import write_results
 
 # Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
@@ -118,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if (real := item.get_closest_marker("real_models")) and (why := lacking(real.args)):
+            item.add_marker(pytest.mark.skip(reason=why))
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
 
@@ -153,8 +154,12 @@ def pytest_unconfigure() -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """Write what `--write-results` asks for. Of xdist's processes only the first one does: others
-    would change the checkout before it states its commit."""
+    """Print what tests have recorded, and write what `--write-results` asks for. Of xdist's
+    processes only the first one writes: others would change the checkout before it states its
+    commit."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{report.nodeid}: {name}: {value}")
     path = config.getoption("--write-results")
     if path is not None and not hasattr(config, "workerinput"):
         write_results(path, terminalreporter.stats, exitstatus, STARTED_S)

@@ -80,7 +80,6 @@ def measure(tokens: int, options: argparse.Namespace, folder: Path) -> dict[str,
         f"model.context={tokens}",
         f"decode.prefill_chunk={options.chunk}",
         "scheduler.max_num_seqs=1",
-        "cluster.stall_s=3600",
         f"proposer={options.proposer}",
     ]
     deployment = decide(compose(overrides))

@@ -9,28 +9,20 @@ on each of the others, and its server beside the first stage.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.experiment import ROOT
-from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
+from benchmarks.peers.python_engines import Job, Run
 from benchmarks.peers.server_engines import (
-    ANSWER_S,
-    LAST_WORDS,
     LOOPBACK,
     Command,
     LlamaCpp,
     RpcHost,
+    Server,
     ask_vllm,
     free_port,
     healthy,
@@ -39,15 +31,13 @@ from benchmarks.peers.server_engines import (
     vllm_command,
     vllm_environment,
 )
-from pipespec.client.registry import ENTRY, INVITATION
+from benchmarks.peers.server_engines import pipespec as of_pipespec
 from tools.rig import relay
 from tools.rig.testbed import Testbed
 
 # An engine over the hosts of a bed.
 LinkedEngine = Callable[[Testbed, Job], Run]
 
-NAME = "links"
-PIPESPEC = (sys.executable, "-m", "pipespec")
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 # vLLM takes processes that see the same shared memory for those of one host, and would pass the
 # links by.
@@ -60,7 +50,7 @@ def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None
     """llama.cpp over rpc-servers, as `LlamaCpp` runs it."""
     servers = [RpcHost(bed.address(host), bed.prefix(host)) for host in bed.hosts[1:]]
     with relay.entered(bed.namespaces[bed.hosts[0]]):
-        return engine(job, draft_tokens, servers)
+        return engine(job, draft_tokens, rpc=servers)
 
 
 def vllm(bed: Testbed, job: Job, python: str) -> Run:
@@ -84,11 +74,11 @@ def vllm(bed: Testbed, job: Job, python: str) -> Run:
     with relay.entered(bed.namespaces[hosts[0]]), ExitStack() as stack:
         port = free_port()
         began = time.perf_counter()
-        await_ready = stack.enter_context(started(*on(0, "--host", LOOPBACK, "--port", str(port))))
+        first = stack.enter_context(started(*on(0, "--host", LOOPBACK, "--port", str(port))))
         for rank in range(1, len(hosts)):
             other, env = on(rank, "--headless")
             stack.enter_context(running(other, lambda: True, env))
-        await_ready(partial(healthy, port))
+        first.await_ready(partial(healthy, port))
         load_s = time.perf_counter() - began
         return Run(load_s, [ask_vllm(port, prompt, job.tokens) for prompt in job.prompts])
 
@@ -100,61 +90,17 @@ def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
     sleep: one that spins takes what another host computes with. llama.cpp was slower that way.
     """
     first, *others = bed.hosts
-    with (
-        tempfile.TemporaryDirectory() as name,
-        relay.entered(bed.namespaces[first]),
-        ExitStack() as stack,
-    ):
-        folder = Path(name)
-        env = {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_WAIT_POLICY": "passive",
-            "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": name,
-            "XDG_STATE_HOME": name,
-        }
-        hosts_file = str(bed.hosts_file())
-        command: Command = [*PIPESPEC, "up", "--name", NAME, f"cluster={hosts_file}"]
-        command += [f"model.target={job.target.resolve()}", f"model.draft={job.draft.resolve()}"]
-        command += [f"model.dtype={job.dtype}", f"model.context={job.prompt_tokens + job.tokens}"]
-        files = folder / "pipespec"
-        invitation = files / (NAME + INVITATION)
-        began = time.perf_counter()
-        await_ready = stack.enter_context(started([*command, *settings], env))
-        await_ready(lambda: invitation.exists() and invitation.stat().st_size > 0)
+    hosts_file = str(bed.hosts_file())
+    asleep = {"OMP_WAIT_POLICY": "passive"}
+
+    def join(stack: ExitStack, up: Server, invitation: Path, env: Mapping[str, str]) -> None:
+        up.await_ready(lambda: invitation.exists() and invitation.stat().st_size > 0)
         for host in others:
             by_hand: Command = [*bed.prefix(host), TORCHRUN, hosts_file, host, invitation]
             stack.enter_context(running(by_hand, lambda: True, env))
-        await_ready((files / (NAME + ENTRY)).exists)
-        load_s = time.perf_counter() - began
-        requests = ask(job, folder, env)
-    answers = [
-        Answer(request["token_ids"], request["ttft_ms"], request["token_ms"][-1])
-        for request in requests
-    ]
-    later = [len(answer.tokens) - 1 for answer in answers[1:]]
-    rates = [request["stats"]["tokens_per_step"] for request in requests[1:]]
-    steps = sum(count / rate for count, rate in zip(later, rates, strict=True))
-    return Run(load_s, answers, sum(later) / steps)
 
-
-def ask(job: Job, folder: Path, env: dict[str, str]) -> list[dict[str, Any]]:
-    """What a running pipespec says of each prompt (`RequestResult`), by the clock of its head.
-    Raises PeerFailed."""
-    prompts, output = folder / "prompts.jsonl", folder / "answers.json"
-    prompts.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in job.samples))
-    command = [*PIPESPEC, "bench", "--on", NAME, "--json", "--output", str(output)]
-    command += [f"dataset={prompts}", f"prompt_tokens={job.prompt_tokens}"]
-    command += [f"decode.max_new_tokens={job.tokens}"]
-    done = subprocess.run(
-        command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S
-    )
-    if done.returncode:
-        raise PeerFailed(f"pipespec bench failed: {done.stderr.strip()[-LAST_WORDS:]}")
-    requests: list[dict[str, Any]] = json.loads(output.read_text())["requests"]
-    assert [request["prompt_ids"] for request in requests] == job.prompts
-    return requests
+    with relay.entered(bed.namespaces[first]):
+        return of_pipespec(job, [f"cluster={hosts_file}", *settings], join, asleep)
 
 
 def engines(

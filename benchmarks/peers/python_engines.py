@@ -1,15 +1,12 @@
-"""The engines written in Python: pipespec and Hugging Face `generate`.
-
-The types of an engine's input and output are here too; `benchmarks.peers.server_engines` has the
-other engines.
-"""
+"""Hugging Face `generate`, and the types of every engine's input and output;
+`benchmarks.peers.server_engines` has the other engines."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,11 +18,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from pipespec.config.compose import compose
 from pipespec.device_copy import make_current
 from pipespec.errors import PipespecError
 from pipespec.instruments.bench.dataset import Sample
-from pipespec.instruments.bench.measurement import bench
 
 
 class PeerFailed(PipespecError):
@@ -34,17 +29,27 @@ class PeerFailed(PipespecError):
 
 @dataclass(frozen=True)
 class Job:
-    """What every engine does. The first prompt is for warming up; `prompts` are token ids;
-    `device` is as torch names it."""
+    """What every engine does.
+
+    Attributes:
+        target, draft: folders of checkpoints, or GGUF files; None: there is no draft.
+        samples: the prompts, of which the first is for warming up; their `benchmark` is the kind
+            of prompt, by which figures are told apart.
+        prompts: their token ids.
+        prompt_tokens: of a prompt at most.
+        tokens: of an answer at most.
+        dtype: of weights and KV; None: as the files and each engine have it.
+        device: as torch names it.
+    """
 
     target: Path
-    draft: Path
+    draft: Path | None
     samples: list[Sample]
     prompts: list[list[int]]
     prompt_tokens: int
     tokens: int
     cores: list[int]
-    dtype: str
+    dtype: str | None
     device: str = "cpu"
 
 
@@ -66,11 +71,18 @@ class Run:
         answers: one per prompt.
         tokens_per_step: that each pass over the target, or each step of the pipeline, decided;
             None: the engine does not say.
+        memory_mib: of all processes of the engine together behind the last answer, a page that
+            several of them map once; None: it was not read.
     """
 
     load_s: float
     answers: list[Answer]
     tokens_per_step: float | None = None
+    memory_mib: float | None = None
+
+    def of(self, places: Sequence[int]) -> Run:
+        """The run with these of its answers, beside the first, which does not count."""
+        return replace(self, answers=[self.answers[0], *(self.answers[at] for at in places)])
 
     @property
     def ttft_ms(self) -> float:
@@ -86,34 +98,6 @@ class Run:
 
 
 Engine = Callable[[Job], Run]
-
-
-# --- pipespec ---------------------------------------------------------------------------------
-
-
-def pipespec(job: Job, overrides: Sequence[str]) -> Run:
-    """The product as `pipespec bench` runs it: one process per rank."""
-    config = compose(
-        [
-            f"model.target={job.target}",
-            f"model.draft={job.draft}",
-            f"model.dtype={job.dtype}",
-            f"cluster.devices=[{job.device}]",
-            f"decode.max_new_tokens={job.tokens}",
-            *overrides,
-        ]
-    )
-    ready: list[float] = []
-    began = time.perf_counter()
-    result = bench(
-        config,
-        job.samples,
-        prompt_tokens=job.prompt_tokens,
-        on_done=lambda done, of: ready.append(time.perf_counter()),
-    )
-    assert [request.prompt_ids for request in result.requests] == job.prompts
-    answers = [Answer(r.token_ids, r.ttft_ms, r.token_ms[-1]) for r in result.requests]
-    return Run(ready[0] - began, answers)
 
 
 # --- Hugging Face -----------------------------------------------------------------------------
@@ -136,13 +120,14 @@ def hugging_face(job: Job, assisted: bool, began: float) -> Run:
     """`generate`, with the draft as `assistant_model` if assisted. Runs in a child that was
     started at `began` of the clock that all processes share.
     """
+    assert job.dtype is not None
     torch.set_num_threads(len(job.cores))
     make_current(job.device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, job.dtype))
     model = load(job.target).to(job.device)
-    assistant = load(job.draft).to(job.device) if assisted else None
+    assistant = load(job.draft).to(job.device) if assisted and job.draft else None
     load_s = time.perf_counter() - began
     answers = []
     for prompt in job.prompts:

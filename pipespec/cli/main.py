@@ -27,12 +27,14 @@ from pipespec.cli import (
 )
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
+from pipespec.engine.model_path import refuse_unread
 from pipespec.errors import ConfigError
 from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan, profile
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
 
+MODELS = ("model.target", "model.draft", "model.mid")
 COMMANDS = (
     generate,
     bench,
@@ -77,6 +79,10 @@ def _run(argv: list[str]) -> int:
         raise ConfigError("No command was given; see pipespec --help.")
     if arguments.starts and getattr(arguments, "on", None) is None:
         require_resources()  # before anything is imported that needs it
+        for setting in rest:
+            name, _, model = setting.partition("=")
+            if name in MODELS:
+                refuse_unread(model)  # read in full, its header takes a while
     return run_command(arguments, rest)
 
 

@@ -11,15 +11,13 @@ the host go on.
 
 The agent reads the version of the launcher's pipespec from standard input, one line, and ends
 unless they have one protocol and, when the cluster starts, are the same; then its setup and its
-job; then one JSON object per line: {"kill": number,
-"pid": ...} ends a worker, of that process if one is named; any other object is a sign of life of
-the launcher. The end of standard input, or on
-a host behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON
-object per line to standard output: {"preparing": true} until it has forked a worker, the first
-with its version, then {"died":
-number, "pid": ..., "how": ...} and {"log": number, "line": ...}, and at last {"failed": sentence},
-{"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin; {} is a sign of
-life. All processes of the host hold that standard output, so it ends when the last of them is gone.
+job; then lines that are signs of life of the launcher. The end of standard input, or on a host
+behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
+per line to standard output: {"preparing": true} until it has forked a worker, the first with its
+version, then {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}
+and, as a sign of life, {"present": the numbers of the workers that run}, and at last {"failed":
+sentence}, {"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin. All
+processes of the host hold that standard output, so it ends when the last of them is gone.
 """
 
 from __future__ import annotations
@@ -42,6 +40,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
+import psutil
+
 from pipespec.cluster.agent_lock import PATIENCE_S, sole_agent
 from pipespec.cluster.torchrun import MONITOR_S, OUTCOME, WorkerJob, how_it_ended, last_line
 from pipespec.errors import HostFailed, PipespecError
@@ -51,13 +51,15 @@ from pipespec.system.resource_limits import require_resources
 from pipespec.system.temporary_folder import PREFIX
 from pipespec.system.versions import has_own_protocol, own_version
 
-# Seconds without a message from the launcher after which a host behind SSH ends.
+# Seconds without a message from the launcher, as far as they were listened for, after which a host
+# behind SSH ends.
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
 TORCHRUN = "pipespec.cluster.torchrun"
 # The file for the standard error of torchrun.
 _LOG = "torchrun.log"
+_NOT_RUNNING = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 _leftovers: list[Path] = []  # to be removed when the agent ends
 
 
@@ -133,7 +135,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
             _send_to_torchrun(torchrun, setup.preload)
             job: WorkerJob = pickle.load(stdin)
             _send_to_torchrun(torchrun, (str(directory), job))
-            listener = _Listener(stdin, directory, patient=not setup.remote)
+            listener = _Listener(stdin, patient=not setup.remote)
             reporter = _Reporter(directory, job)
             for run in (listener.run, reporter.run):
                 threading.Thread(target=_run_or_end, args=(run,), daemon=True).start()
@@ -213,6 +215,8 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
         environment["OMP_NUM_THREADS"] = str(max(1, num_cores() // setup.num_workers))
         environment[SHARES_CORES] = "yes"
     environment["OPENBLAS_NUM_THREADS"] = "1"
+    # Threads of OpenMP that poll for work take the cores of other ranks.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
     # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
@@ -229,30 +233,23 @@ def choose_interface(address: str, name: str | None) -> None:
 
 
 class _Listener:
-    """Carries out the messages of the launcher."""
+    """Ends the host with its launcher."""
 
-    def __init__(self, stdin: BinaryIO, directory: Path, *, patient: bool) -> None:
+    def __init__(self, stdin: BinaryIO, *, patient: bool) -> None:
         self._stdin = stdin
-        self._directory = directory
-        self._last_message_at = time.monotonic()
+        self._silent_s = 0.0
         if not patient:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:
-        for line in self._stdin:
-            self._last_message_at = time.monotonic()
-            message = json.loads(line)
-            number, wanted = message.get("kill"), message.get("pid")
-            with suppress(FileNotFoundError, ProcessLookupError):
-                if number is not None:
-                    pid = int((self._directory / f"{number}.pid").read_text())
-                    if wanted in (None, pid):
-                        os.kill(pid, signal.SIGKILL)
+        for _ in self._stdin:
+            self._silent_s = 0.0
         self._end()
 
     def _watch(self) -> None:
-        while time.monotonic() - self._last_message_at < SILENCE_S:
+        while self._silent_s < SILENCE_S:
             time.sleep(SIGN_OF_LIFE_S)
+            self._silent_s += SIGN_OF_LIFE_S
         self._end()
 
     def _end(self) -> None:
@@ -291,10 +288,19 @@ class _Reporter:
             if time.monotonic() - last_sent_at > SIGN_OF_LIFE_S:
                 last_sent_at = time.monotonic()
                 begun = begun or any(self._directory.glob("*.pid"))
-                _send_message({} if begun else {"preparing": True})
+                _send_message({"present": self._present()} if begun else {"preparing": True})
             if last:
                 self._over.set()
                 return
+
+    def _present(self) -> list[int]:
+        """The workers whose processes run; one that a signal has stopped does not."""
+        found = []
+        for path in self._directory.glob("*.pid"):
+            with suppress(FileNotFoundError, psutil.Error):  # it has just ended
+                if psutil.Process(int(path.read_text())).status() not in _NOT_RUNNING:
+                    found.append(int(path.stem))
+        return found
 
     def stop(self) -> None:
         """Report what is left."""

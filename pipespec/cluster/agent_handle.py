@@ -26,6 +26,7 @@ from typing import Any
 from pipespec.cluster import ssh
 from pipespec.cluster.agent import SIGN_OF_LIFE_S, AgentSetup, make_directory
 from pipespec.cluster.agent_lock import PATIENCE_S
+from pipespec.cluster.fault_stats import FaultKind
 from pipespec.cluster.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.system.versions import own_version
@@ -36,24 +37,21 @@ _RETRY_S = 1.0
 # Seconds for which the connection to a host may be silent: a link that comes back in time finds
 # the workers and their weights alive.
 _CUT_S = 25
-# Seconds after which a silent agent counts as cut off, and for which it must have sent messages
-# again before its workers count as hanging rather than as not yet back.
-_SILENT_S, _BACK_S = 2.0, 5.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """A worker was ended by a signal, and replaced.
+    """A worker was ended by a signal, by its supervisor if it hung (WORKER_SILENT), and replaced.
 
-    `how` names the signal; `pid` is None where a whole host was lost, or `replaced`.
+    `how` says why; `pid` is None where a whole host was lost, or replaced (HOST_REPLACED).
     """
 
     worker: str
     how: str
     pid: int | None
-    replaced: bool = False
+    kind: FaultKind = FaultKind.WORKER_ENDED
 
 
 class Phase(Enum):
@@ -85,7 +83,10 @@ class AgentHandle:
 
     Its listener, a thread per agent, writes `reached`, `version`, `ended_at`, the phase and the
     result. The session's thread and the recovery's both start and stop agents, under one lock; only
-    the recovery kills workers and restarts lost agents, and only the session replaces them.
+    the recovery restarts lost agents, and only the session replaces them.
+
+    Attributes:
+        signs: changes for a worker whenever the agent has seen its process run.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class AgentHandle:
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self.reached = False  # whether an agent of the host ever sent a message
+        self.signs = dict.fromkeys(host.workers, 0)
         self._refusal = ""  # the last sentence with which a restarted agent refused
         self._start()
 
@@ -112,8 +114,7 @@ class AgentHandle:
         self.version: str | None = None  # of its pipespec, once it has reported it
         self._result: dict[str, Any] | None = None  # its outcome, as a message
         self.ended_at = math.inf  # when that was, or when its last message was read
-        self._began = self._last_message_at = time.monotonic()
-        self._back_since = -math.inf  # when messages came again after a silence
+        self._began = time.monotonic()
         self._phase = Phase.SILENT
         self._restarted = restarted
         self._answered = False  # whether it sent a message, other than that it refuses
@@ -230,30 +231,11 @@ class AgentHandle:
         """Wait for the end of the host, up to `timeout` seconds."""
         self._listener.join(timeout)
 
-    def send_message(self, message: dict[str, Any]) -> None:
-        """Send the agent a message."""
-        stdin = self._agent.stdin
-        assert stdin is not None
-        with self._writing, suppress(OSError, ValueError):  # It is gone, or hung up on.
-            stdin.write(json.dumps(message).encode() + b"\n")
-            stdin.flush()
-
     @property
     def preparing(self) -> bool:
         """Whether its agent starts, or will start at once: no worker can be running yet."""
         begun = self._phase is not Phase.WORKING and self.host.local
         return self._phase is Phase.PREPARING or begun
-
-    def kill(self, number: int, since: float, pid: int | None) -> bool:
-        """End a worker that has hung since then, unless the host is, or was just, cut off, or its
-        process is another than `pid` by now; None: whichever it is."""
-        if self.preparing:
-            return False
-        back = time.monotonic() - self._back_since > _BACK_S
-        if self.host.local or (self._last_message_at > since and back):
-            self.send_message({"kill": number, "pid": pid})
-            return True
-        return False
 
     def restart_if_lost(self) -> None:
         """Start the agent of a lost host again. One that still runs there ends first."""
@@ -268,14 +250,15 @@ class AgentHandle:
         with self._changing:
             if not self._stopped:
                 self.host = host
-                self._restart("its host was replaced", replaced=True)
+                self._restart("its host was replaced", FaultKind.HOST_REPLACED)
 
-    def _restart(self, how: str, *, replaced: bool = False) -> None:
+    def _restart(self, how: str, kind: FaultKind = FaultKind.WORKER_ENDED) -> None:
         self._end_processes()
         self._remove_files()
-        if self._answered or replaced:  # else they died before, and there were no others
+        # Else they died before, and there were no others.
+        if self._answered or kind is FaultKind.HOST_REPLACED:
             for worker in self.host.workers:
-                self._deaths.put(WorkerDeath(worker, how, None, replaced))
+                self._deaths.put(WorkerDeath(worker, how, None, kind))
         self._start(restarted=True)
         assert self._job is not None, "only a host with a job is restarted"
         self.start_workers(self._job, self._on_log)
@@ -311,10 +294,6 @@ class AgentHandle:
             if message is None:
                 continue
             self.reached = True
-            now = time.monotonic()
-            if now - self._last_message_at > _SILENT_S:
-                self._back_since = now
-            self._last_message_at = now
             if "refused" in message and self._restarted:
                 self._note_refusal(message["refused"])
                 continue
@@ -323,12 +302,16 @@ class AgentHandle:
             self.version = message.get("version", self.version)
             if "died" in message:
                 worker = self.host.workers[message["died"]]
-                self._deaths.put(WorkerDeath(worker, message["how"], message["pid"]))
+                kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED
+                self._deaths.put(WorkerDeath(worker, message["how"], message["pid"], kind))
+            elif "present" in message:
+                for number in message["present"]:
+                    self.signs[self.host.workers[number]] += 1
             elif "log" in message:
                 if self._on_log is not None:
                     self._on_log(self.host.workers[message["log"]], message["line"])
             elif message and self._phase is Phase.WORKING:
-                self._result, self.ended_at = message, now
+                self._result, self.ended_at = message, time.monotonic()
         self.ended_at = min(self.ended_at, time.monotonic())
 
     def _note_refusal(self, reason: str) -> None:
@@ -340,8 +323,12 @@ class AgentHandle:
             log.warning("%s cannot start again: %s", self.display_name, reason)
 
     def _send_signs_of_life(self, agent: subprocess.Popen[bytes]) -> None:
+        stdin = agent.stdin
+        assert stdin is not None
         while agent.poll() is None and not self._stopped:
-            self.send_message({})
+            with self._writing, suppress(OSError, ValueError):  # It is gone, or hung up on.
+                stdin.write(b"\n")
+                stdin.flush()
             time.sleep(SIGN_OF_LIFE_S)
 
     def _end_processes(self, patience_s: float = PATIENCE_S) -> None:

@@ -25,6 +25,7 @@ from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.checkpoint_parts.repository import SharedName
+from pipespec.engine.model_path import refuse_unread
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -233,6 +234,9 @@ def decide(
         from pipespec.cluster.models_of_hosts import find_on_hosts
 
         elsewhere = find_on_hosts(config, hosts_file)
+    for kind in ("target", "draft", "mid"):
+        if (model := elsewhere.get(kind, getattr(config.model, kind))) is not None:
+            refuse_unread(model)
     target = inspect(elsewhere.get("target", config.model.target))
     target.check_quantization("model.quantization", config.model.quantization)
     draft = None

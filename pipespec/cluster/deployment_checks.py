@@ -6,8 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipespec.engine.attention.select import missing_requirement
-from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.proposer import ProposerConfig
@@ -70,17 +69,10 @@ def check_groups(deployment: Deployment) -> None:
 
 def require_kept(deployment: Deployment) -> None:
     """Raise ConfigError unless weights stay in few bits."""
-    packed = [info for _, info in deployment.models if info.can_keep]
-    if not packed:
+    if not any(info.can_keep for _, info in deployment.models):
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
             "stay in few bits; leave it out."
-        )
-    if all(deployment.weight_format(info) not in KEPT_FORMATS for info in packed):
-        raise ConfigError(
-            f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
-            f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
-            f"model.dtype={KEPT_DTYPE}."
         )
 
 
@@ -104,9 +96,8 @@ def require_quantizers(deployment: Deployment) -> None:
     for kind, info in deployment.models if local else ():
         name = quantization_of(kind)
         holders = local.intersection(stages if info is deployment.target else (head,))
-        has_cpu = any(deployment.device_of(worker) == "cpu" for worker in holders)
-        on_cpu = deployment.weight_format(info) if has_cpu else None
-        info.require_quantizer(f"model.{name}", getattr(model, name), on_cpu)
+        if holders:
+            info.require_quantizer(f"model.{name}", getattr(model, name))
 
 
 def require_backend(deployment: Deployment) -> None:

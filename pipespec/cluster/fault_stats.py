@@ -12,9 +12,9 @@ class FaultKind(StrEnum):
     """The first sign of a fault. That a worker has ended may be reported later."""
 
     WORKER_ENDED = "worker_ended"  # a signal ended it
-    WORKER_SILENT = "worker_silent"  # its lease expired
+    WORKER_SILENT = "worker_silent"  # it made no progress, or its host gave no sign of life
     LINK_BROKE = "link_broke"  # a worker lost its neighbour, or Redis
-    STEP_STALLED = "step_stalled"  # no step was completed, though all ranks had joined
+    STEP_STALLED = "step_stalled"  # all ranks waited, though a request was running
     REDIS_GONE = "redis_gone"  # it ended, hung, or could not be reached
     STAYED_AWAY = "stayed_away"  # other workers replaced a lost one
     HOST_REPLACED = "host_replaced"  # `pipespec upgrade` started its processes anew

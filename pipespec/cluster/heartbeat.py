@@ -17,12 +17,14 @@ from typing import Protocol, Self
 
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
+from pipespec.system.liveness import Waiting, progress
 from pipespec.transport.gloo_waits import waiting_since
 
 # Seconds between two renewals of the lease, and between two attempts to reach a lost Redis.
 RENEW_S = 0.4
 RETRY_S = 0.1
-# Seconds within which a thread that waits in gloo must leave a link that was aborted.
+# Seconds within which a thread that waits in gloo must leave a link that was aborted, as far as the
+# heartbeat has looked meanwhile: then the thread could have run, too.
 RELEASE_S = 3.0
 # How much longer than for Redis the heartbeat waits for the launcher.
 LAUNCHER_S = 20.0
@@ -51,6 +53,8 @@ class Heartbeat:
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
+    Whether the main thread makes progress otherwise is for the supervisor to judge
+    (`pipespec.system.liveness`); a heartbeat that comes late ends nothing.
     """
 
     def __init__(
@@ -71,9 +75,11 @@ class Heartbeat:
         self._gone: ControllerError | None = None
         self._closed = False
         self._links: tuple[Abortable, ...] = ()
-        # The thread whose links were aborted, and when; None: it has left them, or none were.
+        # The thread whose links were aborted; None: it has left them, or none were. Since when it
+        # waits in gloo, for how many seconds that was seen, and when last.
         self._user = 0
-        self._aborted: tuple[int, float] | None = None
+        self._aborted: int | None = None
+        self._stuck: tuple[float | None, float, float] = (None, 0.0, 0.0)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -85,7 +91,7 @@ class Heartbeat:
 
     def next(self, after: int) -> Epoch:
         """Wait for an epoch later than `after` and return the newest. Raises Unreachable."""
-        with self._changed:
+        with Waiting(), self._changed:
             self._changed.wait_for(lambda: self._epoch.number > after or self._gone)
             if self._epoch.number > after:
                 return self._epoch
@@ -141,7 +147,8 @@ class Heartbeat:
                 with Membership(self._url, self._namespace) as shared:
                     launched = time.monotonic()
                     while not self._closed:
-                        shared.renew(self._worker, os.getpid())
+                        progress.beat()
+                        shared.renew(self._worker, os.getpid(), progress.describe())
                         reached = time.monotonic()
                         if not self._by_hand or shared.launcher_lives():
                             launched = reached
@@ -153,6 +160,7 @@ class Heartbeat:
                         if epoch is not None:
                             self._publish(epoch)
             except Unreachable as error:
+                progress.beat()
                 over = time.monotonic() - reached > self._patience_s
                 self._publish(gone=error if over else None)
                 self._check_released()
@@ -174,16 +182,18 @@ class Heartbeat:
                 # Under the lock: the block cannot end, and its link close, meanwhile.
                 link.abort()
             if links:
-                self._aborted = self._user, time.monotonic()
+                self._aborted = self._user
 
     def _check_released(self) -> None:
         """End this process if a thread cannot leave a link that was aborted."""
         with self._changed:
             if self._aborted is None:
                 return
-            thread, at = self._aborted
-            since = waiting_since(thread)
-            if since is not None and time.monotonic() - max(since, at) > RELEASE_S:
+            since, now = waiting_since(self._aborted), time.monotonic()
+            known, seen_s, seen_at = self._stuck
+            same = since is not None and since == known
+            self._stuck = since, seen_s + min(now - seen_at, RENEW_S) if same else 0.0, now
+            if same and self._stuck[1] > RELEASE_S:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
-from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo
+from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.system.sizes import size_text
 
@@ -70,9 +70,7 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
         return f"{become} in {some} of {info.num_layers} layers in part" if some else None
     if not info.can_keep:
         return f"{become}, as no product takes their format ({info.dequantized_from})"
-    if deployment.config.model.keep_quantized == "no":
-        return f"{become}, as model.keep_quantized is no"
-    return f"{become}, as 4 bits are multiplied in {KEPT_DTYPE} alone"
+    return f"{become}, as model.keep_quantized is no"
 
 
 def _whole(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:

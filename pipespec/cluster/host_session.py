@@ -14,7 +14,7 @@ from pipespec.config.hosts import Host
 
 # Seconds until a host must have made the connection for a program; in which a host whose connection
 # broke must be back to start one, between two looks.
-PROGRAM_S, BACK_S, LOOK_S = 15.0, 5.0, 0.05
+PROGRAM_S, BACK_S, LOOK_S = 60.0, 5.0, 0.05
 # Seconds without a sign of life after which a control connection counts as lost.
 SILENCE_S = 15.0
 

@@ -17,8 +17,6 @@ class JoinedPids:
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
         self._previous: dict[str, int] = {}  # of those that joined the last epoch
-        # Of those that have joined an epoch of this assignment, with these weights.
-        self._loaded: dict[str, int] = {}
 
     def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
         """Take note of the workers that have joined an epoch; returns how many ranks have."""
@@ -30,13 +28,10 @@ class JoinedPids:
             for worker, pid in shared.followers(epoch).items()
             if worker in assignment.everyone
         }
-        self._loaded |= self.current
         return len(joined)
 
-    def begin_epoch(self, *, loads: bool) -> None:
-        """No worker has joined the next epoch yet. `loads`: they load other weights for it."""
-        if loads:
-            self._loaded.clear()
+    def begin_epoch(self) -> None:
+        """No worker has joined the next epoch yet."""
         self._previous, self.current = self.current, {}
 
     def has_joined(self, death: WorkerDeath) -> bool:
@@ -46,21 +41,6 @@ class JoinedPids:
     def had_joined(self, death: WorkerDeath) -> bool:
         """Whether the process that died had joined the last epoch."""
         return _is_death_of(death, self._previous)
-
-    def late(self, assignment: RankAssignment) -> dict[str, int]:
-        """The processes that have their weights, but have not joined this epoch, by their workers.
-        The leader of a group joins after its followers."""
-        found: list[str] = []
-        for rank in range(len(assignment.workers)):
-            leader, *followers = assignment.members(rank)
-            late = [each for each in followers if each not in self.current]
-            found += late or {leader} - self.current.keys()
-        return {worker: self._loaded[worker] for worker in found if worker in self._loaded}
-
-    def note_kill(self, worker: str) -> None:
-        """A worker that was late was killed; it is not late again, and its death ends no epoch."""
-        del self._loaded[worker]
-        self._previous.pop(worker, None)
 
 
 def _is_death_of(death: WorkerDeath, pids: dict[str, int]) -> bool:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from mmap import mmap
 from pathlib import Path
 
 from pipespec.cluster.agent import check_version, choose_interface
@@ -21,7 +24,9 @@ from pipespec.cluster.torchrun import WORKER
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, ControllerError, PipespecError
+from pipespec.system import liveness
 from pipespec.system.exit_codes import exit_code_of
+from pipespec.system.process_identity import die_with_parent
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 USAGE = "usage: python -m pipespec.cluster.manual_host [--count] HOSTS.yaml HOST [INVITATION]"
@@ -68,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     invitation = Invitation.read(Path(arguments[2]))
     worker = os.environ[WORKER] = host.workers[int(os.environ["LOCAL_RANK"])]
+    watch_this_process()
     try:
         check_version(invitation.version)
         join_cluster(arguments[0], hosts_file, host, invitation)
@@ -75,6 +81,23 @@ def main(argv: Sequence[str]) -> int:
         report_failure(invitation, worker, error)
         raise
     return 0
+
+
+def watch_this_process() -> None:
+    """Have a child end this process if it makes no progress; torchrun starts another."""
+    memory, worker = mmap(-1, liveness.SIZE), os.getpid()
+    die_with_us = die_with_parent(worker)
+    if os.fork() == 0:
+        die_with_us()
+        for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the worker
+            signal.signal(ending, signal.SIG_IGN)
+        watch = liveness.Watch(memory, worker)
+        while (reason := watch.look()) is None:
+            time.sleep(liveness.LOOK_S)
+        print(f"{os.environ[WORKER]}: {reason}", file=sys.stderr, flush=True)
+        os.kill(worker, signal.SIGKILL)
+        os._exit(0)
+    liveness.progress.share(memory)
 
 
 def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invitation) -> None:

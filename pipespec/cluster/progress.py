@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from pipespec.controller.membership import Membership
 
+# Seconds for which all ranks may wait for one another: a batch may take a while over a slow link.
+STALL_S = 30.0
 # So many faults in a row end the cluster, unless a token was decided in between, or all ranks
 # had joined for so many seconds.
 MAX_FAULTS = 16
@@ -17,28 +20,33 @@ class Progress:
 
     Attributes:
         new_faults: faults since `too_many_faults` was called.
-
-    Args:
-        stall_s: how long a step may take.
     """
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self) -> None:
         self.new_faults = 0
-        self._stall_s = stall_s
         self._faults_in_a_row = 0  # since a token was decided
         self._latest: tuple[object, ...] = ()  # changes as long as the cluster works
         self._latest_at = time.monotonic()
         self._num_finished = 0  # requests so far
         self._lengths: dict[int, int] = {}  # in tokens, of every sequence that was admitted
 
-    def stalls(self, shared: Membership, epoch: int, *, complete: bool) -> bool:
-        """Whether a request is running and all ranks have joined (`complete`), but no step is
-        completed: two ranks may have lost each other, while both still reach Redis."""
+    def stalls(
+        self, shared: Membership, epoch: int, beats: Sequence[bytes | None], *, complete: bool
+    ) -> bool:
+        """Whether a request is running and all ranks have joined (`complete`), but each waits for
+        another: two may have lost each other, while both still reach Redis.
+
+        `beats`: the leases of the workers. One that works, or is not known to wait, is none of
+        these: it may take its time, as its supervisor sees.
+        """
         now = time.monotonic()
-        latest = (epoch, complete, shared.oldest_step(epoch), shared.progress())
-        if latest != self._latest or not complete or shared.idle():
+        # Of a lease, the process, its count, and whether it works.
+        told = [None if beat is None else tuple(beat.split()[:3]) for beat in beats]
+        latest = (epoch, shared.oldest_step(epoch), shared.progress(), told)
+        waits = complete and all(each is not None and each[2] == b"0" for each in told)
+        if latest != self._latest or not waits or shared.idle():
             self._latest, self._latest_at = latest, now
-        return now - self._latest_at > self._stall_s
+        return now - self._latest_at > STALL_S
 
     def too_many_faults(self, shared: Membership, *, stable: bool) -> bool:
         """Whether no token was decided between too many faults in a row. `stable`: the cluster is

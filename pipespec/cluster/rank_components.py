@@ -68,8 +68,7 @@ def load_model(
     slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
     name = quantization_of(deployment.name_of(info))
     held = deployment.weight_format(info)
-    on_cpu = held if device == "cpu" else None
-    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name), on_cpu)
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     layers = memory.layers_of(deployment, info, rank)
     # In a later epoch, and on a host that was started by hand, some may be lacking.

@@ -1,13 +1,13 @@
 """Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four signs indicate a fault: the lease of a worker expires (it hangs, or its host is cut
-off), a supervisor replaces a worker that a signal ended, a worker reports a suspicion (the link to
-a neighbour broke), or no step of a running request is completed. What follows is always the same:
-the next epoch begins, with the same assignment or, where a worker stays away, with a spare in its
-place or with fewer stages. Running requests return to the queue, the remaining ranks join again
-with their weights in memory, and the head prefills prompt and accepted tokens and goes on. A worker
-that renews its lease, and has its weights, but does not join hangs too: it is killed, and the one
-that takes its place joins.
+Four signs indicate a fault: neither a worker nor its host gives a sign of life (the host is cut
+off), a supervisor replaces a worker that a signal ended or that made no progress, a worker reports
+a suspicion (the link to a neighbour broke), or all ranks wait while a request is running. What
+follows is always the same: the next epoch begins, with the same assignment or, where a worker stays
+away, with a spare in its place or with fewer stages. Running requests return to the queue, the
+remaining ranks join again with their weights in memory, and the head prefills prompt and accepted
+tokens and goes on. The launcher kills no worker: whether one makes progress is for its supervisor
+to judge (`pipespec.system.liveness`).
 
 Threads share state by these rules:
 
@@ -27,7 +27,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -41,15 +41,14 @@ from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.cluster.worker_leases import WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.membership import LEASE_S, Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable
 
-# Seconds between two checks of the leases.
+# Seconds between two checks of the signs.
 LOOK_S = 0.1
-# A worker that has its weights joins within milliseconds, or after a few batches that it times:
-# within so many times the longest time of a step.
-JOIN_STEPS = 2
+# Seconds that one try to reach a private Redis takes at most.
+TRY_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ class Recovery:
         server: the private Redis, if there is one; it is started again when it has ended or hangs.
         patience_s: how long the recovery waits for a lost worker before the assignment changes, and
             for a Redis that it cannot start again before the cluster ends.
-        stall_s: how long a step may take.
     """
 
     def __init__(
@@ -78,15 +76,12 @@ class Recovery:
         replan: Callable[[set[str]], RankAssignment],
         server: EmbeddedRedis | None = None,
         patience_s: float = 30.0,
-        stall_s: float = 30.0,
     ):
         self._url, self._namespace = url, namespace
         self._replan = replan
         self._server = server
         self._patience_s = patience_s
-        self._stall_s = stall_s
-        # A private Redis is on this machine: one that is silent for longer will not answer again.
-        self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
+        self._answer_s = ANSWER_TIMEOUT_S if server is None else TRY_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
@@ -95,13 +90,11 @@ class Recovery:
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
         self._preparing_at = 0.0  # when the host of a lost worker was last seen to start
-        self._progress = Progress(stall_s)
+        self._progress = Progress()
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
         self._pids = JoinedPids()
-        self._begun_at = time.monotonic()  # when this epoch began
-        self._plain = False  # whether weights must be dequantised, as of this epoch
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
         self._state = ClusterState(
@@ -160,43 +153,45 @@ class Recovery:
             raise RankFailed(failure)
 
     def _watch(self) -> None:
-        reached = time.monotonic()
+        reached, tried_s = time.monotonic(), 0.0
         while not self._stop.is_set():
+            began = time.monotonic()
             try:
                 with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
                     if self._stats.ended(self._state.epoch):
                         self._begin_next_epoch(shared)
                     while not self._stop.is_set():
-                        reached = time.monotonic()
+                        reached, tried_s = time.monotonic(), 0.0
+                        began = reached
                         self._check_signs(shared)
             except Unreachable as error:
-                silent_s = time.monotonic() - reached
-                if not self._restart_redis(silent_s):
+                # A pause of this process is none of Redis'.
+                tried_s += min(time.monotonic() - began, TRY_S)
+                if self._server is None:
                     self._record_fault(FaultKind.REDIS_GONE, "Redis went away")
-                    if silent_s > self._patience_s:
+                    if time.monotonic() - reached > self._patience_s:
                         self._give_up(str(error))
+                else:
+                    self._restart_if_gone(self._server, tried_s)
             except Exception as error:
                 if not isinstance(error, PipespecError):
                     log.exception("the recovery fails")
                 self._give_up(f"{type(error).__name__}: {error}")
             self._stop.wait(LOOK_S)
 
-    def _restart_redis(self, silent_s: float) -> bool:
-        """Start a private Redis again if it has ended, or hangs as long as a lease lasts."""
-        if self._server is None:
-            return False
-        hangs = self._server.alive()
-        if hangs and silent_s < self._answer_s:
-            return False
+    def _restart_if_gone(self, server: EmbeddedRedis, tried_s: float) -> None:
+        """Start a private Redis again if it has ended, a signal has stopped it, or it has not
+        answered in so many seconds of trying."""
+        hangs = server.alive()
+        if hangs and not server.stopped() and tried_s < ANSWER_TIMEOUT_S:
+            return
         self._record_fault(FaultKind.REDIS_GONE, "Redis hung" if hangs else "Redis went away")
         try:
-            self._server.restart()
+            server.restart()
         except PipespecError as error:
             self._give_up(str(error))
         except OSError as error:  # such as no memory for a process: tried again
             log.warning("Redis cannot be started: %s", error)
-            return False
-        return True
 
     def _check_signs(self, shared: Membership) -> None:
         """Collect signs of faults; begin the next epoch if there are any."""
@@ -218,15 +213,14 @@ class Recovery:
         num_joined = self._pids.update(shared, self._state.epoch, self._assignment)
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
-            self._progress.new_faults += not death.replaced
+            self._progress.new_faults += death.kind is not FaultKind.HOST_REPLACED
             self._latest_reason = f"{death.worker} ended ({death.how})"
-            kind = FaultKind.HOST_REPLACED if death.replaced else FaultKind.WORKER_ENDED
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
             if self._pids.has_joined(death):
-                reasons.append((kind, self._latest_reason))
+                reasons.append((death.kind, self._latest_reason))
             elif self._pids.had_joined(death):
-                self._stats.reclassify(kind)
+                self._stats.reclassify(death.kind)
                 self._publish_faults()
         if num_joined < len(self._assignment.workers):
             self._complete_since = None
@@ -236,16 +230,17 @@ class Recovery:
             self._stats.all_ranks_joined(self._complete_since)
         if self._state.complete != (complete := self._complete_since is not None):
             self._state = replace(self._state, complete=complete)
+        beats = shared.beats(self._leases.workers)
         reasons += [
-            (FaultKind.WORKER_SILENT, f"{worker} has not renewed its lease")
-            for worker in self._newly_silent(shared)
+            (FaultKind.WORKER_SILENT, f"{worker} and its host give no sign of life")
+            for worker in self._newly_silent(beats)
             if worker in self._pids.current
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
-        if self._progress.stalls(shared, self._state.epoch, complete=self._state.complete):
-            stalled = f"no step was completed for {self._stall_s:g} seconds"
+        working = [beats.get(worker) for worker in self._assignment.everyone]
+        if self._progress.stalls(shared, self._state.epoch, working, complete=self._state.complete):
+            stalled = "all ranks wait, though a request is running"
             reasons.append((FaultKind.STEP_STALLED, stalled))
-        self._kill_hung()
         self._workers.restart_lost_hosts()
         self._update_counts(shared)
         if reasons:
@@ -293,28 +288,14 @@ class Recovery:
             shared.count(self._stats.counts)
             self._published_counts = Counter(self._stats.counts)
 
-    def _newly_silent(self, shared: Membership) -> list[str]:
-        """Workers whose lease has expired since the last call; one that stays silent is killed."""
+    def _newly_silent(self, beats: Mapping[str, bytes]) -> list[str]:
+        """Workers that are lost since the last call."""
         assert self._workers is not None
         now = time.monotonic()
-        silent = self._leases.update(shared.beats(self._leases.workers), now)
+        silent = self._leases.update(beats, self._workers.signs(), now)
         if any(map(self._workers.preparing, set(self._leases.workers) - self._leases.alive)):
             self._preparing_at = now
-        for worker, pid in self._leases.to_kill(now).items():
-            if self._workers.kill(worker, self._leases.lost_at[worker], pid):
-                self._leases.note_kill(worker, now)
         return silent
-
-    def _kill_hung(self) -> None:
-        """Kill workers that hang while they join: the thread that renews the lease goes on, but the
-        main thread does not."""
-        assert self._workers is not None
-        if time.monotonic() - self._begun_at < JOIN_STEPS * self._stall_s:
-            return
-        for worker, pid in self._pids.late(self._assignment).items():
-            if pid == self._leases.pid(worker) and self._workers.kill(worker, self._begun_at, pid):
-                log.info("%s renews its lease, but does not join: it is killed", worker)
-                self._pids.note_kill(worker)
 
     def _must_replace(self) -> bool:
         """Whether a worker of the assignment has been away for too long and others can replace it;
@@ -368,15 +349,12 @@ class Recovery:
             self._stats.begin_epoch(shared.lengths(running))
 
     def _begin_epoch(self, shared: Membership) -> None:
-        plain = shared.plain()
         begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
         if begun <= self._state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
-        loads = self._assignment != self._state.assignment or plain != self._plain
-        self._plain, self._begun_at = plain, time.monotonic()
         self._state = replace(self._state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
-        self._pids.begin_epoch(loads=loads)
+        self._pids.begin_epoch()
         log.info("epoch %d begins", begun)
 
     def _give_up_without_progress(self, shared: Membership) -> None:

@@ -59,7 +59,7 @@ WORKER_ENTRYPOINT = "pipespec.cluster.worker:run_worker"
 # How often a cluster without events is checked.
 HEARTBEAT_S = 0.05
 # How long the ranks may take to end once all requests have finished.
-ENDING_S = 5.0
+ENDING_S = 30.0
 
 
 class ClusterSession:
@@ -286,7 +286,6 @@ def start_cluster(
             replan=moves.plan,
             server=redis.server,
             patience_s=deployment.config.cluster.patience_s,
-            stall_s=deployment.config.cluster.stall_s,
         ) as recovery,
     ):
         where = ControllerAddress(

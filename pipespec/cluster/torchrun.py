@@ -25,6 +25,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from mmap import mmap
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ from typing import Any, NoReturn
 from pipespec.cluster import rendezvous
 from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.errors import RankFailed
+from pipespec.system import liveness
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.process_identity import die_with_parent
@@ -170,7 +172,7 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
     """Run workers until one finishes; returns its result.
 
     A supervisor ends with torchrun's process, and with the agent: `agent` is a descriptor that
-    reaches its end with it.
+    reaches its end with it. It ends a worker that makes no progress.
     """
     torchrun = parent_process()
     assert torchrun is not None
@@ -184,17 +186,22 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
     die_with_us = die_with_parent(os.getpid())
     while True:
         # Each of the two processes sees the end of a pipe when the other is gone.
-        ours, theirs = os.pipe(), os.pipe()
+        ours, theirs, memory = os.pipe(), os.pipe(), mmap(-1, liveness.SIZE)
         pid = os.fork()
         if pid == 0:
             os.close(ours[0])
             os.close(theirs[1])
             die_with_us()
+            liveness.progress.share(memory)
             _run_entrypoint(here, number, job, theirs[0])
         os.close(ours[1])
         os.close(theirs[0])
         write_atomically(here / f"{number}.pid", str(pid).encode())
-        if connection.wait([ours[0], torchrun.sentinel, agent]) != [ours[0]]:
+        watch, hung = liveness.Watch(memory, pid), None
+        while not (ended := connection.wait([ours[0], torchrun.sentinel, agent], liveness.LOOK_S)):
+            if hung is None and (hung := watch.look()) is not None:
+                os.kill(pid, signal.SIGKILL)
+        if ended != [ours[0]]:
             os.kill(pid, signal.SIGKILL)
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -208,7 +215,8 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
         if not job.restart:
             os.kill(os.getpid(), -code)
         lives += 1
-        died = {"died": number, "pid": pid, "how": how_it_ended(code)}
+        how = hung or how_it_ended(code)
+        died = {"died": number, "pid": pid, "how": how, "hung": hung is not None}
         write_atomically(here / f"died-{number}-{lives}.json", json.dumps(died).encode())
 
 

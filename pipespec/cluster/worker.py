@@ -43,6 +43,7 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.step_times import LearntSteps
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.spin_wait import should_spin
 from pipespec.trace import Timeline
@@ -87,6 +88,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
         by_hand=hosts[worker].by_hand,
     ) as heartbeat:
         while True:
+            progress.begin(LOADING_S)
             epoch = heartbeat.next(number)
             number = epoch.number
             if not epoch.assignment:
@@ -158,6 +160,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         return
     assert model is not None
     with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+        progress.begin(LOADING_S)
         if member:
             rank_components.follow_tp_leader(model, group)
             return
@@ -189,7 +192,8 @@ def join_and_run(
             deployment, where, held.rank, model, mid, spins=spinning, num_slots=num_slots
         ) as joined,
     ):
-        with Membership(where.url, where.namespace) as shared:
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
             while len(shared.attached(where.epoch)) < deployment.num_ranks:
                 held.heartbeat.check(where.epoch)
                 shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
@@ -251,9 +255,11 @@ class JoinedRank:
                 self.runner.model.attention,
                 compile_grammar,
             )
-            StageLoop(
+            stage = StageLoop(
                 self.runner, transport, self.controller, stage_settings, timeline, self.times
-            ).run_until_stop()
+            )
+            with progress.part(LATE_S):
+                stage.run_until_stop()
             return
         kv_tokens = self.controller.kv_tokens(deployment.num_ranks - 1)
         proposer = rank_components.make_proposer(deployment, self.runner, self.mid)
@@ -276,9 +282,9 @@ class JoinedRank:
             stored = load_cached(STEP_TIMES, key)
             of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
             scheduler.learn(LearntSteps(*of, stored))
-        HeadLoop(
-            scheduler, proposer, transport, self.controller, settings, timeline
-        ).run_until_done()
+        head = HeadLoop(scheduler, proposer, transport, self.controller, settings, timeline)
+        with progress.part(LATE_S):
+            head.run_until_done()
 
 
 @contextmanager
@@ -355,7 +361,8 @@ def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
     assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
     first = f"member/{held.rank}/first"
     with meeting_store(held) as store:
-        with Membership(where.url, where.namespace) as shared:
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
             if member:
                 shared.follow(where.epoch, members[member])
                 store.wait([first], FOREVER)

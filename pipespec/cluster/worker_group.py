@@ -202,16 +202,10 @@ class WorkerGroup:
             self.stop(_FAILING_S)
         return self._failure
 
-    def kill(self, worker: str, since: float, pid: int | None) -> bool:
-        """End a worker that has hung since a moment of the monotonic clock; its supervisor starts
-        another. False: not now, its host may be cut off.
-
-        `pid` is its process: one that has taken its place is left alone; None: whichever it is.
-        """
-        for host in self._hosts:
-            if worker in host.host.workers:
-                return host.kill(host.host.workers.index(worker), since, pid)
-        return False
+    def signs(self) -> dict[str, int]:
+        """For each worker of a host with an agent a number, which changes whenever the agent has
+        seen its process run."""
+        return {worker: number for host in self._hosts for worker, number in host.signs.items()}
 
     def preparing(self, worker: str) -> bool:
         """Whether a worker's host is starting again."""

@@ -84,13 +84,6 @@ class ClusterConfig:
         limits=(0, MAX_SECONDS),
         above=True,
     )
-    stall_s: float = setting(
-        30.0,
-        "How long a step may take before all ranks connect anew.",
-        "s",
-        limits=(0, MAX_SECONDS),
-        above=True,
-    )
 
     def __post_init__(self) -> None:
         check_settings("cluster", self)

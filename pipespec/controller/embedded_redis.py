@@ -27,12 +27,12 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.tls_proxy import TlsProxy
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
-from pipespec.system.process_identity import die_with_parent
+from pipespec.system.process_identity import die_with_parent, is_stopped
 from pipespec.system.spawner import Spawner
 from pipespec.system.temporary_folder import TemporaryFolder
 
-# Reading a long append-only file takes a while.
-START_TIMEOUT_S = 30.0
+# Reading a long append-only file takes a while; one that ends is noticed at once.
+START_TIMEOUT_S = 120.0
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 5.0
 # How often Redis checks whether a silent client is still connected.
@@ -147,6 +147,10 @@ class EmbeddedRedis:
     def alive(self) -> bool:
         """Whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
+
+    def stopped(self) -> bool:
+        """Whether a signal has stopped the server's process."""
+        return self._process is not None and is_stopped(self._process.pid)
 
     def restart(self) -> None:
         """Ends the server if it still runs or hangs, and starts it with the same data,

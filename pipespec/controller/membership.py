@@ -1,8 +1,8 @@
 """Who is alive and which epoch it is: what holds a cluster together between its epochs.
 
-Every worker of a cluster (a process that can hold a rank) holds a *lease*, a key that expires
-unless it is renewed. Workers report faults in a stream of *suspicions*. The launcher
-(`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *assignment* maps
+Every worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires,
+with its process id and its progress. Workers report faults in a stream of *suspicions*. The
+launcher (`pipespec.cluster.recovery`) reads both and begins the next epoch, whose *assignment* maps
 workers to ranks; the stream of assignments wakes the workers that wait for it.
 """
 
@@ -20,7 +20,7 @@ from pipespec.controller.lua_scripts import evalsha, load
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 
-# How long a worker counts as alive after it has renewed its lease.
+# How long a lease lasts. That one has run out is no fault.
 LEASE_S = 2.0
 # The same of the launcher.
 LAUNCHER_LEASE_S = 5.0
@@ -70,9 +70,10 @@ class Membership:
     def close(self) -> None:
         self._pipe.close()
 
-    def renew(self, worker: str, pid: int) -> None:
-        """Renew the lease of a worker, for LEASE_S seconds from now."""
-        beat = f"{pid} {time.monotonic_ns()}"
+    def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
+        """Renew the lease of a worker, for LEASE_S seconds from now, with its `progress`
+        (`Progress.describe`)."""
+        beat = f"{pid} {progress} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
 
     def renew_launcher(self) -> None:

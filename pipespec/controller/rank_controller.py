@@ -22,6 +22,7 @@ from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.core import DraftTokens, Request
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.system.liveness import Waiting
 from pipespec.system.spin_wait import spin_until
 
 # More open steps than this are a bug (a rank completes nothing), not a deep pipeline.
@@ -149,27 +150,29 @@ class Controller(RequestLog):
         ControllerError after `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (payload := self._take(task)) is None:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise ControllerError(
-                    f"Task {task.id} was not ready within {timeout:g} seconds: a rank before it "
-                    "may have stopped."
-                )
-            # Replies of earlier commands are read here too: one that was refused may be the
-            # reason why nothing comes.
-            self._pipe.drain()
-            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-            self._read_announcement(max(0.0, left))
+        with Waiting():
+            while (payload := self._take(task)) is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise ControllerError(
+                        f"Task {task.id} was not ready within {timeout:g} seconds: a rank before "
+                        "it may have stopped."
+                    )
+                # Replies of earlier commands are read here too: one that was refused may be the
+                # reason why nothing comes.
+                self._pipe.drain()
+                left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+                self._read_announcement(max(0.0, left))
         return payload
 
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
         """The payload of an announced task of this rank if it is ready within `timeout` seconds,
         else None."""
         deadline = time.monotonic() + timeout
-        while (payload := self._take(task)) is None:
-            if not self._read_announcement(max(0.0, deadline - time.monotonic())):
-                self._pipe.drain()
-                return None
+        with Waiting():
+            while (payload := self._take(task)) is None:
+                if not self._read_announcement(max(0.0, deadline - time.monotonic())):
+                    self._pipe.drain()
+                    return None
         return payload
 
     def kv_tokens(self, stages: int) -> int:
@@ -177,12 +180,13 @@ class Controller(RequestLog):
 
         Raises StaleEpoch.
         """
-        while True:
-            found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
-            held = {int(rank): int(n) for rank, n in zip(found[::2], found[1::2], strict=True)}
-            if len(held.keys() - {0}) >= stages:
-                return min(held.values())
-            self._read_announcement(LOOK_S / 10)
+        with Waiting():
+            while True:
+                found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
+                held = {int(rank): int(n) for rank, n in zip(found[::2], found[1::2], strict=True)}
+                if len(held.keys() - {0}) >= stages:
+                    return min(held.values())
+                self._read_announcement(LOOK_S / 10)
 
     def next_requests(
         self, count: int, *, wait: bool
@@ -204,7 +208,8 @@ class Controller(RequestLog):
             if not wait:
                 return []
             self._pipe.drain()
-            self._read_announcement(LOOK_S, idle=True)
+            with Waiting():
+                self._read_announcement(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
         """Adds the report of this rank on a request (anything that JSON can represent)."""
@@ -236,7 +241,8 @@ class Controller(RequestLog):
                 self._draft_positions[sequence] = seen = entry, found[-1].step
             if until is None or seen[1] >= until:
                 return found
-            self._read_announcement(AGAIN_S)
+            with Waiting():
+                self._read_announcement(AGAIN_S)
 
     def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
         """Publishes the head's state, and its counts since the epoch began, for `pipespec status`

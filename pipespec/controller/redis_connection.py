@@ -25,8 +25,9 @@ from pipespec.errors import ConfigError, ControllerError, Unreachable
 MIN_VERSION = (6, 0)
 # A key that tries whether writes are taken is gone after so many seconds, whatever happens.
 PROBE_S = 60
-# A Redis that takes longer to connect or to answer is taken for dead.
-ANSWER_TIMEOUT_S = 3.0
+# A Redis that takes longer to connect or to answer is taken for dead. Long, as it may wait for a
+# processor or for a disk; a link that is cut is noticed earlier.
+ANSWER_TIMEOUT_S = 10.0
 # A link that is cut is noticed within about this time and one second more, also by who only
 # listens: silence is probed every second, and what is not acknowledged in time ends it.
 LINK_TIMEOUT_S = 3

@@ -25,11 +25,12 @@ from pipespec.controller.certificate import TlsFiles
 from pipespec.controller.listen_address import listener_at
 from pipespec.errors import ControllerError
 from pipespec.system.keep_alive import keep_alive
-from pipespec.system.process_identity import die_with_parent
+from pipespec.system.process_identity import die_with_parent, is_stopped
 
-START_TIMEOUT_S = 30.0
-# A process that writes nothing for SILENCE_S hangs; it writes a sign of life this often.
-SILENCE_S, SIGN_OF_LIFE_S = 5.0, 1.0
+START_TIMEOUT_S = 120.0
+# A process that writes nothing for SILENCE_S hangs; it writes a sign of life this often. One that a
+# signal has stopped hangs after STOPPED_S.
+SILENCE_S, STOPPED_S, SIGN_OF_LIFE_S = 15.0, 3.0, 1.0
 # Before a process that has ended is replaced.
 PAUSE_S = 0.1
 HANDSHAKE_S = 5.0
@@ -143,15 +144,19 @@ class TlsProxy:
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for the end of the process, and kill it if it hangs; returns how it ended."""
         assert process.stdout is not None
-        reason = "it ended"
+        reason, silent_s = "it ended", 0.0
         with process.stdout as output:
             while True:
-                # Its first sign of life may take long, as it imports modules.
-                patience = SILENCE_S if self._settled.is_set() else START_TIMEOUT_S
-                if not select.select([output], [], [], patience)[0]:
-                    reason = "it hung"
-                    process.kill()
-                    break
+                if not select.select([output], [], [], SIGN_OF_LIFE_S)[0]:
+                    silent_s += SIGN_OF_LIFE_S
+                    # Its first sign of life may take long, as it imports modules.
+                    patience_s = SILENCE_S if self._settled.is_set() else START_TIMEOUT_S
+                    if silent_s >= (STOPPED_S if is_stopped(process.pid) else patience_s):
+                        reason = "it hung"
+                        process.kill()
+                        break
+                    continue
+                silent_s = 0.0
                 if not os.read(output.fileno(), 4096):
                     break
                 self._serves = True

@@ -1,14 +1,16 @@
-"""Layers whose weights stay in blocks, such as those of a GGUF file.
+"""Layers whose weights stay in blocks, such as those of a GGUF file, where ggml does not multiply
+them.
 
-In bfloat16, blocks of 4 bits become packed integers for PyTorch's own product (`Int4Linear`): the
-same codes, with scales and minimums rounded to bfloat16. All others are dequantised as they are
-used; the bits of their codes are in planes, in as many bytes as in the file.
+On a GPU, in bfloat16, blocks of 4 bits become packed integers for PyTorch's own product
+(`Int4Linear`): the same codes, with scales and minimums rounded to bfloat16. All others are
+dequantised as they are used; the bits of their codes are in planes, in as many bytes as in the
+file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,9 @@ from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.gguf import is_int4
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
+from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.engine.formats.mxfp4 import Fp4Weights
 from pipespec.engine.int4 import Int4Linear
-
-if TYPE_CHECKING:  # compiled when it is imported
-    from pipespec.engine.block_kernels import Blocks
 
 # Bits of codes of so many bits in the lower plane; the others are in the upper one.
 LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
@@ -48,20 +48,20 @@ class BlockLinear(DequantisedLinear):
         super().__init__(source, out_features, in_features, bias)
         self.kind = KINDS[kind]
         self.width = self.kind.group
-        self.blocks: Blocks | None = None
         for name in ("low", "high", "scale_large", "scale_small", "offset_large", "offset_small"):
             self.register_buffer(name, None)
 
-    def fill(self, weights: BlockWeights | Fp4Weights, device: torch.device) -> None:
+    def fill(
+        self, weights: BlockWeights | Fp4Weights | GroupedWeights, device: torch.device
+    ) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
         for rows in row_parts(require_shape(self, weights.shape)):
-            for name, found in self._stored(weights.part(rows), device).items():
+            for name, found in self._stored(weights.part(rows).blocks(), device).items():
                 if rows.start == 0:
                     setattr(self, name, found.new_empty(self.out_features, found.shape[1]))
                 getattr(self, name)[rows] = found
         self.scale_table = self.kind.scale_table.to(device) * weights.factor
         self.offset_table = self.kind.offset_table.to(device)
-        self.blocks = None
 
     def _stored(self, weights: BlockWeights, device: torch.device) -> dict[str, Tensor]:
         """What is held of some rows, by name: planes, the bits of large factors, int16, and small
@@ -84,35 +84,7 @@ class BlockLinear(DequantisedLinear):
 
     def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""
-        if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.bfloat16):
-            weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
-            return
-        from pipespec.engine.block_kernels import dequantise_blocks
-
-        self.blocks = self.blocks or self._compiled()
-        dequantise_blocks(self.blocks, start, weights)
-
-    def _compiled(self) -> Blocks:
-        """The weights as the compiled code takes them."""
-        import numpy as np
-
-        from pipespec.engine.block_kernels import Blocks, halves
-
-        return Blocks(
-            self.low.numpy(),
-            self.high.numpy(),
-            LOW_BITS[self.kind.bits],
-            np.int32(self.kind.first),
-            self.kind.is_fp4,
-            self.scale_large.numpy().view(np.uint16),
-            self.scale_small.numpy(),
-            self.scale_table.numpy(),
-            self.offset_large.numpy().view(np.uint16),
-            self.offset_small.numpy(),
-            self.offset_table.numpy(),
-            halves(),
-            self.kind.group,
-        )
+        weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
 
     def _dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """These rows, by PyTorch's operations."""
@@ -158,15 +130,15 @@ def unpacked(plane: Tensor, bits: int) -> Tensor:
 
 def make_linear(
     kinds: Mapping[str, str],
-    dtype: torch.dtype,
+    packed: bool,
     name: str,
     out: int,
     inputs: int,
     bias: Any = None,
 ) -> nn.Module:
     """A layer for the matrix `[out, inputs]` with this name, of which `kinds` has the blocks,
-    computed in this type."""
+    with `packed` for PyTorch's product if that takes them."""
     kind = kinds[name]
-    if dtype == torch.bfloat16 and is_int4(kind, out):
+    if packed and is_int4(kind, out):
         return Int4Linear(name, out, inputs, bias)
     return BlockLinear(name, out, inputs, bias, kind=kind)

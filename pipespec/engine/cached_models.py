@@ -4,7 +4,7 @@ programs that keep GGUF files."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pipespec.engine.checkpoint_parts.cache_listing import entries
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
 from pipespec.engine.checkpoint_parts.repository import MAIN, ranges_of, read_repository
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.partial_checkpoint import index_is_met
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import home
@@ -69,9 +70,9 @@ def _in_folder(name: str, folder: Path) -> Iterator[CachedModel]:
     """The safetensors checkpoint of a repository, if its files are here, and its GGUF files."""
     if (folder / "config.json").is_file() and index_is_met(folder):
         yield CachedModel(name, folder, whole=True)
-    for file in sorted(folder.iterdir()):
-        if is_gguf(file) and file.is_file():
-            yield CachedModel(f"{name}/{file.name}", file, whole=True)
+    for file, whole in _ggufs(sorted(folder.iterdir())):
+        if whole:
+            yield CachedModel(f"{name}/{file.name}", file, whole)
 
 
 def _of_parts() -> Iterator[CachedModel]:
@@ -82,15 +83,23 @@ def _of_parts() -> Iterator[CachedModel]:
             continue
         name = repository.repo if repository.on_hub else str(entry.folder)
         files = [entry.folder / each for each in repository.weights]
-        for file in filter(is_gguf, files):
-            yield CachedModel(f"{name}/{file.name}", file, _is_whole(file))
+        for file, whole in _ggufs(files):
+            yield CachedModel(f"{name}/{file.name}", file, whole)
         plain = [file for file in files if not is_gguf(file)]
         if plain:
             yield CachedModel(name, entry.folder, all(map(_is_whole, plain)))
 
 
+def _ggufs(files: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
+    """The GGUF files among these, of several the first, and whether all of their tensors are
+    here."""
+    for file in files:
+        if is_gguf(file) and file == first_part(file):
+            yield file, all(map(_is_whole, parts_of(file)))
+
+
 def _is_whole(file: Path) -> bool:
-    """Whether all tensors of a weight file of the parts cache are here."""
+    """Whether all tensors of a weight file are here."""
     try:
         if not is_partial(file):
             return file.is_file()
@@ -106,5 +115,6 @@ def _gguf_files() -> Iterator[CachedModel]:
     with suppress(ConfigError):  # a user may have no home folder
         folders += [each for pattern in GGUF_FOLDERS for each in sorted(home().glob(pattern))]
     for folder in folders:
-        for file in sorted(folder.glob("*.gguf")):
-            yield CachedModel(str(file), file, whole=True)
+        for file, whole in _ggufs(sorted(folder.glob("*.gguf"))):
+            if whole:
+                yield CachedModel(str(file), file, whole)

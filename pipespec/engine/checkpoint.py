@@ -15,7 +15,6 @@ from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
-from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.header_checks import check_count, check_eos, require_consistent
 from pipespec.engine.model_config import (
     FOREIGN,
@@ -28,10 +27,8 @@ from pipespec.engine.model_config import (
 from pipespec.engine.model_path import resolve
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.quantization import (
-    COMPILER,
     COMPRESSED_PACKAGE,
-    DEQUANTISED_FORMATS,
-    KEPT_FORMATS,
+    GGML_FORMATS,
     PACKED_METHODS,
     QUANTIZATIONS,
     require_package,
@@ -43,9 +40,10 @@ from pipespec.engine.tp_shares import tp_shares
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
-# The type in which weights of few bits are computed, unless another is asked for; the kernels for
-# packed 4-bit weights have no other.
+# The type in which weights of few bits are computed, unless another is asked for.
 KEPT_DTYPE = "bfloat16"
+# Bytes of an activation where ggml computes with the matrices of the file.
+MAPPED_BYTES = ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,8 @@ class CheckpointInfo:
         kept_layers: what can stay in the few bits of the files, for each layer.
         kept_format: one of KEPT_FORMATS, in which it then is in memory.
         package: the package that reads such files, if pipespec does not.
+        ends: bytes of the embedding and of an output head of its own that a CPU computes with as
+            they are in the file; None: it does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
         heads, kv_heads: query heads and KV heads of a layer.
@@ -100,6 +100,7 @@ class CheckpointInfo:
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
     package: str | None = None
+    ends: tuple[int, int] | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
     heads: int = 1
@@ -126,9 +127,13 @@ class CheckpointInfo:
 
     def chosen_dtype(self, setting: str, devices: Iterable[str]) -> str:
         """The type in which it computes with this value of `model.dtype`, given the devices of the
-        stages: weights of few bits are computed in bfloat16 unless another type is asked for."""
+        stages: weights of few bits are computed in bfloat16 unless another type is asked for, but
+        for those that ggml multiplies on CPUs, in float32."""
         if setting == "auto":
-            setting = KEPT_DTYPE if self.few_bits else automatic(devices)
+            default = automatic(devices := tuple(devices))
+            by_ggml = self.kept_format in GGML_FORMATS and self.can_keep
+            on_cpus = by_ggml and not any("cuda" in each for each in devices)
+            setting = KEPT_DTYPE if self.few_bits and not on_cpus else default
         return self.compute_dtype(setting)
 
     def compute_dtype(self, dtype: str) -> str:
@@ -153,7 +158,11 @@ class CheckpointInfo:
                 int((size - matrices + matrices * shrink) * growth)
                 for size, matrices in zip(layers, self.matrix_bytes, strict=True)
             )
-        return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
+        embedding, head = int(stored.embedding * growth), int(stored.head * growth)
+        if quantization == self.kept_format and self.ends is not None and item == MAPPED_BYTES:
+            own_head = 0 if self.tied else embedding
+            embedding, head = self.ends[0], head - own_head + self.ends[1]
+        return Sizes(layers, embedding, head)
 
     def loaded_part(self, sizes: Sizes, members: int, member: int, dtype: str) -> Sizes:
         """The sizes in memory of the part of one of `members` tensor-parallel devices, given the
@@ -228,8 +237,7 @@ class CheckpointInfo:
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        fits = self.kept_format != PACKED_INT4 or dtype == KEPT_DTYPE
-        return self.kept_format if keep != "no" and fits and self.can_keep else quantization
+        return self.kept_format if keep != "no" and self.can_keep else quantization
 
     @property
     def can_keep(self) -> bool:
@@ -258,14 +266,8 @@ class CheckpointInfo:
                     f"{self.path} has others; choose another {name}"
                 )
 
-    def require_quantizer(
-        self, name: str, quantization: str | None, on_cpu: str | None = None
-    ) -> None:
-        """Raise ModelError unless this machine has the packages that this takes. `on_cpu`: the
-        format of the weights in the memory of a CPU, if they are there."""
-        if on_cpu in DEQUANTISED_FORMATS:
-            why = f"{self.path} ({KEPT_FORMATS[on_cpu]}) on a CPU"
-            require_package(COMPILER, why, ", or set model.keep_quantized=no")
+    def require_quantizer(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless this machine has the packages that this takes."""
         if self.package is not None:
             require_package(self.package, f"{self.path} ({self.dequantized_from})")
         elif self.quantization is not None:
@@ -375,6 +377,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kept_layers=_of_each(files.kept_layers, len(layers)),
         kept_format=files.kept_format,
         package=files.package,
+        ends=files.ends,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
         heads=config.heads,

@@ -37,6 +37,7 @@ class CheckpointFiles:
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
     package: str | None = None
+    ends: tuple[int, int] | None = None
 
     @property
     def plain(self) -> bool:
@@ -58,6 +59,7 @@ def _read_gguf(path: Path) -> CheckpointFiles:
         kept_layers=header.kept_layers,
         kept_format=gguf.GGUF,
         package=gguf.PACKAGE,
+        ends=header.ends,
     )
 
 

@@ -31,19 +31,13 @@ class Fp8Linear(DequantisedLinear):
             if ((weights.codes[rows].view(torch.uint8) & 0x7F) == 0x7F).any():
                 raise ModelError("some of its weights are no numbers")
         self.height, self.width = weights.height, weights.width
-        # A member's columns are a view of the whole; the compiled code reads neighbours in memory.
+        # A member's columns are a view of the whole.
         self.codes = weights.codes.to(device).contiguous()
         self.scales = weights.scales.to(device).contiguous()
 
     def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""
-        if weights.device.type == "cpu" and weights.dtype in (torch.float32, torch.bfloat16):
-            from pipespec.engine.block_kernels import dequantise_fp8
-
-            codes = self.codes.view(torch.uint8).numpy()
-            dequantise_fp8(codes, self.scales.numpy(), self.height, self.width, start, weights)
-        else:
-            weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
+        weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
 
     def _dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """These rows, by PyTorch's operations."""

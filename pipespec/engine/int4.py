@@ -1,8 +1,8 @@
 """Linear layers whose weights stay packed in 4 bits, by PyTorch's own kernels.
 
 A weight is `(code - 8) * scale + zero` in bfloat16, with one scale and zero for a group of inputs.
-On a CPU and on a GPU (tinygemm, compute capability 8.0 and later) a row of the product does not
-depend on the other rows of its batch, which `pipespec.engine.kept_weights` checks."""
+On a GPU (tinygemm, compute capability 8.0 and later) a row of the product does not depend on the
+other rows of its batch, which `pipespec.engine.kept_weights` checks."""
 
 from __future__ import annotations
 
@@ -71,22 +71,15 @@ class Int4Linear(nn.Module):
             self.packed[rows.start // per_tile :][: len(packed)] = packed
 
     def _packed(self, codes: Tensor) -> Tensor:
-        """Codes as the kernel of their device takes them; along the first dimension are rows, or
-        tiles of rows."""
-        if codes.device.type == "cpu":
-            packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        else:
-            pairs = codes[:, ::2] << 4 | codes[:, 1::2]
-            tiles = next(n for n in INNER_TILES if self.in_features % (16 * n) == 0)
-            packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+        """Codes as the kernel takes them; along the first dimension are tiles of rows."""
+        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+        tiles = next(n for n in INNER_TILES if self.in_features % (16 * n) == 0)
+        packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
         return packed
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` bfloat16 -> `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
-        multiply = torch.ops.aten._weight_int4pack_mm
-        if rows.device.type == "cpu":
-            multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        y = multiply(rows, self.packed, self.width, self.scale_and_zero)
+        y = torch.ops.aten._weight_int4pack_mm(rows, self.packed, self.width, self.scale_and_zero)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias

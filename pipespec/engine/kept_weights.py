@@ -19,10 +19,13 @@ from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.groups import GROUPED_KIND
 from pipespec.engine.formats.lazy import Part
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8_linear import Fp8Linear
+from pipespec.engine.ggml import library as ggml
+from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
@@ -42,11 +45,20 @@ TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
 RELEASED = 8 << 20
 
 LAYERS: Mapping[str, MakeLayer] = {
-    PACKED_INT4: Int4Linear,
+    PACKED_INT4: partial(BlockLinear, kind=GROUPED_KIND),
     FP8: Fp8Linear,
     MXFP4: partial(BlockLinear, kind="MXFP4"),
     NVFP4: partial(BlockLinear, kind="NVFP4"),
 }
+
+
+def layer_for(form: str, device: torch.device, dtype: torch.dtype) -> MakeLayer:
+    """What makes the layers of weights in one of these formats."""
+    if form in (PACKED_INT4, MXFP4) and device.type == "cpu" and ggml.load() is not None:
+        return GgmlLinear
+    if form == PACKED_INT4 and device.type != "cpu" and dtype == torch.bfloat16:
+        return Int4Linear
+    return LAYERS[form]
 
 
 def replace(
@@ -69,12 +81,25 @@ def replace(
             if (cut := cuts.get(f"{name}.weight")) is not None:
                 kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
+        elif isinstance(plain, nn.Embedding) and make is GgmlLinear:
+            setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
+            _untie(model, name)
     replace_experts(model, names, make, cuts)
+
+
+def _untie(model: Any, embedding: str) -> None:
+    """Let the output head, if it is tied, have the weights of this embedding as a layer of its
+    own."""
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and isinstance(head, nn.Linear):
+        own = GgmlLinear(embedding, head.out_features, head.in_features, head.bias)
+        model.set_output_embeddings(own)
+    model.all_tied_weights_keys = {}
 
 
 def fill(
     model: PreTrainedModel,
-    weights: Mapping[str, Callable[[Part], StoredWeights]],
+    weights: Mapping[str, Callable[[Part], Any]],
     device: torch.device,
     form: str,
 ) -> None:
@@ -86,15 +111,19 @@ def fill(
     unpacked = 0
     heap.release()
     for module in model.modules():
-        if not isinstance(module, Int4Linear | DequantisedLinear):
+        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLinear | GgmlEmbedding):
             continue
         read: Any = weights[module.source](module.part)
         try:
             module.fill(read, device)
+        except PackedMatmulError as error:
+            raise PackedMatmulError(f"{error.fault}, in {module.source}") from error
         except ModelError as error:
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
+        if isinstance(module, GgmlLinear | GgmlEmbedding):
+            continue  # ggml's products of each type have been tested
         kind = module.kind if isinstance(module, BlockLinear) else None
         shape = (type(module), kind, module.out_features, module.in_features, module.width)
         if shape not in tested:

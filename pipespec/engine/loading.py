@@ -18,6 +18,8 @@ from pipespec.engine.attention import hook
 from pipespec.engine.expert_stack import MakeLayer
 from pipespec.engine.formats import gguf, packed_checkpoint
 from pipespec.engine.formats.lazy import LazyTensor, Part
+from pipespec.engine.ggml import library as ggml
+from pipespec.engine.ggml.linear import GgmlLinear
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
 from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
@@ -96,16 +98,25 @@ def load(
 
         if gguf.is_gguf(path):
             computed = dtype or config.dtype or torch.float16
-            state, blocks = gguf.lazy_state(path, computed)
-            kinds = gguf.header(path).kept if quantization == gguf.GGUF else {}
-            make = partial(block_linear.make_linear, kinds, computed)
+            with_ggml = device.type == "cpu" and ggml.load() is not None
+            kinds: Mapping[str, str] = {}
+            if quantization == gguf.GGUF:
+                found = gguf.header(path)
+                kinds = found.of_ggml if with_ggml and member is None else found.kept
+            state, blocks = gguf.lazy_state(path, computed, kinds, with_ggml=with_ggml)
+            make: MakeLayer = GgmlLinear
+            if not with_ggml:
+                packed = device.type != "cpu" and computed == torch.bfloat16
+                make = partial(block_linear.make_linear, kinds, packed)
             model, loaded = _plain(config, model_class(state, kinds, make), state, dtype, options)
             kept_weights.fill(model, blocks, device, gguf.GGUF)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
             names = kept if quantization == packing.format else ()
-            of_format = kept_weights.LAYERS[packing.format]
+            of_format = kept_weights.layer_for(
+                packing.format, device, dtype or config.dtype or torch.float16
+            )
             model, loaded = _plain(
                 config, model_class(state, names, of_format), state, dtype, options
             )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint_parts import repository
 from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
-from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
+from pipespec.engine.formats.gguf_parts import first_part, part_names, parts_of
 from pipespec.engine.partial_checkpoint import index_is_met
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
@@ -19,7 +20,7 @@ _HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a model, or its GGUF file.
+    """The local folder of a model, or its GGUF file, of several the first.
 
     That of a hub id, or of ORG/NAME/FILE.gguf on the hub, is in the cache of huggingface_hub if
     that holds all of it; else it is in the parts cache, with small files and headers, and with
@@ -29,7 +30,7 @@ def resolve(model: str | Path) -> Path:
     if is_folder(path):
         return path
     if is_gguf(path) and path.is_file():
-        return path
+        return first_part(path)
     if os.path.lexists(path):
         raise ModelError(
             f"{path} is a file; give the folder that holds config.json, or a GGUF file"
@@ -41,12 +42,21 @@ def resolve(model: str | Path) -> Path:
     return _on_hub(model)
 
 
+def refuse_unread(model: str | Path) -> None:
+    """Raise ModelError at once if a model is a GGUF file here whose tokenizer is not read."""
+    path = home_expanded(model)
+    if is_gguf(path) and first_part(path).is_file():
+        require_tokenizer(path)
+
+
 def can_be_fetched(model: str) -> bool:
     """Whether hosts without a model get their layers when a cluster starts: this host has all of
     its files, or it is on the hub, as far as its name tells."""
     path = home_expanded(model)
     if os.path.lexists(path):
-        return path.is_file() if is_gguf(path) else index_is_met(path)
+        if is_gguf(path):
+            return all(part.is_file() for part in parts_of(path))
+        return index_is_met(path)
     return _HUB_ID.fullmatch(model) is not None or _HUB_GGUF.fullmatch(model) is not None
 
 
@@ -86,10 +96,11 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     cached = cached_model(hub_id, revision.commit, file)
     if cached is not None:
         return cached
-    if file is not None and file not in revision.files:
-        raise ModelError(f"{hub_id} on the hub holds no {file}; check the name")
+    for name in () if file is None else part_names(file):
+        if name not in revision.files:
+            raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
     folder = repository.open_repository(client, revision, file)
-    return folder if file is None else folder / file
+    return folder if file is None else first_part(folder / file)
 
 
 def _known(hub_id: str, file: str | None, why: str) -> Path:
@@ -113,14 +124,15 @@ def _here(hub_id: str, file: str | None) -> Path | None:
     folder = repository.folder_of(hub_id, commit)
     if not repository.is_begun(folder, repository.read_repository(folder), file):
         return None
-    return folder if file is None else folder / file
+    return folder if file is None else first_part(folder / file)
 
 
 def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:
     """A model that the cache of huggingface_hub holds whole, None if it does not."""
     if file is not None:
-        found = repository.cached_file(hub_id, revision, file)
-        return None if found is None else Path(found)
+        names = part_names(file)
+        found = [repository.cached_file(hub_id, revision, name) for name in names]
+        return None if None in found else Path(str(found[0]))
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(hub_id, "config.json", revision=revision)

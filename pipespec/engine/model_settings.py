@@ -52,8 +52,8 @@ class ModelConfig:
     dtype: str = setting(
         "auto",
         "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, or the "
-        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8, GGUF), else "
-        "float32.",
+        "checkpoint holds weights of few bits (FP8, NVFP4; with a GPU also AWQ, GPTQ, "
+        "compressed-tensors and GGUF), else float32.",
         choices=DTYPES,
     )
     quantization: str | None = setting(
@@ -70,9 +70,8 @@ class ModelConfig:
     keep_quantized: str = setting(
         "auto",
         "Whether weights of AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF checkpoints stay in "
-        "their few bits in memory, which for packed integers takes bfloat16; auto does so unless a "
-        "device gets their products wrong; plain weights take two to four times the memory, and "
-        "but for packed integers less time for few rows.",
+        "their few bits in memory; auto does so unless a device gets their products wrong; plain "
+        "weights take two to eight times the memory.",
         choices=KEEP,
     )
     context: int | None = setting(

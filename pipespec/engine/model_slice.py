@@ -29,15 +29,18 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
+from pipespec.engine.ggml.linear import mapped_bytes
+from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, TPPlan, gather_best, gather_columns
 from pipespec.errors import ModelError
+from pipespec.system.liveness import StepTimes
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -94,7 +97,7 @@ class ModelSlice:
         self._model = model
         self._base = model.base_model
         drop_placeholders(model, layers)
-        self.num_weight_bytes = _num_bytes(model.state_dict().values())
+        self.num_weight_bytes = _num_bytes(model.state_dict().values()) + mapped_bytes(model)
         # From now on the model's own forward pass computes the output head only.
         setattr(model, model.base_model_prefix, ComputedBase(self._base))
         given = None if isinstance(attention, str) else attention
@@ -125,8 +128,10 @@ class ModelSlice:
         self.experts = ExpertCounts(self._base)
         self.graphs = SliceGraphs()
         self._compiled: Compute | None = None
+        self._steps = StepTimes()
         self.group, self._tp_plan = group, tp_plan
         self._driver: Driver | None = None
+        self._whole: SliceGraph | None = None
         self._allocate()
         # The name of the backend, and a sentence for each optimisation that is not used.
         self.attention, self.refused = "given", list[str]()
@@ -186,7 +191,7 @@ class ModelSlice:
             group=group,
         )
         batch_invariant = quantization in KEPT_FORMATS
-        return cls(
+        made = cls(
             model,
             layers,
             num_slots,
@@ -196,6 +201,9 @@ class ModelSlice:
             tp_plan=tp_plan,
             kv_dtype=kv_dtype,
         )
+        if attention == select.AUTO and quantization in GGML_FORMATS:
+            made.use_ggml()
+        return made
 
     @classmethod
     def random(
@@ -219,6 +227,17 @@ class ModelSlice:
                 deepcopy(config), dtype=dtype, attn_implementation=hook.NAME
             )
         return cls(model.eval(), layers, num_slots, attention)
+
+    def use_ggml(self) -> None:
+        """Compute all layers as one graph of ggml, if they are of its pattern; no KV slot may be in
+        use."""
+        if self.device.type != "cpu" or self.dtype != torch.float32 or self.group is not None:
+            return
+        self._whole, refused = make_slice_graph(self, self._base, self._attentions)
+        if self._whole is not None:
+            self.attention = "ggml"
+        elif refused:
+            self.refused.append(refused)
 
     @property
     def is_first(self) -> bool:
@@ -303,19 +322,22 @@ class ModelSlice:
 
         Returns hidden states `[rows, hidden]`.
         """
-        if self._driver is not None:
-            self._driver(inputs, plan)
-        states = self.recurrent.plan(plan)
-        replayed = self.graphs.run(inputs, positions, plan, states)
-        if replayed is not None:
-            return replayed
-        self._slice.attention.prepare(plan)
-        self.recurrent.use(states, self.device)
-        inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
-        if self._compiled is not None:
-            return self._compiled(inputs, positions)
-        with self.experts.sampled(len(positions)):
-            return self.compute(inputs, positions)
+        with self._steps.step(len(positions)):
+            if self._driver is not None:
+                self._driver(inputs, plan)
+            if self._whole is not None:
+                return self._whole.forward(inputs, plan)
+            states = self.recurrent.plan(plan)
+            replayed = self.graphs.run(inputs, positions, plan, states)
+            if replayed is not None:
+                return replayed
+            self._slice.attention.prepare(plan)
+            self.recurrent.use(states, self.device)
+            inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
+            if self._compiled is not None:
+                return self._compiled(inputs, positions)
+            with self.experts.sampled(len(positions)):
+                return self.compute(inputs, positions)
 
     @torch.inference_mode()
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:

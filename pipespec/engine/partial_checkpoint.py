@@ -19,6 +19,7 @@ from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
 from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import parts_of
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.header_checks import expected_sizes
 from pipespec.engine.precision import ITEM_BYTES
@@ -109,20 +110,20 @@ def index_is_met(folder: Path) -> bool:
 def tensors_by_file(path: Path, parts: Collection[str]) -> dict[Path, dict[str, str]]:
     """The tensors of these parts (`slice_tensors`) in each weight file of a checkpoint: the names
     in the file by the names that Transformers has. Raises ModelError."""
+    found: dict[Path, dict[str, str]] = {}
     if is_gguf(path):
-        stored = gguf.header(path).stored
-        return {
-            path: {
-                name if in_file == stored[name].names[0] else f"{name} ({in_file})": in_file
-                for name in needed(stored, parts)
-                for in_file in stored[name].names
-            }
-        }
+        stored, places = gguf.header(path).stored, gguf.tensor_places(path)
+        for name in needed(stored, parts):
+            first, *others = stored[name].names
+            of_file = found.setdefault(places[first].file, {})
+            of_file[name] = first
+            for in_file in others:
+                found.setdefault(places[in_file].file, {})[f"{name} ({in_file})"] = in_file
+        return found
     file_of = stored_index(path)
     if file_of is None:
         file_of = dict.fromkeys(tensor_ranges(path / WEIGHTS), WEIGHTS)
     stored_as = {name: in_file for in_file, name in text_names(file_of).items()}
-    found: dict[Path, dict[str, str]] = {}
     for name in needed(stored_as, parts):
         found.setdefault(path / file_of[stored_as[name]], {})[name] = stored_as[name]
     return found
@@ -130,8 +131,8 @@ def tensors_by_file(path: Path, parts: Collection[str]) -> dict[Path, dict[str, 
 
 def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
     """The tensors of these parts that a checkpoint lacks here, by file. Raises ModelError."""
-    alone = path if is_gguf(path) else path / WEIGHTS
-    if os.path.isfile(alone) and not is_partial(alone):
+    alone = parts_of(path) if is_gguf(path) else (path / WEIGHTS,)
+    if all(os.path.isfile(file) and not is_partial(file) for file in alone):
         return {}
     found: dict[str, list[str]] = {}
     for file, names in tensors_by_file(path, parts).items():

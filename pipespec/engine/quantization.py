@@ -67,9 +67,8 @@ KEPT_FORMATS = {
     GGUF: "as in its GGUF file",
 }
 
-# Those that are dequantised as they are used, on a CPU by code that this package compiles.
-DEQUANTISED_FORMATS = (FP8, MXFP4, NVFP4, GGUF)
-COMPILER = "numba"
+# Those whose matrices ggml multiplies on a CPU.
+GGML_FORMATS = (PACKED_INT4, MXFP4, GGUF)
 
 # Methods whose weights pipespec reads itself. The package compressed-tensors reads its own integers
 # that are not packed.

@@ -161,8 +161,10 @@ class _CachedTokenizer:
 
 
 def _backend(path: Path) -> BackendTokenizer | None:
-    """The backend that Transformers builds from a model's files; None: it has none. Raises
-    ModelError."""
+    """The tokenizer in a GGUF file, or the backend that Transformers builds from a model's files;
+    None: it has none. Raises ModelError."""
+    if gguf.is_gguf(path):
+        return _of_gguf(path)
     tokenizer = _by_transformers(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -174,14 +176,21 @@ def _backend(path: Path) -> BackendTokenizer | None:
     return BackendTokenizer(backend.to_str(), template, special)
 
 
+def _of_gguf(path: Path) -> BackendTokenizer:
+    try:
+        backend, template, special = gguf.load_tokenizer(path)
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
+        _refuse(path, _reason(error))
+    if backend.get_vocab_size() <= len(special):
+        _refuse(path, "it has no tokens")
+    return BackendTokenizer(backend.to_str(), template, special)
+
+
 def _by_transformers(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        if gguf.is_gguf(path):
-            tokenizer = gguf.load_tokenizer(path)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
         _refuse(path, _reason(error))
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):

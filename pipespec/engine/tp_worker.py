@@ -24,6 +24,7 @@ from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.tensor_parallel import TPGroup
+from pipespec.system.liveness import LATE_S, progress
 
 _INTS = 4
 LOGITS, BEST_TOKENS = -1, -2
@@ -67,14 +68,15 @@ def negotiate(
 def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:
     """Compute the batches of member 0 until it ends. Raises `RankFailed`."""
     pages = _Pages()
-    while len(message := group.receive()):
-        kind, rows = message[:16].view(torch.int64).tolist()
-        if kind in (LOGITS, BEST_TOKENS):
-            none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
-            compute = model.logits if kind == LOGITS else model.best_tokens
-            compute(group.gather(none)[0])
-        else:
-            model.forward(*_unpack(message, model, pages))
+    with progress.part(LATE_S):
+        while len(message := group.receive()):
+            kind, rows = message[:16].view(torch.int64).tolist()
+            if kind in (LOGITS, BEST_TOKENS):
+                none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+                compute = model.logits if kind == LOGITS else model.best_tokens
+                compute(group.gather(none)[0])
+            else:
+                model.forward(*_unpack(message, model, pages))
 
 
 class TPDriver:

@@ -32,6 +32,7 @@ from pipespec.head.step import run_step
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
+from pipespec.system.liveness import LOADING_S, progress
 from pipespec.trace import Timeline
 from pipespec.transport.transport import Transport
 
@@ -151,7 +152,8 @@ class HeadLoop:
         """Start the requests whose grammars are compiled; if there is nothing else to do, wait for
         one."""
         if self._compiling and self.idle:
-            wait([compiling for _, _, compiling in self._compiling], return_when=FIRST_COMPLETED)
+            with progress.part(LOADING_S):
+                wait([each for _, _, each in self._compiling], return_when=FIRST_COMPLETED)
         done = [each for each in self._compiling if each[2].done()]
         self._compiling = [each for each in self._compiling if each not in done]
         for request, answer, compiling in done:

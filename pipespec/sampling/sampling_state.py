@@ -16,6 +16,7 @@ from pipespec.sampling.distribution import TokenCounts, adjust, distribution, lo
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
 from pipespec.sampling.lossy_acceptance import relaxed, strict
 from pipespec.sampling.wire_format import unpack
+from pipespec.system.liveness import LOADING_S, progress
 
 
 class SamplingState:
@@ -103,7 +104,8 @@ class SamplingState:
         try:
             if self._matcher is None:
                 assert self._compiling is not None and self._text is not None
-                self._matcher = self._compiling.result()
+                with progress.part(LOADING_S):
+                    self._matcher = self._compiling.result()
                 self._matcher.consume(self._text[self._prompt_len :])
             self._allowed = self._matcher.allowed()
             if not self._allowed.any():

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -37,6 +38,13 @@ def since_boot(process: psutil.Process) -> float:
     """When a process started, in seconds since boot. Seconds since 1970 would change when the
     system clock is set."""
     return float(process.create_time() - psutil.boot_time())
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process. False if it has ended."""
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
 def is_ours(process: psutil.Process) -> bool:

@@ -22,13 +22,12 @@ T = TypeVar("T")
 
 
 def cache_compiled_code() -> None:
-    """Have torch and Numba store compiled code in the user's cache folder, if that can be written.
+    """Have torch store compiled code in the user's cache folder, if that can be written.
     By default torch makes a folder in the temporary one wherever its compiler is imported."""
     with suppress(OSError, ConfigError):
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        os.environ.setdefault("NUMBA_CACHE_DIR", str(folder / "numba"))
 
 
 def load_cached(name: str, depends: object) -> Any:

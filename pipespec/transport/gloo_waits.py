@@ -11,16 +11,20 @@ from __future__ import annotations
 import threading
 import time
 
+from pipespec.system.liveness import Waiting
+
 _since: dict[int, float] = {}  # on the monotonic clock, by thread
 
 
-class GlooWait:
+class GlooWait(Waiting):
     """While its block runs, this thread waits in gloo."""
 
     def __enter__(self) -> None:
         _since[threading.get_ident()] = time.monotonic()
+        super().__enter__()
 
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         _since.pop(threading.get_ident(), None)
 
 

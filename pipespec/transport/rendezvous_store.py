@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 # How long ranks wait for one another to connect, once all of them are ready.
-RENDEZVOUS_TIMEOUT_S = 10.0
+RENDEZVOUS_TIMEOUT_S = 30.0
 # Seconds between two looks at the table.
 POLL_S = 0.01
 

@@ -34,7 +34,6 @@ class Driver:
                 f"cluster={hosts_file}",
                 "decode.ignore_eos=true",
                 "model.context=256",
-                "cluster.stall_s=5",
                 *settings,
             ],
             cwd=ROOT,

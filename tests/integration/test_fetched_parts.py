@@ -87,6 +87,14 @@ def gguf(folder: Path) -> tuple[Path, Path]:
     return folder / "model", folder / "model" / "m.gguf"
 
 
+def split_gguf(folder: Path) -> tuple[Path, Path]:
+    _, reference = gguf(folder)
+    (folder / "split").mkdir()
+    of_type = lambda _: GGMLQuantizationType.Q8_0  # noqa: E731
+    write(folder / "source", folder / "split" / "m.gguf", "llama", of_type, per_file=20)
+    return folder / "split", reference
+
+
 MADE = {
     "one file": one_file,
     "sharded": sharded,
@@ -95,7 +103,11 @@ MADE = {
     "gptq": packed("gptq"),
     "compressed": packed("compressed"),
     "gguf": gguf,
+    "split gguf": split_gguf,
 }
+
+
+LONG = ("one file", "gptq", "awq", "gguf")
 
 
 def expected_logits(model: Path) -> torch.Tensor:
@@ -109,20 +121,18 @@ def expected_logits(model: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.long) if kind in ("one file", "gptq", "awq") else kind
-        for kind in MADE
-    ],
+    [pytest.param(kind, marks=pytest.mark.long) if kind in LONG else kind for kind in MADE],
 )
 def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     kind: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, reference = MADE[kind](tmp_path)
     hub.folders["org/model"] = served
-    name = "org/model/m.gguf" if kind == "gguf" else "org/model"
+    file = next((each.name for each in sorted(served.glob("*.gguf"))), "")
+    name = f"org/model/{file}".removesuffix("/")
     monkeypatch.setattr("pipespec.engine.checkpoint_parts.repository.GGUF_PREFIX", 2**12)
     plan = causal_plan(np.arange(0), np.arange(len(IDS)))
-    rows, whole = IDS, inspect(served / "m.gguf" if kind == "gguf" else served)
+    rows, whole = IDS, inspect(served / file)
     for layers in SLICES:
         # Another host, with a cache of its own.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"host {layers.start}"))

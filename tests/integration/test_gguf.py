@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,17 @@ from pipespec.client.model_info import full_name
 from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine import quantization, tokenizer
+from pipespec.engine import tokenizer
+from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.gguf import GGUF, tensor_places
+from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
+from tests.helpers import llama_cpp
 from tests.helpers.matrix import some_of
 from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
@@ -38,6 +43,8 @@ DEMO = resource_dir("demo")
 PROMPT = list(range(20, 33))
 NEW_TOKENS = 12
 MADE = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1)
+# The difference that rounding rows to 8 bits makes, as ggml does in its products.
+ROUNDED = 0.05
 # The greatest share by which a layer in memory may be larger than in the file.
 KEPT = {
     Type.Q4_0: 1.15,
@@ -254,7 +261,8 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
     ids=lambda each: each.name,
 )
 def test_blocks_stay_as_they_are(files, stored):
-    """The logits are those of the dequantised model, and memory is foretold."""
+    """The logits are those of the dequantised model but for the rounding of rows to 8 bits, and
+    memory is foretold."""
     path = files("llama", stored)
     info = inspect(path)
     for dtype in ("bfloat16", "float32"):
@@ -262,19 +270,45 @@ def test_blocks_stay_as_they_are(files, stored):
         assert info.weight_format(None, "no", dtype) is None
     expected = logits(path, PROMPT, 1, dtype=torch.float32)
     found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - expected).norm() <= ROUNDED * expected.norm()
     # bfloat16 rounds the dequantised model too.
     rounded, kept = (
         (logits(path, PROMPT, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
         for held in (None, GGUF)
     )
-    assert kept <= 2 * rounded
-    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
-    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
+    assert kept <= 2 * rounded + ROUNDED * expected.norm()
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.float32, quantization=GGUF, num_slots=4)
+    assert model.num_weight_bytes <= info.loaded("float32", GGUF).layers[1]
     in_file = sum(
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
     assert model.num_weight_bytes <= KEPT[stored] * in_file
+
+
+@pytest.mark.parametrize("stored", BLOCKS, ids=lambda each: each.name)
+def test_without_ggml_blocks_are_dequantised_as_they_are_used(files, stored, monkeypatch):
+    monkeypatch.setattr(ggml, "load", lambda: None)
+    path = files("llama", stored)
+    expected = logits(path, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kind):
+    """Beside rows of another sequence and in other KV slots, too."""
+    path, rows, tokens = files(kind, Type.Q4_K), len(PROMPT), torch.tensor(PROMPT)
+    model = ModelSlice.load(
+        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=2 * rows
+    )
+    assert model.attention == "ggml"
+    slots = np.random.default_rng(0).permutation(2 * rows)
+    whole = model.forward(tokens, torch.arange(rows), causal_plan(slots[:0], slots[:rows]))
+    for at in range(rows):
+        plan = causal_plan(slots[rows : rows + at], slots[rows + at : rows + at + 1])
+        alone = model.forward(tokens[at : at + 1], torch.tensor([at]), plan)
+        assert torch.equal(alone[0], whole[at])
+        assert torch.equal(model.logits(alone)[0], model.logits(whole)[at])
 
 
 def test_blocks_of_several_types_stay(tmp_path):
@@ -287,7 +321,7 @@ def test_blocks_of_several_types_stay(tmp_path):
         lambda name: Type.Q6_K if "down_proj" in name else Type.Q4_K,
     )
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
-    assert model.num_weight_bytes == inspect(path).loaded("bfloat16", GGUF).layers[1]
+    assert model.num_weight_bytes <= inspect(path).loaded("bfloat16", GGUF).layers[1]
     assert expanded(cluster.make_deployment(path, path)) is None
 
 
@@ -303,11 +337,10 @@ def test_experts_stay_in_their_blocks(files, kind, most):
     found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
     differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     # A rounding may choose another expert of two that are nearly as good, for a row.
-    assert (differences > 1e-5).sum() <= 1
-    assert differences.max() <= 1e-2
+    assert (differences > ROUNDED).sum() <= 1
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     # What is added to the scores of experts stays in float32.
-    assert 0 <= model.num_weight_bytes - info.loaded("bfloat16", GGUF).layers[1] <= 8
+    assert model.num_weight_bytes - info.loaded("bfloat16", GGUF).layers[1] <= 8
     in_file = sum(
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
@@ -497,6 +530,56 @@ def test_generate_from_gguf_equals_the_plain_model(demo):
     assert done.stdout == plain.decode(expected) + "\n"
 
 
+def test_a_checkpoint_of_several_files_is_that_of_one(files, tmp_path):
+    """Whichever of them names it."""
+    (alone := tmp_path / "parts").mkdir()
+    source, type_of = files("llama", Type.Q8_0).parent / "llama", lambda _: Type.Q8_0
+    one = write(source, tmp_path / "one.gguf", "llama", type_of)
+    first = write(source, alone / "m.gguf", "llama", type_of, per_file=5)
+    assert {inspect(each).path for each in alone.iterdir()} == {first}
+    assert replace(inspect(first), path=one) == inspect(one)
+    places, in_one = tensor_places(first), tensor_places(one)
+    for name, place in places.items():
+        kept = place.file.read_bytes()[place.start : place.stop]
+        other = in_one[name]
+        assert kept == one.read_bytes()[other.start : other.stop]
+        assert (place.kind, place.shape) == (other.kind, other.shape)
+    assert {place.file for place in places.values()} == set(alone.iterdir())
+    torch.testing.assert_close(logits(first, PROMPT, 2), logits(one, PROMPT, 2), rtol=0, atol=0)
+    before = fingerprint(str(first))
+    last = max(alone.iterdir())
+    last.write_bytes(last.read_bytes()[:-2] + b"\1\2")
+    assert fingerprint(str(first)).config != before.config
+
+
+def test_the_files_of_a_checkpoint_are_listed_as_one(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    source = files("llama", Type.F16).parent / "llama"
+    first = write(source, tmp_path / "m.gguf", "llama", lambda _: Type.F16, per_file=9)
+    assert [each.path for each in cached_models() if each.path.parent == tmp_path] == [first]
+    max(tmp_path.iterdir()).unlink()
+    assert [each for each in cached_models() if each.path.parent == tmp_path] == []
+
+
+def test_a_tokenizer_that_is_not_read_is_refused_before_anything_is_imported(tmp_path):
+    fields = {"model": "gpt2", "pre": "strange", "tokens": ["a"] * 50_000}
+    file = llama_cpp.write(tmp_path / "it.gguf", fields)
+    code = (
+        "import sys; from pipespec.cli.main import main; status = main(sys.argv[1:]);"
+        "print(status, {'torch', 'transformers', 'gguf'} & sys.modules.keys())"
+    )
+    for command in (["generate", "--prompt", "a"], ["serve"], ["up"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command, f"model.target={file}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "2 set()\n"
+        assert "cannot be used (it splits text as 'strange', which is not among" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
 def test_a_file_is_known_by_its_whole_path(files, monkeypatch):
     path = files("llama", Type.F16)
     monkeypatch.chdir(path.parent)
@@ -535,7 +618,9 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
         short.write_bytes(data[:size])
         refused(short, "is not a whole GGUF file")
     part = shutil.copy(path, tmp_path / "model-00001-of-00002.gguf")
-    refused(part, "is one part of several; join them")
+    refused(part, "the first of 2 files, of which model-00002-of-00002.gguf is missing; put it")
+    shutil.copy(path, tmp_path / "model-00002-of-00002.gguf")
+    refused(part, r"00001-of-00002.gguf is not what it is called, part 1 of 2; fetch it again")
     kind = write(source, tmp_path / "gemma.gguf", "gemma2", lambda _: Type.F16)
     refused(kind, "of the architecture 'gemma2', which is not read from GGUF; read are llama")
     scaled = write(
@@ -574,7 +659,7 @@ def test_tensor_of_an_unsupported_quantization_is_refused(files, tmp_path):
         inspect(wrong)
     data[at] = 99
     unknown.write_bytes(data)
-    with pytest.raises(ModelError, match=r"of a type that gguf does not know .*99. is not a"):
+    with pytest.raises(ModelError, match=r"of a type that gguf does not know .99."):
         inspect(unknown)
 
 
@@ -610,16 +695,6 @@ def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
     info = inspect(path)  # a host that only asks recalls what was read
     with pytest.raises(ModelError, match=r"\(gguf\) needs gguf, which is not installed; pip"):
         info.require_quantizer("model.quantization", None)
-
-
-def test_a_missing_compiler_is_named_where_weights_stay_on_a_cpu(files, monkeypatch):
-    info = inspect(files("llama", Type.Q6_K))
-    held = info.weight_format(None, "auto", "bfloat16")
-    info.require_quantizer("model.quantization", None, held)  # is installed here
-    monkeypatch.setattr(quantization, "find_spec", lambda name: None if name == "numba" else name)
-    info.require_quantizer("model.quantization", None)
-    with pytest.raises(ModelError, match=r"on a CPU needs numba, which is not installed; pip"):
-        info.require_quantizer("model.quantization", None, held)
 
 
 def test_the_config_is_kept(files):

@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks.peers.links`: no engine is started here."""
+"""The pure parts of `benchmarks.peers`: no engine is started here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import sys
 import pytest
 
 from benchmarks.common import experiment
-from benchmarks.peers import links
+from benchmarks.common.run_options import TARGET
+from benchmarks.peers import compare_engines, links
+from benchmarks.peers.compare_engines import CHAT, CODE, FILES, HUGGING_FACE, LONG, prompts_of
 from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
-from benchmarks.peers.python_engines import Answer, Run
+from benchmarks.peers.python_engines import Answer, Job, Run
+from pipespec.engine import tokenizer
 from pipespec.errors import ConfigError
+from pipespec.instruments.bench.dataset import Sample
 
 END = 0
 CHECK = LinkCheck(10.0, 1.0, 20.1, 20.2, 24.0, 0.6)
@@ -72,6 +76,37 @@ def test_engine_that_does_not_say_its_tokens_per_step_has_none(capsys) -> None:
     assert own["times_vllm"]["median"] == pytest.approx(5)
     experiment.show("A race", [links.cells(own), links.cells(other)])
     assert "2.00" in capsys.readouterr().out
+
+
+def test_figures_of_each_kind_of_prompt_are_its_own() -> None:
+    samples = [Sample(str(at), kind, "text") for at, kind in enumerate([CODE, CODE, CHAT, CHAT])]
+    lengths = (9, 10, 20, 30)
+    job = Job(
+        TARGET, TARGET, samples, [[0] * length for length in lengths], 64, 4, [0], "float32"
+    )  # fmt: skip
+    answers = [Answer([1, 2, 3, 4], 50.0, 50.0 + 3 * ms) for ms in (99, 10, 20, 40)]
+    runs = {HUGGING_FACE: [Run(1.0, answers)], "pipespec": [Run(1.0, answers, 2.0, 300.0)]}
+
+    rows = compare_engines.figures(job, runs, [END])
+
+    found = [(each["kind"], each["engine"], each["tbt_ms"]["median"]) for each in rows]
+    assert found == [
+        (kind, engine, pytest.approx(ms))
+        for kind, ms in ((CODE, 10), (CHAT, 30))
+        for engine in runs
+    ]
+    assert rows[-1]["prompt_tokens_per_s"]["median"] == pytest.approx(25 / 0.05)
+    assert (rows[-1]["memory_mib"]["median"], rows[0]["memory_mib"]) == (300, None)
+    assert "1.00" in str(compare_engines.cells(rows[-1]))
+
+
+def test_prompts_of_every_kind_are_told_apart() -> None:
+    encoder = tokenizer.load(TARGET)
+    for kind in FILES:
+        texts = [each.prompt for each in prompts_of(kind, 3, encoder)]
+        texts += [each.prompt for each in prompts_of(kind, 1, encoder, skip=3)]
+        assert len(set(texts)) == 4
+        assert kind != LONG or min(len(encoder.encode(text)) for text in texts) > 512
 
 
 def test_figures_are_drawn_with_a_line_per_engine_and_per_ratio(tmp_path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
+from pipespec.cluster import progress, worker_leases
 from pipespec.cluster.agent_handle import WorkerDeath
 from pipespec.cluster.cluster_state import LayoutChange
 from pipespec.cluster.fault_stats import FaultKind
@@ -322,12 +323,10 @@ class Processes:
         self.deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         self.looks = 0  # how often somebody asked whether a lost one's host is starting
         self.prepared_at = 0.0  # when the answer was yes
-        self.killed: list[str] = []
         self.checks = 0  # how often the recovery has checked all signs
 
-    def kill(self, worker: str, since: float, pid: int | None) -> bool:
-        self.killed.append(worker)
-        return True
+    def signs(self) -> dict[str, int]:
+        return {}
 
     def preparing(self, worker: str) -> bool:
         self.looks += 1
@@ -340,23 +339,47 @@ class Processes:
 
 
 ASSIGNMENT = RankAssignment(("m/0", "m/1"), (range(4),))
+WORKS, WAITS = "1 1", "2 0"
+
+
+@pytest.mark.parametrize(
+    ("told", "stalls"),
+    [((WAITS, WAITS), True), ((WAITS, WORKS), False), ((WAITS, None), False)],
+)
+def test_ranks_that_all_wait_stall_and_one_that_works_takes_its_time(
+    life: Life, told: tuple[str | None, ...], stalls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "STALL_S", 0.0)
+    shared, epoch = life.worker(), life.begin()
+    seen = progress.Progress()
+
+    def stalled() -> bool:
+        for worker, state in zip(ASSIGNMENT.everyone, told, strict=True):
+            if state is not None:
+                shared.renew(worker, 1, state)
+        beats = shared.beats(ASSIGNMENT.everyone)
+        known = [beats.get(worker) for worker in ASSIGNMENT.everyone]
+        return seen.stalls(shared, epoch, known, complete=True)
+
+    assert [stalled() for _ in range(3)] == [False] * 3, "no request is running"
+    head = life.rank(epoch, 0)
+    head.enqueue(**ASKED)
+    take(head)
+    assert [stalled() for _ in range(3)] == [False, stalls, stalls]
 
 
 def recovery_of(
     life: Life,
     replan: Callable[[set[str]], RankAssignment] = lambda _: ASSIGNMENT,
     patience_s: float = PATIENCE_S,
-    assignment: RankAssignment = ASSIGNMENT,
-    stall_s: float = 30.0,
 ) -> Recovery:
     return Recovery(
         life.url,
         life.namespace,
-        assignment,
-        workers=assignment.everyone,
+        ASSIGNMENT,
+        workers=ASSIGNMENT.everyone,
         replan=replan,
         patience_s=patience_s,
-        stall_s=stall_s,
     )
 
 
@@ -511,60 +534,16 @@ def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
         assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
 
 
-def killed_without_joining_again(
-    life: Life, assignment: RankAssignment, join: Callable[[int], object]
-) -> list[str]:
-    """Whom a recovery kills after an epoch that `join` joined, if all renew their leases but none
-    joins the next one."""
-    processes, shared = Processes(), life.worker()
-
-    def renewing_until(condition: Callable[[], object]) -> None:
-        def check() -> object:
-            for worker in assignment.everyone:
-                shared.renew(worker, os.getpid())
-            return condition()
-
-        until(check, PATIENCE_S)
-
-    def three_checks() -> None:
-        checks = processes.checks
-        renewing_until(lambda: processes.checks >= checks + 3)
-
-    with recovery_of(life, assignment=assignment, stall_s=0.02) as recovery:
-        recovery.watch(processes)
-        first = recovery.state.epoch
-        join(first)
-        three_checks()  # who has joined is seen
-        shared.suspect(first, "m/1", "lost its link")
-        renewing_until(lambda: recovery.state.epoch > first and processes.killed)
-        three_checks()
-    return processes.killed
-
-
-def test_a_worker_that_renews_its_lease_but_does_not_join_again_is_killed_once(life: Life) -> None:
-    """Only one that has joined before: another may still be loading its weights."""
-    assignment = RankAssignment(("m/0", "m/1", "m/2"), (range(2), range(2, 4)))
-    killed = killed_without_joining_again(life, assignment, lambda epoch: life.rank(epoch, 1))
-    assert killed == ["m/1"]
-
-
-def test_the_leader_of_a_group_is_not_killed_while_it_waits_for_a_follower(life: Life) -> None:
-    assignment = RankAssignment(("m/0", "m/1"), (range(4),), ((), ("m/2",)))
-
-    def join(epoch: int) -> None:
-        life.rank(epoch, 1)
-        life.worker().follow(epoch, "m/2")
-
-    assert killed_without_joining_again(life, assignment, join) == ["m/2"]
-
-
-def test_no_worker_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
+def test_no_worker_gives_up_while_a_lost_host_is_starting(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Imports can take longer than the patience with a worker that says nothing, and the workers
     of a host do not join at the same moment."""
 
     def replan(_: set[str]) -> RankAssignment:
         raise ConfigError("nobody is left.")
 
+    monkeypatch.setattr(worker_leases, "ALONE_S", 1.0)
     processes, patience_s = Processes(), 0.5
     with recovery_of(life, replan, patience_s) as recovery:
         life.worker().renew("m/0", os.getpid())
@@ -576,7 +555,10 @@ def test_no_worker_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
     assert processes.looks >= 10
 
 
-def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(life: Life) -> None:
+def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_leases, "ALONE_S", 1.0)
     fewer = RankAssignment(("m/0",), (range(4),))
     with recovery_of(life, lambda _: fewer, patience_s=0.1) as recovery:
         before = recovery.state

@@ -140,7 +140,6 @@ def test_plan_refuses_times_that_are_no_numbers(option, value):
     "setting",
     [
         "cluster.patience_s",
-        "cluster.stall_s",
         "emulate_link.latency_ms",
         "emulate.scale",
         "sampling.temperature",

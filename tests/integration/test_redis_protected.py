@@ -407,7 +407,7 @@ def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
 def test_a_proxy_that_ends_or_hangs_is_replaced(
     fronted: EmbeddedRedis, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_proxy, "SILENCE_S", 2.0)
+    monkeypatch.setattr(tls_proxy, "STOPPED_S", 1.0)
     url, lost = fronted.url_at(HOST), proxy_pid(fronted)
     epoch_control.begin_epoch(url, "again")
     with client_of(url, "again", patience=60) as client:

@@ -17,7 +17,7 @@ from pipespec.cluster.worker import join_rank
 from pipespec.config.compose import compose
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.request_log import RequestLog
 from pipespec.stats import summarise
 from pipespec.transport.threads import thread_transports
@@ -81,20 +81,27 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
 def decode(
     deployment: Deployment, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], str, dict[str, Any]]]:
-    """Token ids, finish reason and statistics of each request, decoded one after another."""
-    epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
-    with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
-        numbers = [log.enqueue(**request) for request in requests]
-        log.close_queue()
-    serve(deployment, server, epoch)
+    """Token ids, finish reason and statistics of each request, submitted together."""
     out = []
-    for number in numbers:
-        *accepted, finished = events_of(server.url, NAMESPACE, number)
+    for number, events in decode_events(deployment, server, requests).items():
+        *accepted, finished = events
         assert isinstance(finished, Finished)
         tokens = [t for event in accepted if isinstance(event, Accepted) for t in event.tokens]
         reports = reports_of(server.url, NAMESPACE, number, deployment.num_ranks)
         out.append((tokens, finished.reason, summarise(0, list(reports.values()))))
     return out
+
+
+def decode_events(
+    deployment: Deployment, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
+) -> dict[int, list[Event]]:
+    """All events of each request, by its number."""
+    epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
+    with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
+        numbers = [log.enqueue(**request) for request in requests]
+        log.close_queue()
+    serve(deployment, server, epoch)
+    return {number: events_of(server.url, NAMESPACE, number) for number in numbers}
 
 
 def answers(

@@ -82,16 +82,18 @@ def write(
     type_of: Callable[[str], Type],
     *,
     tokenizer: Path | None = None,
+    per_file: int = 0,
     **metadata: Any,
 ) -> Path:
     """The model in the folder `source`, of the type `kind`, as a GGUF file.
 
     `type_of` returns the type of the tensor of a Hugging Face name; `metadata` are further
-    fields, with `_` for `.` twice, and arrays are tensors.
+    fields, with `_` for `.` twice, and arrays are tensors. With `per_file` it is files of so many
+    tensors, of which the first is returned.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = KINDS.get(kind, kind)
-    writer = GGUFWriter(file, architecture)
+    writer = GGUFWriter(file, architecture, split_max_tensors=per_file)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
@@ -178,7 +180,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return min(file.parent.glob(f"{file.stem}-00001-of-*.gguf")) if per_file else file
 
 
 def _first(config: dict[str, Any], *names: str) -> Any:

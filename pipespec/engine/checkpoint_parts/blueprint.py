@@ -28,6 +28,7 @@ from pipespec.engine.checkpoint_parts.repository import (
     write_repository,
 )
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import parts_of
 from pipespec.engine.safetensors_headers import WEIGHTS, read_index
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
@@ -193,7 +194,7 @@ def _plain(name: str) -> str:
 
 def _weight_files(path: Path) -> list[Path]:
     if is_gguf(path):
-        return [path]
+        return list(parts_of(path))
     shard_of = read_index(path)
     if shard_of is None or os.path.isfile(path / WEIGHTS):
         return [path / WEIGHTS]

@@ -27,7 +27,8 @@ from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revi
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf_bounds import bounds_of_prefix
+from pipespec.engine.formats.gguf_file import header_ends
+from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.engine.safetensors_headers import (
     INDEX,
     WEIGHTS,
@@ -172,7 +173,7 @@ def open_repository(client: HubClient, revision: Revision, file: str | None = No
         with reported(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _fetch_small_files(client, revision, folder)
-        names = [file] if file is not None else _weight_files(revision, folder)
+        names = list(part_names(file)) if file is not None else _weight_files(revision, folder)
         _at_once(client, lambda name: _begin(client, revision, folder, name), names)
         weights = {} if known is None else dict(known.weights)
         weights |= {name: revision.files[name] for name in names}
@@ -187,7 +188,7 @@ def is_begun(folder: Path, known: Repository | None, file: str | None) -> bool:
     if known is None:
         return False
     names = [name for name in known.weights if not gguf.is_gguf(Path(name))]
-    wanted = names if file is None else [file]
+    wanted = names if file is None else part_names(file)
     return bool(wanted) and all(
         name in known.weights and (folder / name).exists() for name in wanted
     )
@@ -263,7 +264,7 @@ def _begin(client: HubClient, revision: Revision, folder: Path, name: str) -> No
     cached = cached_file(revision.repo, revision.commit, name)
     if cached is not None and not path.exists():
         with reported(path):
-            os.symlink(cached, path)
+            os.symlink(os.path.realpath(cached), path)
     if not path.is_symlink():
         size = revision.files[name].size
         header = _gguf_header if gguf.is_gguf(path) else _safetensors_header
@@ -281,11 +282,12 @@ def unlink_if_dangling(path: Path) -> None:
 
 
 def cached_file(repo: str, commit: str, name: str) -> str | None:
-    """The path of a file that the cache of huggingface_hub holds whole, else None."""
+    """The path of a file that the cache of huggingface_hub holds whole, where it has its name, else
+    None."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, name, revision=commit)
-    return os.path.realpath(found) if isinstance(found, str) else None
+    return found if isinstance(found, str) else None
 
 
 def _safetensors_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
@@ -299,6 +301,6 @@ def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> by
     prefix, wanted = b"", min(GGUF_PREFIX, size)
     while True:
         prefix += read(len(prefix), wanted)
-        if bounds_of_prefix(path, prefix, size, block_sizes) is not None:
+        if header_ends(path, prefix, size, block_sizes):
             return prefix
         wanted = min(2 * wanted, size)

@@ -10,8 +10,7 @@ import importlib.metadata
 import json
 import math
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
@@ -19,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.fill_in_parts import row_parts
-from pipespec.engine.formats.gguf_bounds import check_bounds
+from pipespec.engine.formats import gguf_tokenizer
+from pipespec.engine.formats.gguf_file import GgufFile, TensorPlace
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
     config_of,
-    metadata,
     names_of,
     partner_of,
 )
+from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.formats.gguf_tensors import (
     LATENT,
     ROWS,
@@ -41,9 +41,10 @@ from pipespec.engine.formats.lazy import STORED, WHOLE, LazyTensor, Part, part_s
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
+from pipespec.engine.ggml.library import TYPES as GGML_TYPES
 from pipespec.engine.precision import name_of
 from pipespec.engine.safetensors_headers import Tensor
-from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
@@ -51,15 +52,17 @@ from pipespec.system.result_cache import cached_call
 if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
     import torch
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGMLQuantizationType
+    from tokenizers import Tokenizer
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
+    from pipespec.engine.ggml.formats import GgmlWeights
 
 # The format of weights in memory, and the package.
 GGUF = PACKAGE = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 4
+FORM = 5
 # Bytes in memory and weights of a block of the types that can stay in their bits (scales of 6 bits
 # take a byte each), and of those that become packed integers in bfloat16, with two numbers for each
 # group of 32.
@@ -76,9 +79,9 @@ KEPT_BLOCKS = {
     "Q6_K": (210, 256),
     "MXFP4": (17, 32),
 }
+PLAIN_BLOCKS = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1)}
+GGML_BLOCKS = {**KEPT_BLOCKS, **PLAIN_BLOCKS, "IQ4_NL": (18, 32), "IQ4_XS": (136, 256)}
 INT4_BLOCKS = {"Q4_0": (20, 32), "Q4_1": (20, 32), "Q4_K": (160, 256)}
-PLAIN_TYPES = ("F32", "F16", "BF16")
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,20 @@ class GgufHeader:
     @cached_property
     def kept(self) -> dict[str, str]:
         """The type of each matrix of the layers that stays in few bits, by its name."""
+        return self._matrices(KEPT_BLOCKS, layers=True)
+
+    @cached_property
+    def of_ggml(self) -> dict[str, str]:
+        """The type of each matrix that ggml can multiply, by its name."""
+        return self._matrices(GGML_TYPES, layers=False)
+
+    def _matrices(self, types: Collection[str], *, layers: bool) -> dict[str, str]:
+        """The type of each matrix of one of these types, by its name; with `layers`, of a layer."""
         found: dict[str, str] = {}
         for name, each in self.stored.items():
             kinds = {self.type_of[theirs] for theirs in each.names}
             kind = kinds.pop()
-            if kinds or kind not in KEPT_BLOCKS or not LAYER.search(name):
+            if kinds or kind not in types or (layers and not LAYER.search(name)):
                 continue
             if each.form == TRANSPOSED:
                 found |= {f"{name}.{expert}": kind for expert in range(each.shape[0])}
@@ -150,12 +162,23 @@ class GgufHeader:
         }
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """Bytes of the embedding and of an output head of its own, as the file has them."""
+        found = [0, 0]
+        for name, each in self.stored.items():
+            if len(each.shape) == 2 and not LAYER.search(name):
+                num_bytes, weights = GGML_BLOCKS.get(self.type_of[each.names[0]], (4, 1))
+                is_head = EMBEDDING_NAME.search(name) is None
+                found[is_head] += math.prod(each.shape) // weights * num_bytes
+        return found[0], found[1]
+
+    @property
     def kept_layers(self) -> tuple[KeptLayer, ...]:
         """What stays in few bits in each layer."""
         found = [KeptLayer()] * int(self.settings["num_hidden_layers"])
         for name, each in self.stored.items():
             layer, kind = LAYER.search(name), self.type_of[each.names[0]]
-            if layer is None or kind in PLAIN_TYPES:
+            if layer is None or kind in PLAIN_BLOCKS:
                 continue
             count = math.prod(each.shape)
             matrix = f"{name}.0" if each.form == TRANSPOSED else name.removesuffix(WEIGHT)
@@ -185,18 +208,39 @@ def header(path: Path) -> GgufHeader:
     for name in ("transformers", PACKAGE):
         with suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return cached_call(
-        "gguf", GgufHeader, {"form": FORM, **identity(path), **packages}, _read, path
-    )
+    return cached_call("gguf", GgufHeader, {**identity(path), **packages}, _read, path)
 
 
 def identity(path: Path) -> dict[str, Any]:
-    """What identifies a version of a file in the cache, without reading it. Raises ModelError."""
+    """What identifies a version of a checkpoint in the cache, without reading it. Raises
+    ModelError."""
     try:
-        stat = path.stat()
+        stats = [part.stat() for part in _parts_here(path)]
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); make it readable") from error
-    return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
+    sizes = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    return {"form": FORM, "file": str(path.absolute()), "parts": sizes}
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ModelError if the tokenizer in a file is of a kind that is not read. No package is
+    imported for this."""
+    file = GgufFile(first_part(path), {})
+    kind, split = (file.metadata(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
+        raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
+
+
+def _parts_here(path: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint. Raises ModelError if one is missing."""
+    parts = parts_of(path)
+    for part in parts if parts[1:] else ():
+        if not part.is_file():
+            raise ModelError(
+                f"{parts[0]} is the first of {len(parts)} files, of which {part.name} is missing; "
+                "put it there too"
+            )
+    return parts
 
 
 def units(path: Path) -> CutUnits:
@@ -215,24 +259,24 @@ def units(path: Path) -> CutUnits:
 
 
 def lazy_state(
-    path: Path, dtype: torch.dtype
-) -> tuple[dict[str, LazyTensor], dict[str, Callable[[Part], BlockWeights]]]:
+    path: Path, dtype: torch.dtype, kinds: Mapping[str, str], *, with_ggml: bool
+) -> tuple[dict[str, LazyTensor], dict[str, Callable[[Part], BlockWeights | GgmlWeights]]]:
     """The tensors as a state dict; each is dequantised when it is read, to float32. Matrices of no
     layer, which are the largest, become `dtype`; models may have some of a layer in float32.
 
-    The second mapping reads the matrices that can stay as they are, or parts of them, as blocks.
+    The second mapping reads the matrices named in `kinds`, of these types, or parts of them as
+    they are: `with_ggml` from the mapped file, else as copies.
     """
     import numpy as np
     import torch
 
     found, reader, sizes = header(path), _reader(path), block_sizes(path)
-    raw = {tensor.name: tensor for tensor in reader.tensors}
     heads = found.settings["num_attention_heads"]
     of = {".attn_q.": heads, ".attn_k.": found.settings.get("num_key_value_heads") or heads}
 
     def read(stored: Stored, theirs: str, part: Part) -> np.ndarray:
         """Rows and columns of a tensor as they are stored, the rows in Hugging Face's order."""
-        data = raw[theirs].data
+        data = reader.data(theirs)
         if stored.expert is not None:
             data = data[stored.expert]
         if part != WHOLE:
@@ -243,7 +287,7 @@ def lazy_state(
             return data[per(part[0], stored.shape[0] // len(data))]
         rows, columns = part
         if columns != slice(None):
-            size, num_bytes = sizes[raw[theirs].tensor_type.value]
+            size, num_bytes = sizes[reader.tensors[theirs].kind]
             blocks = per(columns, size)
             scale = num_bytes if data.dtype == np.uint8 else 1  # else numbers
             data = data[..., blocks.start * scale : blocks.stop * scale]
@@ -252,18 +296,20 @@ def lazy_state(
                 return data[_halves(np.arange(len(data)), of[name])[rows]]
         return data[rows]
 
+    def kind_of(theirs: str) -> GGMLQuantizationType:
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType(reader.tensors[theirs].kind)
+
     def dense(stored: Stored, dtype: torch.dtype, part: Part) -> torch.Tensor:
         from gguf import dequantize
 
         if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
             name = stored.names[0]
             weights = torch.empty(part_shape(stored.shape, part), dtype=dtype)
-            _dequantise(read(stored, name, part), raw[name].tensor_type, weights)
+            _dequantise(read(stored, name, part), kind_of(name), weights)
             return weights
-        parts = [
-            dequantize(read(stored, theirs, part), raw[theirs].tensor_type)
-            for theirs in stored.names
-        ]
+        parts = [dequantize(read(stored, theirs, part), kind_of(theirs)) for theirs in stored.names]
         numbers = joined(stored.form, parts)
         if found.shifted and stored.names[0].endswith("norm.weight"):
             numbers = numbers - 1
@@ -280,15 +326,35 @@ def lazy_state(
             found = found.copy()
         return BlockWeights(torch.from_numpy(found), kind)
 
+    def of_ggml(stored: Stored, kind: str, part: Part) -> GgmlWeights:
+        from pipespec.engine.ggml.formats import GgmlWeights
+
+        order = None
+        if part == WHOLE and len(stored.names) == 1:
+            (theirs,) = stored.names
+            rows = reader.data(theirs)
+            rows = rows if stored.expert is None else rows[stored.expert]
+            for name in found.permuted:
+                if name in theirs:
+                    order = torch.from_numpy(_halves(np.arange(len(rows)), of[name]))
+        else:
+            rows = in_turns([read(stored, theirs, part) for theirs in stored.names])
+        size, num_bytes = sizes[reader.tensors[stored.names[0]].kind]
+        out = len(rows)
+        if stored.form == ROWS:  # a matrix of one row may be stored as a vector
+            out = len(range(stored.shape[-2])[part[0]])
+        columns = rows.nbytes // out // num_bytes * size
+        return GgmlWeights(rows, kind, (out, columns), order)
+
     state = {}
     for name, each in found.stored.items():
         as_read = torch.float32 if LAYER.search(name) else dtype
         state[name] = LazyTensor(
             each.shape, STORED[name_of(as_read)], partial(dense, each, as_read)
         )
-    kept: dict[str, Callable[[Part], BlockWeights]] = {
-        name: partial(blocks, stored_matrix(found.stored, name), kind)
-        for name, kind in found.kept.items()
+    kept: dict[str, Callable[[Part], BlockWeights | GgmlWeights]] = {
+        name: partial(of_ggml if with_ggml else blocks, stored_matrix(found.stored, name), kind)
+        for name, kind in kinds.items()
     }
     return state, kept
 
@@ -311,12 +377,10 @@ def load_config(path: Path) -> Any:
     return AutoConfig.for_model(**header(path).settings)
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in the file. Raises ModelError, ValueError, and what Transformers raises."""
-    from pipespec.engine.formats import gguf_tokenizer
-
-    reader = _reader(path)
-    return gguf_tokenizer.load_tokenizer(path, lambda name: metadata(reader, f"tokenizer.{name}"))
+def load_tokenizer(path: Path) -> tuple[Tokenizer, str | None, dict[str, str]]:
+    """The tokenizer in the file, its chat template, and its special tokens by name. Raises
+    ModelError, ValueError, and what the package `tokenizers` raises."""
+    return gguf_tokenizer.load_tokenizer(_reader(path).metadata)
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -337,59 +401,69 @@ def block_sizes(path: Path) -> dict[int, tuple[int, int]]:
 
 
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor begins and ends, by its name in the file. Raises ModelError."""
-    return check_bounds(path, block_sizes(path))
+    """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
+    tensors = GgufFile(path, block_sizes(path)).tensors
+    return {name: (each.start, each.stop) for name, each in tensors.items()}
 
 
-def _reader(path: Path) -> GGUFReader:
-    check_bounds(path, block_sizes(path))
-    from gguf import GGMLQuantizationType, GGUFReader
+def tensor_places(path: Path) -> dict[str, TensorPlace]:
+    """Where each tensor is, whichever file of the checkpoint it is in, by its name there. Raises
+    ModelError."""
+    return _reader(path).tensors
 
-    try:
-        return GGUFReader(path)
-    except Exception as error:  # numpy raises anything for missing bytes
-        why = " ".join(str(error).split())[:200]
-        if GGMLQuantizationType.__name__ in why:
+
+def _reader(path: Path) -> GgufFile:
+    """The metadata of the first file of a checkpoint, and the tensors of all. Raises ModelError if
+    they do not belong together."""
+    parts, sizes = _parts_here(path), block_sizes(path)
+    first, *others = found = [GgufFile(part, sizes) for part in parts]
+    for number, each in enumerate(found if others else ()):
+        said = tuple(each.metadata(f"split.{name}") for name in ("no", "count"))
+        if said != (number, len(parts)):
             raise ModelError(
-                f"{path} holds tensors of a type that {PACKAGE} does not know ({why}); {FOREIGN}"
-            ) from error
-        raise ModelError(f"{path} is not a whole GGUF file ({why}); fetch it again") from error
+                f"{parts[number]} is not what it is called, part {number + 1} of {len(parts)}; "
+                "fetch it again"
+            )
+    for other in others:
+        first.add_tensors(other)
+    return first
 
 
 def _read(path: Path) -> GgufHeader:
-    if _PART.search(path.name):
-        raise ModelError(
-            f"{path} is one part of several; join them with `llama-gguf-split --merge`"
-        )
+    require_tokenizer(path)
     reader = _reader(path)
+    from gguf import GGMLQuantizationType
+
     architecture = architecture_of(path, reader)
     _require_types(path, reader)
     config = config_of(path, reader, architecture)
     names = names_of(path, reader, architecture, config)
-    eos = [metadata(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
         json.dumps(config.to_dict()),
         json.dumps({name: astuple(each) for name, each in names.items()}),
-        json.dumps({each.name: each.tensor_type.name for each in reader.tensors}),
-        sorted({int(each) for each in eos if each is not None}),
+        json.dumps({n: GGMLQuantizationType(each.kind).name for n, each in reader.tensors.items()}),
+        gguf_tokenizer.ends(reader.metadata),
         list(architecture.permuted),
         architecture.shifted,
     )
 
 
-def _require_types(path: Path, reader: GGUFReader) -> None:
+def _require_types(path: Path, reader: GgufFile) -> None:
     """Raise ModelError for types that the package does not dequantise."""
-    from gguf import dequantize
+    from gguf import GGMLQuantizationType, dequantize
 
-    tried = set()
-    for tensor in reader.tensors:
-        if tensor.tensor_type in tried:
-            continue
-        tried.add(tensor.tensor_type)
+    one_of_each = {each.kind: name for name, each in reader.tensors.items()}
+    for number, name in one_of_each.items():
         try:
-            dequantize(tensor.data[:1], tensor.tensor_type)
+            kind = GGMLQuantizationType(number)
+        except ValueError as error:
+            raise ModelError(
+                f"{path} holds tensors of a type that {PACKAGE} does not know ({number}); {FOREIGN}"
+            ) from error
+        try:
+            dequantize(reader.data(name)[:1], kind)
         except Exception as error:
             raise ModelError(
-                f"{path} holds tensors of type {tensor.tensor_type.name}, which {PACKAGE} does not "
-                f"dequantise; {FOREIGN}"
+                f"{path} holds tensors of type {kind.name}, which {PACKAGE} does not dequantise; "
+                f"{FOREIGN}"
             ) from error

@@ -92,6 +92,10 @@ class BlockWeights:
         """These rows of the matrix."""
         return replace(self, rows=self.rows[rows])
 
+    def blocks(self) -> BlockWeights:
+        """Itself."""
+        return self
+
     def codes(self) -> Tensor:
         """The codes, uint8 `[out, in]`."""
         return KINDS[self.kind].codes(self._blocks()).view(self.shape)

@@ -26,7 +26,7 @@ from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
-    from gguf import GGUFReader
+    from pipespec.engine.formats.gguf_file import GgufFile
 
 FOREIGN = "take another file, or a safetensors checkpoint"
 # Characters of another library's message in an error message.
@@ -57,9 +57,9 @@ _UNLIKE = {"e_score_correction_bias": ("e_score_correction", "bias"), "sinks": (
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 
-def architecture_of(path: Path, reader: GGUFReader) -> GgufArchitecture:
+def architecture_of(path: Path, reader: GgufFile) -> GgufArchitecture:
     """That of a file. Raises ModelError."""
-    kind = metadata(reader, "general.architecture")
+    kind = reader.metadata("general.architecture")
     try:
         return architecture_named(kind, partial(_field, reader), shapes_of(reader))
     except KeyError:
@@ -69,22 +69,16 @@ def architecture_of(path: Path, reader: GGUFReader) -> GgufArchitecture:
         ) from None
 
 
-def metadata(reader: GGUFReader, name: str) -> Any:
-    """The metadata with this name; None: there is none."""
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()
-
-
-def _field(reader: GGUFReader, name: str) -> Any:
+def _field(reader: GgufFile, name: str) -> Any:
     """A value of the metadata of the file's architecture; None: there is none."""
-    return metadata(reader, f"{metadata(reader, 'general.architecture')}.{name}")
+    return reader.metadata(f"{reader.metadata('general.architecture')}.{name}")
 
 
-def config_of(path: Path, reader: GGUFReader, architecture: GgufArchitecture) -> Any:
+def config_of(path: Path, reader: GgufFile, architecture: GgufArchitecture) -> Any:
     """The config of Transformers. Raises ModelError."""
     from transformers import AutoConfig
 
-    kind = metadata(reader, "general.architecture")
+    kind = reader.metadata("general.architecture")
     field = partial(_field, reader)
     shapes = shapes_of(reader)
     layers = field("block_count")
@@ -105,7 +99,7 @@ def config_of(path: Path, reader: GGUFReader, architecture: GgufArchitecture) ->
             )
     for each in _TOKENS:
         name = "pad" if each == "padding" else each
-        settings[f"{name}_token_id"] = metadata(reader, f"tokenizer.ggml.{each}_token_id")
+        settings[f"{name}_token_id"] = reader.metadata(f"tokenizer.ggml.{each}_token_id")
     if EMBEDDING in shapes:  # its rows may be more than the tokenizer's tokens
         settings["vocab_size"] = shapes[EMBEDDING][0]
     settings["tie_word_embeddings"] = OUTPUT not in shapes
@@ -138,7 +132,7 @@ def not_valid(path: Path, error: Exception) -> ModelError:
 
 
 def _rope(
-    path: Path, reader: GGUFReader, field: Field, head_dim: int, yarn: Mapping[str, Any] | None
+    path: Path, reader: GgufFile, field: Field, head_dim: int, yarn: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The parameters of the rotary embedding; `yarn`: see `GgufArchitecture`."""
     rope: dict[str, Any] = {"rope_theta": float(field("rope.freq_base") or 10000.0)}
@@ -153,9 +147,8 @@ def _rope(
     )
     if kind is None:  # for llama.cpp a factor then means linear
         kind = "linear" if factor != 1 else "none"
-    tensors = {each.name: each for each in reader.tensors}
-    if ROPE_FACTORS in tensors:
-        factors = [float(each) for each in tensors[ROPE_FACTORS].data]
+    if ROPE_FACTORS in reader.tensors:
+        factors = [float(each) for each in reader.data(ROPE_FACTORS)]
         scaled = _llama3(factors, rope["rope_theta"], head_dim)
         if kind != "none" or scaled is None:
             raise ModelError(
@@ -208,24 +201,24 @@ def _yarn(field: Field, factor: float) -> dict[str, Any]:
     return found
 
 
-def shapes_of(reader: GGUFReader) -> dict[str, tuple[int, ...]]:
+def shapes_of(reader: GgufFile) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, by its name in the file."""
-    return {each.name: tuple(int(n) for n in reversed(each.shape)) for each in reader.tensors}
+    return {name: each.shape for name, each in reader.tensors.items()}
 
 
 def names_of(
-    path: Path, reader: GGUFReader, architecture: GgufArchitecture, config: Any
+    path: Path, reader: GgufFile, architecture: GgufArchitecture, config: Any
 ) -> dict[str, Stored]:
     """Each tensor of a checkpoint that the file has. Raises ModelError."""
     import torch
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import AutoModelForCausalLM
 
-    kind = metadata(reader, "general.architecture")
+    kind = reader.metadata("general.architecture")
     of_kind = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind), None)
     if of_kind is None:
         raise ModelError(f"{path} holds {kind}, which this version of gguf does not know; renew it")
-    layers = int(metadata(reader, f"{kind}.block_count"))  # with those that are not loaded
+    layers = int(reader.metadata(f"{kind}.block_count"))  # with those that are not loaded
     known = get_tensor_name_map(of_kind, layers)
     shapes = shapes_of(reader)
     try:

@@ -7,8 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipespec.engine.formats.gguf_blocks import BlockWeights
 from pipespec.engine.formats.packing import WORD
-from pipespec.errors import ModelError
+from pipespec.errors import ModelError, PackedMatmulError
+
+# The kind of blocks of ggml that integers in groups become, and the weights of a block.
+GROUPED_KIND, BLOCK = "Q4_1", 32
+# The largest error of a scale, relative to it: half the distance of two numbers of float16.
+HALF_ROUNDING = 2**-11
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class GroupedWeights:
     scales: Tensor
     zeros: Tensor
     group_of: Tensor
+    factor = 1.0  # see `BlockWeights`
 
     def dense(self) -> Tensor:
         """The weights `[out, in]` in the type of the scales, rounded as the quantisers' code
@@ -61,6 +68,24 @@ class GroupedWeights:
             raise ModelError("its groups are of any inputs, though config.json says otherwise")
         scales = self.scales.float()
         return self.codes, scales, (8 - self.zeros.float()) * scales
+
+    def blocks(self) -> BlockWeights:
+        """The same in ggml's blocks of 32, with scales and offsets rounded to float16.
+
+        Raises ModelError if groups are not of consecutive inputs, and PackedMatmulError if float16
+        does not hold a scale.
+        """
+        codes, scales, middles = self.int4()
+        out, inputs = codes.shape
+        both = torch.stack((scales, middles - 8 * scales), -1)
+        numbers = both.to(torch.float16)
+        off = (numbers.float() - both).abs() > HALF_ROUNDING * both.abs()
+        if bool((off | ~numbers.isfinite()).any()):
+            raise PackedMatmulError("float16 does not hold some scales of its groups of 4 bits")
+        of_block = numbers.repeat_interleave(inputs // BLOCK // scales.shape[1], 1)
+        low, high = codes.view(out, -1, 2, BLOCK // 2).unbind(2)
+        factors = of_block.contiguous().view(torch.uint8).view(out, -1, 4)
+        return BlockWeights(torch.cat((factors, low | high << 4), -1).flatten(1), GROUPED_KIND)
 
     @property
     def in_order(self) -> bool:

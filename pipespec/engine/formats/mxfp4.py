@@ -68,6 +68,10 @@ class Fp4Weights:
         scales = self.scales[rows].view(torch.uint8).unsqueeze(-1)
         return BlockWeights(torch.cat((scales, packed), -1).flatten(1), self.kind, self.factor)
 
+    def blocks(self) -> BlockWeights:
+        """The same in ggml's blocks."""
+        return self.part(slice(None))
+
     def dense(self) -> torch.Tensor:
         """The weights `[out, in]` in float32."""
         import torch

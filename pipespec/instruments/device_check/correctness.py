@@ -9,12 +9,10 @@ import torch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.dequantised import DequantisedLinear
-from pipespec.engine.formats.fp8 import Fp8Weights
+from pipespec.engine.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.fp8_linear import Fp8Linear
-from pipespec.engine.int4 import Int4Linear
-from pipespec.engine.kept_weights import self_test_error
+from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.kept_weights import layer_for, self_test_error
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.device_check.models import SMALL, small_slice
 
@@ -114,16 +112,16 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
     group_of = torch.arange(INPUTS) // GROUP
     wide = torch.randn(OUT, INPUTS, generator=generator).to(torch.float8_e4m3fn)
     blocks = torch.rand(OUT // GROUP, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
-    kinds: dict[str, tuple[type[Int4Linear | DequantisedLinear], Any, torch.dtype]] = {
-        "int4": (Int4Linear, GroupedWeights(codes, scales, zeros, group_of), torch.bfloat16),
-        "fp8": (Fp8Linear, Fp8Weights(wide, blocks, GROUP, GROUP), torch.bfloat16),
+    kinds: dict[str, Any] = {
+        PACKED_INT4: GroupedWeights(codes, scales, zeros, group_of),
+        FP8: Fp8Weights(wide, blocks, GROUP, GROUP),
     }
     found: dict[str, Any] = {}
-    for name, (kind, weights, dtype) in kinds.items():
+    for name, weights in kinds.items():
         try:
-            layer = kind(name, OUT, INPUTS)
+            layer: Any = layer_for(name, device, torch.bfloat16)(name, OUT, INPUTS)
             layer.fill(weights, device)
-            found[name] = self_test_error(layer, weights, device, dtype)
+            found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator
             found[name] = f"it fails: {' '.join(str(error).split())[:200]}"
     return {"kinds": found}

@@ -18,6 +18,7 @@ from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.checkpoint_parts.parts_file import is_partial
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import parts_of
 from pipespec.engine.model_path import known_model
 from pipespec.engine.partial_checkpoint import missing
 from pipespec.engine.safetensors_headers import (
@@ -147,15 +148,18 @@ def fingerprint(model: str) -> Fingerprint:
     if not path.is_file() and is_gguf(path):
         path = known_model(model) or path
     if is_gguf(path) and path.is_file():
+        ends, size = b"", 0
         try:
-            with path.open("rb") as stream:
-                ends = stream.read(GGUF_END)
-                stream.seek(max(path.stat().st_size - GGUF_END, 0))
-                ends += stream.read(GGUF_END)
+            for part in parts_of(path):
+                with part.open("rb") as stream:
+                    ends += stream.read(GGUF_END)
+                    stream.seek(max(part.stat().st_size - GGUF_END, 0))
+                    ends += stream.read(GGUF_END)
+                    size += part.stat().st_size
         except OSError as error:
             return Fingerprint(str(path), f"cannot be read ({error.strerror})")
-        sizes = {"": path.stat().st_size}  # it may have another name on each host
-        return Fingerprint(str(path), None, _hash(ends), None, sizes)
+        # It may have another name on each host.
+        return Fingerprint(str(path), None, _hash(ends), None, {"": size})
     if not is_folder(path):
         cached = known_model(model)
         if cached is None:

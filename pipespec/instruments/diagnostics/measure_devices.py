@@ -62,8 +62,7 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
         own = own_path(Path(request.target), None, SharedName(**request.shared), request.parts)
     target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
-    for role, name, info, how in zip(
-        ("stage", "draft"),
+    for name, info, how in zip(
         ("model.quantization", "model.draft_quantization"),
         (target, draft),
         request.quantization,
@@ -71,8 +70,7 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     ):
         if info is not None:
             info.check_quantization(name, how)
-            held = request.weight_format(info, role) if "cpu" in request.devices else None
-            info.require_quantizer(name, how, held)
+            info.require_quantizer(name, how)
     num_cpu = sum(device == "cpu" for device in request.devices)
     threads = request.num_threads()
     measured: dict[str, _Times | None] = {}

@@ -1,33 +1,62 @@
-"""Who is alive by leases, who is lost, and whom to kill. Pure."""
+"""Who is alive by the signs of workers and their hosts, and who is lost. Pure."""
 
 from __future__ import annotations
 
-from pipespec.cluster.worker_leases import GRACE_S, KILL_S, WorkerLeases
-from pipespec.controller.membership import LEASE_S
+import pytest
+
+from pipespec.cluster.worker_leases import ALONE_S, LOOK_S, SILENT_S, WorkerLeases
 
 
-def test_a_worker_is_lost_when_its_renewals_stop_changing() -> None:
+def lost_after(signs: list[dict[str, int]], beats: list[dict[str, bytes]]) -> float | None:
+    """Seconds until worker a is lost, which has a lease at the beginning and then these signs, over
+    and over."""
+    leases = WorkerLeases(["a"])
+    leases.update({"a": b"7 1"}, signs[0], 0.0)
+    for look in range(1, round(2 * ALONE_S / LOOK_S)):
+        at = look * LOOK_S
+        if leases.update(beats[look % len(beats)], signs[look % len(signs)], at):
+            assert leases.alive == set()
+            assert leases.lost_at == {"a": at}
+            assert leases.silent_s("a", at + 3) == 3
+            return at
+    assert leases.alive == {"a"}
+    return None
+
+
+@pytest.mark.parametrize(
+    ("signs", "beats", "after_s"),
+    [
+        # Its agent sees the process run, though its thread is late, or Redis lost the lease.
+        ([{"a": 1}, {"a": 2}], [{"a": b"7 1"}], None),
+        ([{"a": 1}, {"a": 2}], [{}], None),
+        # The agent is late, but the lease is renewed.
+        ([{"a": 1}], [{"a": b"7 1"}, {"a": b"7 2"}], None),
+        # Neither: Redis still holds the lease, as its clock was set back, or no longer.
+        ([{"a": 1}], [{"a": b"7 1"}], SILENT_S),
+        ([{"a": 1}], [{}], SILENT_S),
+        # It has no agent.
+        ([{}], [{"a": b"7 1"}], ALONE_S),
+    ],
+)
+def test_a_worker_is_lost_once_neither_it_nor_its_host_gives_a_sign(
+    signs: list[dict[str, int]], beats: list[dict[str, bytes]], after_s: float | None
+) -> None:
+    assert lost_after(signs, beats) == after_s
+
+
+def test_a_pause_of_the_launcher_is_no_silence_of_workers() -> None:
     leases = WorkerLeases(["a", "b"])
-    assert leases.update({"a": b"7 1", "b": b"8 1"}, 100.0) == []
-    assert leases.alive == {"a", "b"} and leases.pid("a") == 7
-    # Redis still holds the lease of b, as its clock was set back, but it is not renewed.
-    assert leases.update({"a": b"7 2", "b": b"8 1"}, 100.0 + LEASE_S) == ["b"]
-    assert leases.alive == {"a"} and leases.pid("b") is None
-    assert leases.silent_s("b", 105.0) == 105.0 - leases.lost_at["b"]
-    assert leases.silent_s("a", 105.0) == 0
-    assert leases.update({"a": b"7 3", "b": b"9 1"}, 104.0) == []
-    assert leases.lost_at == {} and leases.pid("b") == 9
+    leases.update({"a": b"7 1"}, {"a": 1, "b": 1}, 0.0)
+    assert leases.alive == {"a"}, "b has not reached Redis yet"
+    assert leases.update({"a": b"7 1"}, {"a": 1, "b": 2}, 10 * SILENT_S) == []
+    assert leases.alive == {"a"}
 
 
-def test_the_process_that_held_the_lease_is_killed_and_only_later_whatever_came_in_its_place() -> (
-    None
-):
-    leases = WorkerLeases(["a", "b"])
-    leases.update({"a": b"7 1"}, 0.0)
-    leases.update({}, LEASE_S)
-    assert leases.to_kill(LEASE_S + GRACE_S / 2) == {}, "it may be a silence of Redis"
-    first = LEASE_S + 2 * GRACE_S
-    assert leases.to_kill(first) == {"a": 7}
-    leases.note_kill("a", first)
-    assert leases.to_kill(first + KILL_S) == {}, "its successor has time to begin"
-    assert leases.to_kill(first + KILL_S + 1) == {"a": None}
+def test_a_lost_worker_is_back_with_its_next_sign() -> None:
+    leases = WorkerLeases(["a"])
+    leases.update({"a": b"7 1"}, {}, 0.0)
+    at = 0.0
+    while not leases.update({}, {}, at := at + LOOK_S):
+        pass
+    assert leases.update({"a": b"9 1"}, {}, at + LOOK_S) == []
+    assert leases.alive == {"a"} and leases.lost_at == {}

@@ -1,4 +1,4 @@
-"""GGUF files whose headers claim more than the file holds."""
+"""Reading GGUF files, and headers that claim more than the file holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
 
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf_bounds import MOST_ELEMENTS, check_bounds
+from pipespec.engine.formats.gguf_file import MOST_ELEMENTS, GgufFile
 from pipespec.errors import ModelError
 
 SIZES = {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
@@ -38,10 +38,16 @@ def write(path: Path, endian: GGUFEndian = GGUFEndian.LITTLE) -> Path:
 
 
 @pytest.mark.parametrize("endian", [GGUFEndian.LITTLE, GGUFEndian.BIG])
-def test_a_whole_file_is_within_its_bounds(tmp_path, endian):
+def test_metadata_and_tensors_are_those_of_the_package(tmp_path, endian):
     path = write(tmp_path / "model.gguf", endian)
-    assert len(GGUFReader(path).tensors) == 2
-    check_bounds(path, SIZES)
+    theirs, ours = GGUFReader(path), GgufFile(path, SIZES)
+    for name, field in theirs.fields.items():
+        if not name.startswith("GGUF."):
+            assert ours.metadata(name) == field.contents(), name
+    assert ours.metadata("some.other") is None
+    assert [*ours.tensors] == [each.name for each in theirs.tensors]
+    for each in theirs.tensors:
+        assert np.array_equal(ours.data(each.name), each.data), each.name
 
 
 def test_every_file_that_was_cut_short_is_refused(tmp_path):
@@ -51,7 +57,7 @@ def test_every_file_that_was_cut_short_is_refused(tmp_path):
     for length in range(0, len(data) - last, 7):
         cut.write_bytes(data[:length])
         with pytest.raises(ModelError, match="is not a whole GGUF file"):
-            check_bounds(cut, SIZES)
+            GgufFile(cut, SIZES)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_metadata_that_would_take_too_long_are_refused(tmp_path):
     data[24:24] = struct.pack("<Q", len(field)) + field + array + bytes(MOST_ELEMENTS + 1)
     path.write_bytes(data)
     with pytest.raises(ModelError, match=f"more than {MOST_ELEMENTS} elements"):
-        check_bounds(path, SIZES)
+        GgufFile(path, SIZES)
 
 
 def test_arrays_within_arrays_end_somewhere(tmp_path):

@@ -1,0 +1,181 @@
+"""Matrices of ggml's types in memory, and products with them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+from pipespec.engine.ggml import library as ggml
+from pipespec.engine.ggml.library import ALIGNMENT, TYPES, Library
+
+# How long threads poll before they sleep, of 100: not at all. Polling threads of several processes,
+# or ggml's beside PyTorch's, take cores from each other: with two other busy processes on two cores
+# a token took 932 ms with ggml's usual level of 50, and 152 with none (docs/log.md, 2026-11-28).
+POLL = 0
+# Tensors and operations of the graph of one product.
+_SMALL = 8
+_of_thread = threading.local()
+
+
+class ThreadChoice:
+    """How many threads compute: all, or one while others use the cores.
+
+    Threads of a graph wait for each other after every operation, polling, so that one of two that
+    has no core makes a step many times slower: 0.46 s became 8 s on two busy cores.
+    """
+
+    # Computing for less time says nothing, and so much of the cores must have been ours.
+    LEAST_S, SHARE = 0.002, 0.75
+    # One thread computes for so many times as long as a crowded step took, at least SHORTEST_S.
+    PAUSE, SHORTEST_S = 20, 1.0
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._alone_until = 0.0
+
+    def at(self, now: float) -> int:
+        """How many threads compute now, a time in seconds."""
+        return 1 if now < self._alone_until else self.threads
+
+    def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
+        """So many threads have computed for so long, and used so much time of processors."""
+        if threads > 1 and took_s > self.LEAST_S and cpu_s < self.SHARE * threads * took_s:
+            self._alone_until = now + max(self.PAUSE * took_s, self.SHORTEST_S)
+
+
+class Computer:
+    """Computes graphs with a pool of threads; for one thread at a time.
+
+    Rows do not depend on their batch: attention is computed in the order of its keys, without
+    tiles and without dividing them among threads (`use_ref`).
+    """
+
+    def __init__(self, library: Library, threads: int):
+        self.library, self.threads = library, threads
+        self._choice = ThreadChoice(threads)
+        self._pool = library.pool(threads, POLL)
+        self._backend = library.backend_cpu_init()
+        library.backend_cpu_set_threadpool(self._backend, self._pool)
+        library.backend_cpu_set_use_ref(self._backend, True)
+        self.scratch = library.context(_SMALL, _SMALL)
+        weakref.finalize(self, _free, library, self._backend, self._pool, self.scratch)
+
+    def compute(self, graph: int) -> None:
+        """Compute all operations of a graph. Raises MemoryError if ggml has none for it."""
+        began, cpu_began = time.perf_counter(), time.process_time()
+        threads = self._choice.at(began)
+        self.library.backend_cpu_set_n_threads(self._backend, threads)
+        if self.library.backend_graph_compute(self._backend, graph):
+            raise MemoryError("ggml found no memory for a batch")
+        now = time.perf_counter()
+        self._choice.ran(threads, now - began, time.process_time() - cpu_began, now)
+
+
+def _free(library: Library, backend: int, pool: int, context: int) -> None:
+    library.backend_free(backend)
+    library.threadpool_free(pool)
+    library.free(context)
+
+
+def computer(threads: int) -> Computer:
+    """That of this thread of the program, with so many threads. ggml must be there."""
+    found: Computer | None = getattr(_of_thread, "computer", None)
+    if found is None or found.threads != threads:
+        library = ggml.load()
+        assert library is not None, "callers have looked whether there is ggml"
+        found = _of_thread.computer = Computer(library, threads)
+    return found
+
+
+class Tensor:
+    """A tensor of ggml in memory that numpy or a file has.
+
+    Attributes:
+        address: of ggml's structure.
+        memory: what keeps the numbers alive.
+    """
+
+    def __init__(
+        self, library: Library, kind: int, shape: tuple[int, ...], memory: np.ndarray, context: int
+    ):
+        """`shape` as in numpy, of one to three dimensions; `memory` is contiguous and holds as many
+        bytes as ggml needs for it; `context`: has the structure, or 0 for one of its own."""
+        assert memory.flags.c_contiguous
+        self.memory, self.shape = memory, shape
+        own = context or library.context(1)
+        make = (library.new_tensor_1d, library.new_tensor_2d, library.new_tensor_3d)[len(shape) - 1]
+        self.address: int = make(own, kind, *reversed(shape))
+        assert library.nbytes(self.address) <= memory.nbytes, "the memory is too small"
+        buffer = place(library, self.address, memory)
+        weakref.finalize(self, _forget, library, buffer, 0 if context else own)
+
+
+def place(library: Library, tensor: int, memory: np.ndarray) -> int:
+    """Let a tensor have its numbers in this memory; returns a buffer to free after it."""
+    first = memory.ctypes.data
+    start = first - first % ALIGNMENT  # ggml wants buffers aligned, and tensors anywhere in them
+    buffer: int = library.backend_cpu_buffer_from_ptr(start, first - start + memory.nbytes)
+    status = library.backend_tensor_alloc(buffer, tensor, first)
+    assert status == 0, "a tensor in memory of its own cannot fail"
+    return buffer
+
+
+def _forget(library: Library, buffer: int, context: int) -> None:
+    library.backend_buffer_free(buffer)
+    if context:
+        library.free(context)
+
+
+def matrix(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+    """Weights `[out, in]`, or `[experts, out, in]`, of one of TYPES, from their blocks or
+    numbers."""
+    return Tensor(library, TYPES[kind], shape, rows, 0)
+
+
+def empty(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """Memory that is aligned as ggml wants it."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    whole = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    return whole[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def product(computer: Computer, weights: Tensor, rows: np.ndarray) -> np.ndarray:
+    """float32 `[rows, in]` -> `[rows, out]`."""
+    return _once(computer, "mul_mat", weights, rows, TYPES["F32"])
+
+
+def rows_of(computer: Computer, weights: Tensor, indices: np.ndarray) -> np.ndarray:
+    """These rows of a matrix in float32: int32 `[n]` -> `[n, in]`."""
+    found = empty(len(indices), weights.shape[1])
+    return _once(computer, "get_rows", weights, indices, ggml.I32, found)
+
+
+def _once(
+    computer: Computer,
+    name: str,
+    weights: Tensor,
+    inputs: np.ndarray,
+    kind: int,
+    output: np.ndarray | None = None,
+) -> np.ndarray:
+    """The result of one operation of weights and inputs."""
+    library, context = computer.library, computer.scratch
+    if output is None:
+        output = empty(len(inputs), weights.shape[0])
+    library.reset(context)
+    given = Tensor(library, kind, inputs.shape, np.ascontiguousarray(inputs), context)
+    result = getattr(library, name)(context, weights.address, given.address)
+    buffer = place(library, result, output)
+    graph = library.new_graph_custom(context, _SMALL, False)
+    library.build_forward_expand(graph, result)
+    try:
+        computer.compute(graph)
+    finally:
+        library.backend_buffer_free(buffer)
+    return output

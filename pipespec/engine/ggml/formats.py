@@ -1,0 +1,25 @@
+"""Weights in the types of ggml, as they are stored or as others can be stored without loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GgmlWeights:
+    """A matrix of one of `library.TYPES`.
+
+    Attributes:
+        rows: its blocks, uint8 `[out, bytes]`, or numbers `[out, in]`.
+        kind: the type.
+        shape: rows and columns.
+        order: row i is row `order[i]` of `rows`, int64 `[out]`; None: they are in order.
+    """
+
+    rows: np.ndarray
+    kind: str
+    shape: tuple[int, int]
+    order: Tensor | None = None

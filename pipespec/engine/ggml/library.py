@@ -1,0 +1,317 @@
+"""Finds, checks and binds the shared libraries of ggml.
+
+ggml promises no stable ABI, so a library is used only if its version is one of those that were
+tested and, in a process of its own, its products of each type agree with NumPy's. Only public
+functions are called, and no field of a structure of ggml's is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pipespec.system.result_cache import cached_call
+
+# A folder with the libraries, tried before all others.
+PATH_VARIABLE = "PIPESPEC_GGML"
+# The first version that is used, and the first that is not.
+VERSIONS = ((0, 20), (0, 26))
+# The numbers of ggml's types, by their names in GGUF files.
+TYPES = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
+    "BF16": 30,
+    "MXFP4": 39,
+}
+I32, I64 = 26, 27
+# Addresses of tensors are multiples of this.
+ALIGNMENT = 64
+# Seconds for the self-test in its process.
+TEST_S = 60
+_MAX_THREADS = 512  # GGML_MAX_N_THREADS
+_MIB = 1 << 20
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+class _PoolParams(ctypes.Structure):
+    _fields_ = (
+        ("cpumask", ctypes.c_bool * _MAX_THREADS),
+        ("n_threads", ctypes.c_int),
+        ("prio", ctypes.c_int),
+        ("poll", ctypes.c_uint32),
+        ("strict_cpu", ctypes.c_bool),
+        ("paused", ctypes.c_bool),
+    )
+
+
+_CTYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "z": ctypes.c_size_t,
+    "f": ctypes.c_float,
+    "b": ctypes.c_bool,
+    "s": ctypes.c_char_p,
+    "I": _InitParams,
+    "P": _PoolParams,
+    "Q": ctypes.POINTER(_PoolParams),
+}
+# The functions that are used, without the prefix `ggml_`: arguments, and what is returned.
+_BASE = {
+    "version": ":s",
+    "init": "I:p",
+    "free": "p:",
+    "reset": "p:",
+    "tensor_overhead": ":z",
+    "graph_overhead_custom": "zb:z",
+    "new_tensor_1d": "pil:p",
+    "new_tensor_2d": "pill:p",
+    "new_tensor_3d": "pilll:p",
+    "new_graph_custom": "pzb:p",
+    "build_forward_expand": "pp:",
+    "set_input": "p:",
+    "set_output": "p:",
+    "nbytes": "p:z",
+    "row_size": "il:z",
+    "get_data": "p:p",
+    "add": "ppp:p",
+    "mul": "ppp:p",
+    "scale": "ppf:p",
+    "mul_mat": "ppp:p",
+    "mul_mat_id": "pppp:p",
+    "rms_norm": "ppf:p",
+    "swiglu_split": "ppp:p",
+    "geglu_split": "ppp:p",
+    "rope_ext": "ppppiiiffffff:p",
+    "reshape_2d": "ppll:p",
+    "reshape_3d": "pplll:p",
+    "permute": "ppiiii:p",
+    "get_rows": "ppp:p",
+    "set_rows": "pppp:p",
+    "flash_attn_ext": "pppppfff:p",
+    "quantize_chunk": "ipplllp:z",
+    "threadpool_params_default": "i:P",
+    "backend_free": "p:",
+    "backend_graph_compute": "pp:i",
+    "backend_cpu_buffer_from_ptr": "pz:p",
+    "backend_cpu_buffer_type": ":p",
+    "backend_buffer_free": "p:",
+    "backend_tensor_alloc": "ppp:i",
+    "gallocr_new": "p:p",
+    "gallocr_free": "p:",
+    "gallocr_alloc_graph": "pp:b",
+    "gallocr_get_buffer_size": "pi:z",
+}
+_CPU = {
+    "threadpool_new": "Q:p",
+    "threadpool_free": "p:",
+    "backend_cpu_init": ":p",
+    "backend_cpu_set_n_threads": "pi:",
+    "backend_cpu_set_threadpool": "pp:",
+    "backend_cpu_set_use_ref": "pb:",
+}
+# What a library may have been compiled for, and the flag of /proc/cpuinfo that says so.
+_NEEDS = {
+    "cpu_has_avx": "avx",
+    "cpu_has_avx2": "avx2",
+    "cpu_has_fma": "fma",
+    "cpu_has_f16c": "f16c",
+    "cpu_has_bmi2": "bmi2",
+    "cpu_has_avx_vnni": "avx_vnni",
+    "cpu_has_avx512": "avx512f",
+    "cpu_has_avx512_vbmi": "avx512_vbmi",
+    "cpu_has_avx512_vnni": "avx512_vnni",
+    "cpu_has_avx512_bf16": "avx512_bf16",
+    "cpu_has_amx_int8": "amx_int8",
+}
+
+
+class Library:
+    """The functions of ggml, as attributes without the prefix `ggml_`."""
+
+    version: Callable[[], bytes]
+
+    def __init__(self, folder: Path):
+        """Raises OSError or AttributeError if it cannot be loaded or lacks a function."""
+        self.folder = folder
+        base = ctypes.CDLL(str(_file(folder, "ggml-base")), mode=ctypes.RTLD_GLOBAL)
+        self._cpu = ctypes.CDLL(str(_file(folder, "ggml-cpu")), mode=ctypes.RTLD_GLOBAL)
+        for library, functions in ((base, _BASE), (self._cpu, _CPU)):
+            for name, signature in functions.items():
+                arguments, _, result = signature.partition(":")
+                function = getattr(library, f"ggml_{name}")
+                function.argtypes = [_CTYPES[each] for each in arguments]
+                function.restype = _CTYPES[result] if result else None
+                setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:  # set in __init__
+        raise AttributeError(name)
+
+    def missing_features(self, flags: frozenset[str]) -> list[str]:
+        """What it was compiled for and this processor, of these flags, does not have. The functions
+        return constants, so nothing of that is executed."""
+        return [
+            flag
+            for name, flag in _NEEDS.items()
+            if getattr(self._cpu, f"ggml_{name}")() and flag not in flags
+        ]
+
+    def context(self, tensors: int, graph: int = 0) -> int:
+        """A context for so many tensors and a graph of so many operations; `free` it."""
+        size = tensors * self.tensor_overhead() + 1024
+        if graph:
+            size += self.graph_overhead_custom(graph, False)
+        found: int = self.init(_InitParams(size, None, True))
+        return found
+
+    def pool(self, threads: int, poll: int) -> int:
+        """A pool of so many threads, which poll for work at a level of 0 to 100 before they
+        sleep."""
+        params = self.threadpool_params_default(threads)
+        params.poll = poll
+        found: int = self.threadpool_new(ctypes.byref(params))
+        return found
+
+
+def _file(folder: Path, name: str) -> Path:
+    for ending in (".so", ".dylib"):
+        for file in (folder / f"lib{name}{ending}", *sorted(folder.glob(f"lib{name}{ending}.*"))):
+            if file.exists():
+                return file
+    raise OSError(f"{folder} has no lib{name}")
+
+
+def _folders() -> Iterator[Path]:
+    """Where ggml may be, in the order in which it is looked for."""
+    if given := os.environ.get(PATH_VARIABLE):
+        yield Path(given)
+        return
+    if (found := ctypes.util.find_library("ggml-base")) is not None:
+        for folder in ("/usr/local/lib", "/usr/lib", f"/usr/lib/{os.uname().machine}-linux-gnu"):
+            if (Path(folder) / found).exists():
+                yield Path(folder)
+    for package, folders in (("llama_cpp", ("lib",)), ("libggml", ("lib64", "lib"))):
+        spec = None
+        with suppress(ImportError, ValueError):
+            spec = find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or ():
+            yield from (Path(place) / folder for folder in folders)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of looking for ggml.
+
+    Attributes:
+        folder: of the libraries; None: none is used.
+        why_not: why, in one sentence.
+    """
+
+    folder: str | None
+    why_not: str = ""
+
+
+@cache
+def load() -> Library | None:
+    """The library of this machine, or None; `why_not` says why."""
+    found = _found()
+    return None if found.folder is None else Library(Path(found.folder))
+
+
+def why_not() -> str:
+    """Why `load` returns None, in one sentence; empty if it does not."""
+    return _found().why_not
+
+
+@cache
+def _found() -> Found:
+    refused = []
+    for folder in _folders():
+        try:
+            files = [_file(folder, name) for name in ("ggml-base", "ggml-cpu")]
+        except OSError:
+            continue
+        depends = {
+            "files": [(str(file), file.stat().st_size, file.stat().st_mtime) for file in files],
+            "test": Path(__file__).with_name("self_test.py").read_text(encoding="utf-8"),
+            "processor": sorted(cpu_flags()),
+        }
+        checked = cached_call("ggml", Found, depends, _check, folder)
+        if checked.folder is not None:
+            return checked
+        refused.append(checked.why_not)
+    advice = "pip install libggml-python makes products on a CPU several times faster"
+    return Found(None, refused[0] if refused else f"ggml is not installed; {advice}.")
+
+
+def cpu_flags() -> frozenset[str]:
+    """The flags of this processor; none where /proc/cpuinfo has none."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def _check(folder: Path) -> Found:
+    """Whether the library in a folder is used."""
+    try:
+        library = Library(folder)
+    except (OSError, AttributeError) as error:
+        return Found(None, f"The ggml in {folder} is not used, as it cannot be loaded ({error}).")
+    version = library.version().decode(errors="replace")
+    numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:2])
+    lowest, beyond = VERSIONS
+    if not lowest <= numbers < beyond:
+        return Found(
+            None,
+            f"The ggml in {folder} is not used, as its version {version} was not tested; "
+            f"{'.'.join(map(str, lowest))} up to below {'.'.join(map(str, beyond))} were.",
+        )
+    if (flags := cpu_flags()) and (missing := library.missing_features(flags)):
+        return Found(
+            None,
+            f"The ggml in {folder} is not used, as it was built for a processor with "
+            f"{', '.join(missing)}.",
+        )
+    # A library that does not fit may end its process.
+    command = [sys.executable, "-m", "pipespec.engine.ggml.self_test", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TEST_S, check=False)
+        failed = done.stdout.strip().splitlines()[-1:] if done.returncode else None
+    except subprocess.TimeoutExpired:
+        failed = [f"it took more than {TEST_S} s"]
+    if failed is not None:
+        why = failed[0] if failed else f"its process ended with {done.returncode}"
+        return Found(None, f"The ggml in {folder} is not used, as its self-test failed: {why}.")
+    return Found(str(folder))

@@ -1,0 +1,119 @@
+"""Linear layers and embeddings whose weights are blocks of ggml's types, in the memory of their
+file."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipespec.engine.fill_in_parts import require_shape
+from pipespec.engine.formats.gguf_blocks import BlockWeights
+from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.ggml import compute, library
+from pipespec.engine.ggml.compute import computer, matrix
+from pipespec.engine.ggml.formats import GgmlWeights
+
+
+class InBlocks(Protocol):
+    """A matrix that can become blocks of ggml."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def blocks(self) -> BlockWeights:
+        """Its blocks."""
+        ...
+
+
+class GgmlLinear(nn.Module):
+    """A linear layer with the matrix `source` `[out, in]` of the files, or a `part` of it.
+
+    It has no weights until `fill`; `bias` is loaded like that of any layer. A row of a product does
+    not depend on the other rows of its batch.
+
+    Attributes:
+        weights: as ggml has them.
+        order: row i of the layer is row `order[i]` of the weights; None: they are in order.
+    """
+
+    part: Part
+    weights: compute.Tensor
+
+    def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
+        super().__init__()
+        self.source, self.part = source, WHOLE
+        self.out_features, self.in_features = out_features, in_features
+        self.bias = bias
+        self.order: Tensor | None = None
+
+    def fill(self, weights: GgmlWeights | InBlocks, device: torch.device) -> None:
+        """Set the weights, without a copy of those that are ggml's. Raises ModelError if they do
+        not fit."""
+        assert device.type == "cpu"
+        require_shape(self, weights.shape)
+        if not isinstance(weights, GgmlWeights):
+            found = weights.blocks()
+            assert found.factor == 1.0, "neither kind of weights has one"
+            weights = GgmlWeights(found.rows.numpy(), found.kind, weights.shape)
+        self.weights, self.order = held(weights), weights.order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.reshape(-1, self.in_features).float().contiguous()
+        found = compute.product(computer(torch.get_num_threads()), self.weights, rows.numpy())
+        y = torch.from_numpy(found)
+        if self.order is not None:
+            y = y.index_select(1, self.order)
+        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class GgmlEmbedding(nn.Module):
+    """An embedding with the matrix `source` of the files, of which rows are read as they are
+    needed.
+
+    `plain`: the layer that it replaces, which gives the type of the rows and what they are
+    multiplied with.
+    """
+
+    part: Part = WHOLE
+    weights: compute.Tensor
+
+    def __init__(self, source: str, plain: nn.Embedding):
+        super().__init__()
+        self.source = source
+        self.out_features, self.in_features = plain.num_embeddings, plain.embedding_dim
+        self.padding_idx = plain.padding_idx
+        self.dtype = plain.weight.dtype
+        self.scale: float | Tensor = getattr(plain, "embed_scale", 1.0)
+
+    def fill(self, weights: GgmlWeights, device: torch.device) -> None:
+        """See `GgmlLinear.fill`."""
+        assert device.type == "cpu"
+        assert weights.order is None, "no file permutes its embedding"
+        require_shape(self, weights.shape)
+        self.weights = held(weights)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 `[...]` -> `[..., hidden]`."""
+        indices = tokens.reshape(-1).to(torch.int32).numpy()
+        found = compute.rows_of(computer(torch.get_num_threads()), self.weights, indices)
+        rows = torch.from_numpy(found).to(self.dtype).view(*tokens.shape, self.in_features)
+        return rows * self.scale
+
+
+def mapped_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of all such layers; those of a tied head count once."""
+    layers = (each for each in model.modules() if isinstance(each, GgmlLinear | GgmlEmbedding))
+    found = {each.weights.memory.ctypes.data: each.weights.memory.nbytes for each in layers}
+    return sum(found.values())
+
+
+def held(weights: GgmlWeights) -> compute.Tensor:
+    """Weights as a tensor of ggml, in their own memory."""
+    found = library.load()
+    assert found is not None, "layers are made where ggml is there"
+    return matrix(found, weights.kind, np.ascontiguousarray(weights.rows), weights.shape)

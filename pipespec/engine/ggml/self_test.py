@@ -1,0 +1,69 @@
+"""Tests a ggml library in a process of its own: `python -m pipespec.engine.ggml.self_test FOLDER`.
+
+Of each type, products with weights that ggml quantised are compared with those of the weights that
+NumPy dequantises, and each row with the same row in a larger batch, to the bit. Exits with 1 after
+a line that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from pipespec.engine.ggml.compute import Computer, matrix, product
+from pipespec.engine.ggml.library import TYPES, Library
+
+# Rows, columns, and the numbers of rows of the batches.
+SHAPE = (40, 768)
+BATCHES = (1, 2, 3, 8, 33)
+# The largest error of a product, relative to the largest number: rows are rounded to 8 bits.
+TOLERANCE = 0.02
+
+
+def fault(library: Library, kind: str) -> str | None:
+    """What is wrong with the products of a type, or None."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    random = np.random.default_rng(0)
+    weights = random.standard_normal(SHAPE, np.float32)
+    inputs = random.standard_normal((BATCHES[-1], SHAPE[1]), np.float32)
+    blocks = quantised(library, kind, weights)
+    computer = Computer(library, threads=2)
+    stored = matrix(library, kind, blocks, SHAPE)
+    whole = product(computer, stored, inputs)
+    exact = inputs @ dequantize(blocks, GGMLQuantizationType[kind]).reshape(SHAPE).T
+    off = float(np.abs(whole - exact).max() / np.abs(exact).max())
+    if not off <= TOLERANCE:
+        return f"the products of {kind} are wrong by {off:.3f} of the largest"
+    for size in BATCHES:
+        if not np.array_equal(product(computer, stored, inputs[:size]), whole[:size]):
+            return f"a row of {kind} depends on its batch, in one of {size}"
+    return None
+
+
+def quantised(library: Library, kind: str, weights: np.ndarray) -> np.ndarray:
+    """A float32 matrix in blocks of a type, uint8 `[rows, bytes]`, or numbers of plain types."""
+    rows, columns = weights.shape
+    blocks = np.empty((rows, library.row_size(TYPES[kind], columns)), np.uint8)
+    importance = np.ones(columns, np.float32)
+    library.quantize_chunk(
+        TYPES[kind],
+        weights.ctypes.data,
+        blocks.ctypes.data,
+        0,
+        rows,
+        columns,
+        importance.ctypes.data,
+    )
+    plain = {"F32": np.float32, "F16": np.float16}
+    return blocks.view(plain[kind]) if kind in plain else blocks
+
+
+if __name__ == "__main__":
+    library = Library(Path(sys.argv[1]))
+    for name in TYPES:
+        if (wrong := fault(library, name)) is not None:
+            print(wrong)
+            raise SystemExit(1)

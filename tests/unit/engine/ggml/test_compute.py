@@ -1,0 +1,87 @@
+"""Products with ggml's types, and how many threads compute them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipespec.engine.ggml import library
+from pipespec.engine.ggml.compute import Computer, ThreadChoice, matrix, product, rows_of
+from pipespec.engine.ggml.library import PATH_VARIABLE, TYPES, Library
+from pipespec.engine.ggml.self_test import fault, quantised
+
+
+@pytest.fixture(scope="module")
+def ggml() -> Library:
+    found = library.load()
+    assert found is not None, library.why_not()
+    return found
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_products_are_right_and_rows_do_not_depend_on_their_batch(ggml, kind):
+    assert fault(ggml, kind) is None
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q6_K"])
+def test_rows_of_an_embedding_are_the_dequantised_ones(ggml, kind):
+    from gguf import GGMLQuantizationType, dequantize
+
+    blocks = quantised(ggml, kind, np.random.default_rng(1).standard_normal((9, 512), np.float32))
+    expected = dequantize(blocks, GGMLQuantizationType[kind]).reshape(9, 512)
+    found = rows_of(
+        Computer(ggml, 1), matrix(ggml, kind, blocks, (9, 512)), np.array([3, 8, 3], np.int32)
+    )
+    np.testing.assert_allclose(found, expected[[3, 8, 3]], rtol=1e-6)
+
+
+def test_products_do_not_depend_on_the_number_of_threads(ggml):
+    random = np.random.default_rng(2)
+    stored = matrix(
+        ggml, "Q4_K", quantised(ggml, "Q4_K", random.random((64, 256), np.float32)), (64, 256)
+    )
+    rows = random.random((5, 256), np.float32)
+    one, two = (product(Computer(ggml, threads), stored, rows) for threads in (1, 2))
+    assert np.array_equal(one, two)
+
+
+def test_one_thread_computes_for_a_while_after_a_crowded_step():
+    choice = ThreadChoice(2)
+    choice.ran(2, took_s=0.1, cpu_s=0.19, now=10)  # both had a core
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.001, cpu_s=0.001, now=10)  # too short to tell
+    assert choice.at(10) == 2
+    choice.ran(2, took_s=0.2, cpu_s=0.2, now=10)
+    assert [choice.at(now) for now in (10, 13.9, 14.1)] == [1, 1, 2]
+    choice.ran(1, took_s=0.2, cpu_s=0.1, now=20)  # says nothing about two
+    assert choice.at(20) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda _: None, "ggml is not installed"),
+        (lambda folder: (folder / "libggml-base.so").write_bytes(b"none"), "cannot be loaded"),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_named_in_a_sentence(tmp_path, make, why):
+    make(tmp_path)
+    if "loaded" in why:
+        (tmp_path / "libggml-cpu.so").write_bytes(b"none")
+    code = "from pipespec.engine.ggml import library as l; print(l.load(), l.why_not())"
+    found = run(code, tmp_path)
+    assert found.startswith("None ")
+    assert why in found
+    assert found.count("\n") == 1
+
+
+def run(code: str, folder: Path) -> str:
+    environment = {PATH_VARIABLE: str(folder), "PATH": "", "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
