@@ -395,7 +395,10 @@ class LearntSteps:
         stored = stored or {}
         self.num_stages = num_stages
         beside = (BESIDE, ONE_BESIDE) if num_stages > 1 and rounds == AUTO else (BESIDE,)
-        self._ways = {None: (*beside, BETWEEN), True: beside, False: (BETWEEN,)}[overlap]
+        # A lone stage mostly shares the draft's cores or GPU, and its verdict rules out what is
+        # drafted beside it.
+        either = (BETWEEN, *beside) if num_stages == 1 else (*beside, BETWEEN)
+        self._ways = {None: either, True: beside, False: (BETWEEN,)}[overlap]
         self._times = {
             way: StepTimes(num_stages, stored.get(way)) for way in (BESIDE, ONE_BESIDE, BETWEEN)
         }

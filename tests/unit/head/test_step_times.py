@@ -86,7 +86,7 @@ def test_what_was_learnt_survives_as_json():
     learnt = LearntSteps(1)
     for rows, ms in DEAR * 4:
         learnt.next_mode(requests=1)
-        learnt.add([rows], ms, rounds=1)
+        learnt.add([rows], ms, rounds=0)
         learnt.modes.add(ms, tokens=2)
     again = LearntSteps(1, stored=json.loads(json.dumps(learnt.stored())))
     assert again.times.times.at(8) == pytest.approx(learnt.times.times.at(8))
