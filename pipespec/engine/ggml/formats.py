@@ -1,4 +1,4 @@
-"""Weights in the types of ggml, as they are stored or as others can be stored without loss."""
+"""Weights in the types of ggml."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ class SliceGraph:
     def __init__(self, model: Slice, base: nn.Module, attentions: Sequence[AttentionState]):
         """Raises NotOfThePattern."""
         found = library.load()
-        if found is None:
-            raise NotOfThePattern
+        assert found is not None, "callers have looked whether there is ggml"
         self._library: Library = found
         self._hidden_size = model.hidden_size
         rotary = getattr(base, "rotary_emb", None)
@@ -401,7 +400,9 @@ def make_slice_graph(
     model: Slice, base: nn.Module, attentions: Sequence[AttentionState]
 ) -> tuple[SliceGraph | None, str]:
     """The graph of a slice whose layers are those of `base`, tested with a batch; or None, and why
-    if it is of the pattern. No KV slot may be in use."""
+    if there is no ggml or its results differ. No KV slot may be in use."""
+    if library.load() is None:
+        return None, library.why_not()
     try:
         graph = SliceGraph(model, base, attentions)
     except NotOfThePattern:
