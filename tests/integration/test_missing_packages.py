@@ -20,8 +20,9 @@ from pipespec.system.devices import num_cuda
 
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Once", "cluster.stages=1", "decode.max_new_tokens=2")
-# Seconds of computing: those on the clock depend on what else runs.
-LIMIT_S = 2.0
+# Seconds of computing: those on the clock depend on what else runs. An AMD EPYC takes up to 2.6,
+# and importing torch and Transformers 8.
+LIMIT_S = 3.5
 PATIENCE_S = 120
 MIB = 2**20
 

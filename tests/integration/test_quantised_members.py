@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.ggml.linear import GgmlLinear
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.transport.tp_group import TPProcessGroup
@@ -151,6 +152,13 @@ def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
         assert held <= 1.1 * whole / 2
 
 
+def _stored(model: torch.nn.Module) -> dict[str, Tensor]:
+    """All weights that a model holds, also those that ggml multiplies."""
+    layers = {n: each for n, each in model.named_modules() if isinstance(each, GgmlLinear)}
+    blocks = {name: torch.from_numpy(each.weights.memory) for name, each in layers.items()}
+    return dict(model.state_dict()) | blocks
+
+
 def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
     """Neither rows nor columns: the first member has the same weights if those are other bits."""
     path = FORMATS["awq"](tmp_path, "llama")
@@ -173,7 +181,7 @@ def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
             _load(each, 1, group, dtype=torch.bfloat16, quantization=kept)[0]
             for each in (path, path if group.rank else damaged)
         ]
-        return [dict(each._base.state_dict()) for each in held]
+        return [_stored(each._base) for each in held]
 
     for kept in ("int4", None):
         intact, other = together(2, lambda group, kept=kept: state(group, kept))[0]
