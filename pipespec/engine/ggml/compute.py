@@ -30,9 +30,9 @@ class ThreadChoice:
     """
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
-    LEAST_S, SHARE = 0.002, 0.75
+    LEAST_S, SHARE = 0.005, 0.6
     # One thread computes for so many times as long as a crowded step took, at least SHORTEST_S.
-    PAUSE, SHORTEST_S = 20, 1.0
+    PAUSE, SHORTEST_S = 20, 0.2
 
     def __init__(self, threads: int):
         self.threads = threads

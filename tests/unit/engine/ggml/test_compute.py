@@ -55,6 +55,8 @@ def test_one_thread_computes_for_a_while_after_a_crowded_step():
     assert choice.at(10) == 2
     choice.ran(2, took_s=0.001, cpu_s=0.001, now=10)  # too short to tell
     assert choice.at(10) == 2
+    choice.ran(2, took_s=0.2, cpu_s=0.28, now=10)  # beside one other program
+    assert choice.at(10) == 2
     choice.ran(2, took_s=0.2, cpu_s=0.2, now=10)
     assert [choice.at(now) for now in (10, 13.9, 14.1)] == [1, 1, 2]
     choice.ran(1, took_s=0.2, cpu_s=0.1, now=20)  # says nothing about two
