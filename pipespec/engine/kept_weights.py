@@ -81,7 +81,7 @@ def replace(
             if (cut := cuts.get(f"{name}.weight")) is not None:
                 kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
-        elif isinstance(plain, nn.Embedding) and make is GgmlLinear:
+        elif make is GgmlLinear and GgmlEmbedding.can_replace(plain):
             setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
             _untie(model, name)
     replace_experts(model, names, make, cuts)

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_slice import ModelSlice
 
 # Of one run of the suite.
@@ -479,13 +480,14 @@ def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
 
 
 def logits(path: Path, prompt: Sequence[int], num_slices: int, **how: Any) -> torch.Tensor:
-    """Those of all tokens of a prompt, in float32, through so many slices of a checkpoint of
-    NUM_LAYERS layers; `how` is passed to `ModelSlice`."""
-    size = NUM_LAYERS // num_slices
+    """Those of all tokens of a prompt, in float32, through so many slices of a checkpoint; `how` is
+    passed to `ModelSlice`."""
+    num_layers = inspect(path).num_layers
+    size = num_layers // num_slices
     slots = np.arange(len(prompt))
     plan = causal_plan(slots[:0], slots)
     hidden = torch.tensor(prompt)
-    for start in range(0, NUM_LAYERS, size):
+    for start in range(0, num_layers, size):
         model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
         hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
     return model.logits(hidden).float()

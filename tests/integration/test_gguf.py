@@ -294,6 +294,14 @@ def test_without_ggml_blocks_are_dequantised_as_they_are_used(files, stored, mon
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"])
+def test_ggml_computes_embedding_layers_and_head_of_each_kind(files, kind):
+    path = files(kind, Type.Q8_0)
+    expected = logits(path, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
+    assert (found - expected).norm() <= ROUNDED * expected.norm()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kind):
     """Beside rows of another sequence and in other KV slots, too."""

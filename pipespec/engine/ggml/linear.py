@@ -3,7 +3,7 @@ file."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.ggml.formats import GgmlWeights
+
+# Where Transformers' scaled embeddings have their factor.
+_SCALE = "scalar_embed_scale"
 
 
 class InBlocks(Protocol):
@@ -72,12 +75,8 @@ class GgmlLinear(nn.Module):
 
 
 class GgmlEmbedding(nn.Module):
-    """An embedding with the matrix `source` of the files, of which rows are read as they are
-    needed.
-
-    `plain`: the layer that it replaces, which gives the type of the rows and what they are
-    multiplied with.
-    """
+    """An embedding with the matrix `source` of the files, of which rows are read as they are needed
+    and multiplied by `scale`."""
 
     part: Part = WHOLE
     weights: compute.Tensor
@@ -88,7 +87,15 @@ class GgmlEmbedding(nn.Module):
         self.out_features, self.in_features = plain.num_embeddings, plain.embedding_dim
         self.padding_idx = plain.padding_idx
         self.dtype = plain.weight.dtype
-        self.scale: float | Tensor = getattr(plain, "embed_scale", 1.0)
+        # Gemma's; its buffer of the same number has none before the weights are loaded.
+        self.scale = float(getattr(plain, _SCALE, 1.0))
+
+    @staticmethod
+    def can_replace(plain: nn.Module) -> TypeGuard[nn.Embedding]:
+        """Whether the rows of an embedding are only read and scaled."""
+        return type(plain) is nn.Embedding or (
+            isinstance(plain, nn.Embedding) and hasattr(plain, _SCALE)
+        )
 
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
         """See `GgmlLinear.fill`."""
