@@ -346,6 +346,9 @@ class ModelSlice:
         No KV slot may be in use meanwhile. If it cannot be compiled, or its results differ by more
         than rounding, the slice is computed as before; `refused` says why.
         """
+        if self._whole is not None:
+            self.refused.append("The slice is not compiled, as ggml computes all of it.")
+            return
         if self.recurrent:
             self.refused.append("The slice is not compiled, as some layers keep a running state.")
             return

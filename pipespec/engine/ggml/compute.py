@@ -103,12 +103,12 @@ class Tensor:
     def __init__(
         self, library: Library, kind: int, shape: tuple[int, ...], memory: np.ndarray, context: int
     ):
-        """`shape` as in numpy, of one to three dimensions; `memory` is contiguous and holds as many
+        """`shape` as in numpy, of one or two dimensions; `memory` is contiguous and holds as many
         bytes as ggml needs for it; `context`: has the structure, or 0 for one of its own."""
         assert memory.flags.c_contiguous
         self.memory, self.shape = memory, shape
         own = context or library.context(1)
-        make = (library.new_tensor_1d, library.new_tensor_2d, library.new_tensor_3d)[len(shape) - 1]
+        make = library.new_tensor_1d if len(shape) == 1 else library.new_tensor_2d
         self.address: int = make(own, kind, *reversed(shape))
         assert library.nbytes(self.address) <= memory.nbytes, "the memory is too small"
         buffer = place(library, self.address, memory)
@@ -132,8 +132,7 @@ def _forget(library: Library, buffer: int, context: int) -> None:
 
 
 def matrix(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-    """Weights `[out, in]`, or `[experts, out, in]`, of one of TYPES, from their blocks or
-    numbers."""
+    """Weights `[out, in]` of one of TYPES, from their blocks or numbers."""
     return Tensor(library, TYPES[kind], shape, rows, 0)
 
 

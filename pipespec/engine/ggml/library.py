@@ -52,7 +52,6 @@ ALIGNMENT = 64
 # Seconds for the self-test in its process.
 TEST_S = 60
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS
-_MIB = 1 << 20
 
 
 class _InitParams(ctypes.Structure):
@@ -96,22 +95,17 @@ _BASE = {
     "graph_overhead_custom": "zb:z",
     "new_tensor_1d": "pil:p",
     "new_tensor_2d": "pill:p",
-    "new_tensor_3d": "pilll:p",
     "new_graph_custom": "pzb:p",
     "build_forward_expand": "pp:",
     "set_input": "p:",
     "set_output": "p:",
     "nbytes": "p:z",
     "row_size": "il:z",
-    "get_data": "p:p",
     "add": "ppp:p",
     "mul": "ppp:p",
-    "scale": "ppf:p",
     "mul_mat": "ppp:p",
-    "mul_mat_id": "pppp:p",
     "rms_norm": "ppf:p",
     "swiglu_split": "ppp:p",
-    "geglu_split": "ppp:p",
     "rope_ext": "ppppiiiffffff:p",
     "reshape_2d": "ppll:p",
     "reshape_3d": "pplll:p",

@@ -257,7 +257,7 @@ class SliceGraph:
     def forward(self, inputs: Tensor, plan: AttentionPlan) -> Tensor:
         """See `ModelSlice.forward`."""
         computer = compute.computer(torch.get_num_threads())
-        slots, masks = _keys_of(plan)
+        slots, segments = _keys_of(plan)
         rows, keys = len(plan.write), len(slots)
         planned = self._graph(computer, rows, -(-keys // KEYS) * KEYS)
         planned.inputs[:] = inputs.numpy()
@@ -266,8 +266,9 @@ class SliceGraph:
         planned.read[:keys] = slots
         planned.read[keys:] = 0
         planned.mask.fill(-np.inf)
-        for some, first, mask in masks:
-            planned.mask[some, first : first + mask.shape[1]][mask] = 0
+        for some, first, own, sees in segments:
+            planned.mask[some, first:own] = 0
+            planned.mask[some, own : own + sees.shape[1]][sees] = 0
         computer.compute(planned.graph)
         return torch.from_numpy(planned.output.copy())
 
@@ -383,17 +384,18 @@ def _require(holds: bool) -> None:
         raise NotOfThePattern
 
 
-def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, np.ndarray]]]:
+def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, int, np.ndarray]]]:
     """The slots of all keys of a batch, those of a segment in the order of their positions; and for
-    each segment its rows, its first key, and which key each row sees."""
-    slots, masks, first = [], [], 0
+    each segment its rows, the first of its keys, the first of its tree keys, and which of these
+    each row sees, bool `[rows, tree keys]`."""
+    slots, segments, first = [], [], 0
     for segment in plan.segments():
         order = np.argsort(segment.tree_positions, kind="stable")
+        own = first + len(segment.prefix)
         slots += [segment.prefix, segment.tree[order]]
-        prefix = np.ones((len(segment.mask), len(segment.prefix)), bool)
-        masks.append((segment.rows, first, np.hstack((prefix, segment.mask[:, order]))))
-        first += masks[-1][2].shape[1]
-    return np.concatenate(slots), masks
+        segments.append((segment.rows, first, own, segment.mask[:, order]))
+        first = own + len(order)
+    return np.concatenate(slots), segments
 
 
 def make_slice_graph(
