@@ -21,6 +21,8 @@ from pipespec.head.policies.draft_rounds import AUTO
 
 # Steps that a size remembers; of their times, this share at either end counts as chance.
 SAMPLES, TRIMMED = 32, 1 / 8
+# Times by rows are computed anew after so many steps, and for a size with no more samples at once.
+RENEWED_EVERY = 8
 # What was known before the first step weighs as many steps; it counts alone again for a size that
 # no step has had for so long.
 PRIOR_WEIGHT, STALE = 2, 4096
@@ -84,7 +86,9 @@ class SizeTimes:
         self._means[size] = mean_rows, sum(kept) / len(kept)
         for old in [each for each, last in self._last.items() if self._steps - last > STALE]:
             del self._sizes[old], self._means[old], self._last[old]
-        self.points = self._points()
+        # Half a millisecond, and one of many steps changes little.
+        if len(samples) <= RENEWED_EVERY or self._steps % RENEWED_EVERY == 0:
+            self.points = self._points()
 
     @property
     def measured(self) -> Points:
@@ -417,7 +421,10 @@ class LearntSteps:
     @property
     def modes(self) -> Modes:
         """For about as many requests as are decoded now."""
-        return self._modes.setdefault(self._requests, Modes(self.num_stages, self._ways))
+        found = self._modes.get(self._requests)
+        if found is None:
+            found = self._modes[self._requests] = Modes(self.num_stages, self._ways)
+        return found
 
     def set_stage_times(self, stages: Points) -> None:
         """Take over what a stage takes: the first guess."""
