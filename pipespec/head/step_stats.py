@@ -17,7 +17,7 @@ from pipespec.head.policies.policy import (
     TokenCost,
 )
 from pipespec.head.row_budget import Selection
-from pipespec.head.step_times import BETWEEN, ONE_BESIDE, PLAIN, LearntSteps
+from pipespec.head.step_times import BETWEEN, ONE_BESIDE, ONE_TREE, PLAIN, LearntSteps
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
@@ -53,6 +53,7 @@ class StepStats:
         self._learnt = learnt
         self._speculates: bool | None = None
         self.one_round = False  # at most one is made beside the stages of this step
+        self._one_tree = False  # one batch at a time is in the pipeline
         self._trial_rows: int | None = None
         self._target_rows = 1
         self._rounds = rounds
@@ -104,12 +105,18 @@ class StepStats:
         """Whether draft rounds are made beside the stages in this step."""
         return self._overlap
 
+    @property
+    def _steps_at_a_time(self) -> int:
+        """Steps that count as one for the policy: those of a pass with one tree a pass."""
+        return self.num_stages if self._one_tree else 1
+
     def choose_mode(self, requests: int) -> None:
         """Choose how this step decodes so many requests, by what was learnt of steps."""
         if self._learnt is not None:
             mode = self._learnt.next_mode(requests)
             self._speculates = mode != PLAIN
             self.one_round = mode == ONE_BESIDE
+            self._one_tree = mode == ONE_TREE
             self._overlap = mode != BETWEEN
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
@@ -266,7 +273,8 @@ class StepStats:
     ) -> PipelineState:
         """The state at this moment of a step."""
         return PipelineState(
-            num_stages=self.num_stages,
+            num_stages=self.num_stages // self._steps_at_a_time,
+            one_tree=self._one_tree,
             step=step,
             requests=requests,
             overlap=self._overlap,
@@ -280,7 +288,7 @@ class StepStats:
             by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
             speculates=self._speculates,
-            slot_ms=self._stages.slot_ms,
+            slot_ms=self._stages.slot_ms * self._steps_at_a_time,
             offered=self._offered_rows(),
             drafting_ms=self._drafting.value or 0.0,
             target=target,
@@ -324,7 +332,8 @@ class StepStats:
 
     def _step_ms(self) -> Points:
         learnt = () if self._learnt is None else self._learnt.times.times.points
-        return learnt or self._curve(self._stages.points)
+        points = learnt or self._curve(self._stages.points)
+        return tuple((rows, ms * self._steps_at_a_time) for rows, ms in points)
 
     def _curve(self, stages: Points) -> Points:
         """Step time by rows: that of the stages, which see batches of more sizes, plus the

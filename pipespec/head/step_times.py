@@ -37,8 +37,10 @@ COMPARED, BETTER = 16, 0.97
 # A step that lasts longer than so many times what its rows take counts as one that does not.
 OUTLIER = 4.0
 
-# Draft rounds beside the stages, as many as fit, or one; only while the stages wait; none.
-BESIDE, ONE_BESIDE, BETWEEN, PLAIN = "beside", "one_beside", "between", "plain"
+# Draft rounds beside the stages, as many as fit, or one; as many, but one batch of a whole tree at
+# a time in the pipeline; only while the stages wait; none.
+BESIDE, ONE_BESIDE, ONE_TREE = "beside", "one_beside", "one_tree"
+BETWEEN, PLAIN = "between", "plain"
 
 
 class SizeTimes:
@@ -298,13 +300,14 @@ class Cost:
 @dataclass
 class Modes:
     """Which way of decoding is the fastest, measured: plainly, or with the draft beside the stages,
-    or while they wait.
+    or while they wait, or with one tree a pass.
 
-    None predicts another: speculation decides more tokens in a step, but its steps are longer, and
-    a draft beside a stage may slow it. So each is measured for some pipeline lengths, in turn, and
-    the fastest is used; now and then another is measured again, as texts and machines change, the
-    rarer the more it loses. Plain decoding is left out while speculation takes much less for a
-    token than the stages alone need (`least_plain_ms`).
+    None predicts another: speculation decides more tokens in a step, but its steps are longer, a
+    draft beside a stage may slow it, and stages that share cores gain nothing by computing at once,
+    so that one larger tree a pass may be faster there than a full pipeline. So each is measured for
+    some pipeline lengths, in turn, and the fastest is used; now and then another is measured again,
+    as texts and machines change, the rarer the more it loses. Plain decoding is left out while
+    speculation takes much less for a token than the stages alone need (`least_plain_ms`).
     """
 
     num_stages: int
@@ -364,7 +367,8 @@ class Modes:
         for way, per_token in among.items():
             cost = self.costs[way]
             wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT)
-            if way != PLAIN != best and not 1 / 2 <= cost.rows / self.costs[best].rows <= 2:
+            comparable = not {PLAIN, ONE_TREE} & {way, best}  # their rows, with one another's
+            if comparable and not 1 / 2 <= cost.rows / self.costs[best].rows <= 2:
                 wait = LEAST_WAIT  # it was measured before the times by rows were known
             wait *= 2**cost.losses
             if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:
@@ -398,21 +402,20 @@ class LearntSteps:
     ):
         stored = stored or {}
         self.num_stages = num_stages
-        beside = (BESIDE, ONE_BESIDE) if num_stages > 1 and rounds == AUTO else (BESIDE,)
+        beside: tuple[str, ...] = (BESIDE,)
+        if num_stages > 1:
+            beside = (ONE_TREE, BESIDE, ONE_BESIDE) if rounds == AUTO else (ONE_TREE, BESIDE)
         # A lone stage mostly shares the draft's cores or GPU, and its verdict rules out what is
         # drafted beside it.
         either = (BETWEEN, *beside) if num_stages == 1 else (*beside, BETWEEN)
         self._ways = {None: either, True: beside, False: (BETWEEN,)}[overlap]
         self._times = {
-            way: StepTimes(num_stages, stored.get(way)) for way in (BESIDE, ONE_BESIDE, BETWEEN)
+            way: StepTimes(1 if way == ONE_TREE else num_stages, stored.get(way))
+            for way in (BESIDE, ONE_BESIDE, ONE_TREE, BETWEEN)
         }
         self.trials = SizeTrials(num_stages)
         self._modes = {
-            int(requests): Modes(
-                num_stages,
-                self._ways,
-                {way: Cost(*cost) for way, cost in costs.items() if way in (*self._ways, PLAIN)},
-            )
+            int(requests): self._new_modes(int(requests), costs)
             for requests, costs in stored.get("costs", {}).items()
         }
         self._requests = 1
@@ -423,8 +426,14 @@ class LearntSteps:
         """For about as many requests as are decoded now."""
         found = self._modes.get(self._requests)
         if found is None:
-            found = self._modes[self._requests] = Modes(self.num_stages, self._ways)
+            found = self._modes[self._requests] = self._new_modes(self._requests, {})
         return found
+
+    def _new_modes(self, requests: int, costs: Mapping[str, Any]) -> Modes:
+        # The batches of several requests fill the pipeline.
+        ways = tuple(way for way in self._ways if way != ONE_TREE or requests == 1)
+        known = {way: Cost(*cost) for way, cost in costs.items() if way in (*ways, PLAIN)}
+        return Modes(self.num_stages, ways, known)
 
     def set_stage_times(self, stages: Points) -> None:
         """Take over what a stage takes: the first guess."""
@@ -445,7 +454,9 @@ class LearntSteps:
         draft rounds beside the stages."""
         self.steps += 1
         mode = self.modes.mode
-        way = BETWEEN if not rounds else mode if mode in (BESIDE, ONE_BESIDE) else BESIDE
+        way = BESIDE if mode in (BETWEEN, PLAIN) else mode
+        if not rounds and mode != ONE_TREE:
+            way = BETWEEN
         self._times[way].add(in_flight, ms)
 
     @property

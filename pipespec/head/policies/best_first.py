@@ -16,7 +16,7 @@ from pipespec.head.policies.policy import (
     SpeculationPolicy,
 )
 from pipespec.head.policies.root import Root
-from pipespec.head.tree import Tree
+from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
 from pipespec.settings import check_settings, setting
 
@@ -58,7 +58,9 @@ class BestFirst(SpeculationPolicy):
     beyond that is hardly ever computed: it only takes room, so that a faster draft would be worth
     less.
 
-    With measured times nothing is drafted while that decodes faster (`should_speculate`).
+    With measured times nothing is drafted while that decodes faster (`should_speculate`), and a
+    batch waits for the verdict of the one before it where one tree a pass decodes faster
+    (`pipespec.head.step_times.Modes`).
     """
 
     width: int | str = setting(
@@ -135,6 +137,8 @@ class BestFirst(SpeculationPolicy):
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
         if not self.should_speculate(state):
             return PLAIN.select_to_schedule(tree, state)
+        if state.one_tree and tree.fed[ROOT]:
+            return NO_NODES
         return tree.most_probable(tree.nodes_before(state.end, ~tree.fed), self.max_rows)
 
     def should_speculate(self, state: PipelineState) -> bool:

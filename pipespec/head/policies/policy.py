@@ -71,6 +71,8 @@ class PipelineState:
     Attributes:
         num_stages: steps that a batch takes from the head through the last stage: the number
             of stage groups.
+        one_tree: a request has one batch at a time in the pipeline, of its whole tree; a pass then
+            counts as a step through one stage.
         step: the pipeline step.
         requests: how many have their first token.
         overlap: draft rounds are made beside the stages.
@@ -101,6 +103,7 @@ class PipelineState:
 
     num_stages: int
     step: int
+    one_tree: bool = False
     requests: int = 1
     overlap: bool = True
     end: int = 2**62

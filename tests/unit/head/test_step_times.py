@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipespec.batch_times import Points
 from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.static_tree import StaticTree
 from pipespec.head.step_times import (
     BESIDE,
     BETWEEN,
@@ -28,6 +31,7 @@ from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 
 FLAT = ((1, 3.0), (64, 4.0))  # as stages have measured it, one by one
 # 8 rows of Q4_K cost 6.4 times one row on two cores with AVX2.
+BEST_FIRST = BestFirst(16)
 DEAR = ((1, 13.4), (2, 19.5), (4, 31.2), (8, 52.9), (16, 83.6), (64, 324.8))
 
 
@@ -169,19 +173,26 @@ class SharedCores(SimulatedPipeline):
 
 
 def ms_per_token(
-    num_stages: int, draft: Accuracy, draft_ms: float, *, learns: bool = True
+    num_stages: int,
+    draft: Accuracy,
+    draft_ms: float,
+    *,
+    learns: bool = True,
+    policy: SpeculationPolicy = BEST_FIRST,
+    true_ms: Points = DEAR,
+    after: int = 100,
 ) -> float:
-    """After the first 100 tokens, where stages that seemed cheap are dear."""
+    """Of 250 tokens after the first ones, where stages that seemed cheap are dear."""
     machine = Machine(tuple(TimeCurve(FLAT) for _ in range(num_stages)), draft_ms=draft_ms)
-    pipeline = SharedCores(BestFirst(16), machine, draft, "auto", 400, seed=0)
-    pipeline.true_ms = TimeCurve(DEAR)
+    pipeline = SharedCores(policy, machine, draft, "auto", after + 300, seed=0)
+    pipeline.true_ms = TimeCurve(true_ms)
     if learns:
         pipeline.scheduler.learn(LearntSteps(num_stages))
         pipeline.scheduler.update_stage_times(pipeline.times.measured())
     early = None
-    while pipeline.result.tokens < 350:
+    while pipeline.result.tokens < after + 250:
         pipeline.step()
-        if pipeline.result.tokens >= 100 and early is None:
+        if pipeline.result.tokens >= after and early is None:
             early = pipeline.result.tokens, pipeline.result.ms
     assert early is not None
     return (pipeline.result.ms - early[1]) / (pipeline.result.tokens - early[0])
@@ -198,3 +209,16 @@ def test_a_good_draft_pays_where_rows_are_dear():
     learnt = ms_per_token(1, good, 1.0)
     assert learnt < DEAR[0][1]
     assert learnt < 0.97 * ms_per_token(1, good, 1.0, learns=False)
+
+
+@pytest.mark.parametrize("num_stages", [4, 8])
+def test_one_tree_a_pass_is_found_where_stages_share_cores(num_stages: int):
+    """A batch takes nearly the same whatever its rows, and two cores compute those of all stages in
+    turn: a full pipeline is slower than a tree of fixed shape."""
+    good = Accuracy({1: 0.95, 16: 0.99}, 0.5)
+
+    def of(policy: SpeculationPolicy) -> float:
+        nearly_flat = ((1, 8.0), (64, 14.0))
+        return ms_per_token(num_stages, good, 5.0, policy=policy, true_ms=nearly_flat, after=800)
+
+    assert of(BEST_FIRST) < of(StaticTree())
