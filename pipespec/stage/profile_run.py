@@ -30,7 +30,8 @@ from pipespec.core import (
 )
 from pipespec.engine.runner import SliceRunner
 
-# A size is measured again, and the least time counts, unless a batch takes longer than this.
+# A size is measured twice, and the least time counts, unless a batch takes longer than this; larger
+# sizes are then left to the measured steps, as they would delay the start by seconds.
 LONG_MS = 200
 # No request has this number.
 NO_SEQUENCE = -1
@@ -39,16 +40,19 @@ NO_SEQUENCE = -1
 def profile_run(
     runner: SliceRunner, most: int, min_ms: Callable[[int], float], *, last: bool
 ) -> RowTimes:
-    """The times of batches of 1 row to `most`.
+    """The times of batches of 1 row to `most`, or to the first size that takes long.
 
     `min_ms` gives the least time of a batch by its rows; the `last` stage computes logits too.
     """
     times = RowTimes()
     for rows in profiled_sizes(most):
-        least = _compute_ms(runner, rows, last)
-        if least < LONG_MS:
-            least = min(least, _compute_ms(runner, rows, last))
-        times.add(rows, max(least, min_ms(rows)))
+        took = _compute_ms(runner, rows, last)
+        is_long = took > LONG_MS
+        if not is_long:
+            took = min(took, _compute_ms(runner, rows, last))
+        times.add(rows, max(took, min_ms(rows)))
+        if is_long:
+            break
     return times
 
 

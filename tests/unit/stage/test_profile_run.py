@@ -28,6 +28,17 @@ def test_profile_measures_every_size_and_leaves_no_slot_allocated(
     assert held == ((1, 1000.0), (4, 4000.0), (16, 16000.0), (30, 30000.0))
 
 
+def test_sizes_beyond_one_that_takes_long_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = models.build("llama", tmp_path, num_hidden_layers=1)
+    runner = SliceRunner(ModelSlice.load(folder, range(1), num_slots=30), 30)
+    monkeypatch.setattr("pipespec.stage.profile_run.LONG_MS", 0)
+    assert [rows for rows, _ in profile_run(runner, 30, lambda rows: 0.0, last=True).points()] == [
+        1
+    ]
+
+
 @pytest.mark.parametrize("layers", [range(1), range(1, 2)])
 def test_profiled_rows_differ_so_that_those_of_a_mixture_read_other_experts(
     tmp_path: Path, layers: range, monkeypatch: pytest.MonkeyPatch
