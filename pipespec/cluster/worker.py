@@ -148,30 +148,46 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     make_current(deployment.devices[rank])
     if rank:
         mid_weights.drop()
-    sharing = held.num_models_on(deployment.devices[rank])
-    model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
-    mid = None
-    if rank == 0 and member == 0 and deployment.mid is not None:
-        sharing = held.num_models_on(deployment.mid_device)
-        mid = mid_weights.of(deployment, rank, sharing, mid=True)
-    log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
-    if len(held.members) == 1:
-        join_and_run(held, model, mid)
-        return
-    assert model is not None
-    with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
-        progress.begin(LOADING_S)
-        if member:
-            rank_components.follow_tp_leader(model, group)
+    with rank_grammars(deployment, rank, member) as grammars:
+        sharing = held.num_models_on(deployment.devices[rank])
+        model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
+        mid = None
+        if rank == 0 and member == 0 and deployment.mid is not None:
+            sharing = held.num_models_on(deployment.mid_device)
+            mid = mid_weights.of(deployment, rank, sharing, mid=True)
+        log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
+        if len(held.members) == 1:
+            join_and_run(held, model, mid, grammars)
             return
-        with rank_components.leading_tp_group(model, group) as num_slots:
-            join_and_run(held, model, mid, group, num_slots)
+        assert model is not None
+        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+            progress.begin(LOADING_S)
+            if member:
+                rank_components.follow_tp_leader(model, group)
+                return
+            with rank_components.leading_tp_group(model, group) as num_slots:
+                join_and_run(held, model, mid, grammars, group, num_slots)
+
+
+@contextmanager
+def rank_grammars(deployment: Deployment, rank: int, member: int = 0) -> Iterator[Grammars | None]:
+    """What compiles grammars on a rank that proposes or decides tokens, None on others. It begins
+    to read the vocabulary, which takes a second of a large one, beside the loading of weights."""
+    if member or rank not in (0, deployment.layout.last):
+        yield None
+        return
+    target = deployment.target
+    grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
+    with closing(grammars):
+        grammars.warm()
+        yield grammars
 
 
 def join_and_run(
     held: HeldRank,
     model: ModelSlice | None,
     mid: ModelSlice | None,
+    grammars: Grammars | None,
     group: TPProcessGroup | None = None,
     num_slots: int | None = None,
 ) -> None:
@@ -189,7 +205,14 @@ def join_and_run(
     with (
         meeting_store(held) as store,
         join_rank(
-            deployment, where, held.rank, model, mid, spins=spinning, num_slots=num_slots
+            deployment,
+            where,
+            held.rank,
+            model,
+            mid,
+            grammars,
+            spins=spinning,
+            num_slots=num_slots,
         ) as joined,
     ):
         progress.begin(MEETING_S)
@@ -294,6 +317,7 @@ def join_rank(
     rank: int,
     model: ModelSlice | None,
     mid: ModelSlice | None,
+    grammars: Grammars | None,
     *,
     spins: bool = False,
     num_slots: int | None = None,
@@ -302,6 +326,7 @@ def join_rank(
 
     Args:
         mid: the mid-size model beside the head of a cascade.
+        grammars: see `rank_grammars`.
         spins: see `pipespec.system.spin_wait`.
         num_slots: of the model's KV slots, which the rank may use; None: all.
     """
@@ -312,12 +337,6 @@ def join_rank(
         runner = SliceRunner(model, num_slots or model.num_slots)
         tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
     with ExitStack() as resources:
-        grammars = None
-        if rank == 0 or last:  # these propose and decide tokens
-            target = deployment.target
-            grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
-            resources.callback(grammars.close)
-            grammars.warm()
         times = RowTimes()
         if rank and (most := rank_components.num_profiled_rows(config)):
             assert runner is not None

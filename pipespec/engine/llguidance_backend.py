@@ -210,8 +210,11 @@ class Grammars:
             raise GrammarFailed("the model's tokenizer has no backend of the package tokenizers")
         if not self._eos:
             raise GrammarFailed("the model names no token that ends a text")
-        size = max(self._vocab_size, max(tokenizer.get_vocab().values()) + 1)
-        return _read(tokenizer.backend, size, self._eos)
+        try:
+            return _read(tokenizer.backend, self._vocab_size, self._eos)
+        except ValueError:  # it has ids beyond the model's logits, whose list takes a second
+            size = max(tokenizer.get_vocab().values()) + 1
+            return _read(tokenizer.backend, max(self._vocab_size, size), self._eos)
 
 
 @lru_cache(maxsize=1)  # reused by the next epoch

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
 from pipespec.cluster.rank_components import load_model
-from pipespec.cluster.worker import join_rank
+from pipespec.cluster.worker import join_rank, rank_grammars
 from pipespec.config.compose import compose
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -54,7 +54,8 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
             model = load_model(deployment, number)
             mid = None if number else load_model(deployment, 0, mid=True)
             with (
-                join_rank(deployment, where, number, model, mid) as joined,
+                rank_grammars(deployment, number) as grammars,
+                join_rank(deployment, where, number, model, mid, grammars) as joined,
                 closing(links[number]) as link,
             ):
                 try:
