@@ -29,6 +29,8 @@ PRIOR_WEIGHT, STALE = 2, 4096
 # Steps after which a size is known well enough to need no trial; of so many times as many steps as
 # a trial takes, one is a trial.
 KNOWN, TRIAL_SHARE = 3, 2
+# How often a size is tried at most, also if batches had no room for so many rows.
+MOST_TRIALS = 2
 # A trial has at most so many times the rows of the target size, or at least that share of them.
 TRIAL_REACH = 2, 1 / 8
 # Steps that compare whether the sum of the rows in the pipeline explains times better than the
@@ -228,7 +230,7 @@ class SizeTrials:
 
     One batch of a lone stage, in a longer pipeline all batches of a pass, has the size that is to
     be tried. It ends by itself: each size is tried as long as it is unknown, and no more than
-    2 * KNOWN times.
+    MOST_TRIALS times.
     """
 
     def __init__(self, num_stages: int):
@@ -247,7 +249,7 @@ class SizeTrials:
             if down * target <= rows <= up * target
             and _size(rows) != _size(target)
             and not times.is_known(rows)
-            and self._tried.get(rows, 0) < 2 * KNOWN
+            and self._tried.get(rows, 0) < MOST_TRIALS
         ]
         self.pending = bool(unknown)
         self._steps += 1
@@ -271,7 +273,7 @@ TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
 BLOCKS, REMEMBERED, RENEWED = 2, 64, 0.25
 # Costs that differ by more differ clearly; and speculation with less than this share of what the
 # stages need for a plain token, which is not measured then, is surely faster.
-CLEARLY, SURELY = 1.15, 0.7
+CLEARLY, SURELY = 1.4, 0.7
 # Another way than the best is tried again after so many pipeline lengths for each 100 % by which it
 # loses, which takes some 2 % of the time; after no fewer and no more than these; twice as many each
 # time that it loses again.
