@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 from pipespec.cli import auto
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
-from pipespec.cli.upgrade import carry_out_if_asked
-from pipespec.client import upgrade_status
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -174,7 +172,6 @@ def stay(
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
-        upgrade_status.remove(name)  # of one that has died
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
@@ -260,7 +257,6 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
         for fault in cluster.faults[num_logged:]:
             on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
         num_logged = len(cluster.faults)
-        carry_out_if_asked(name, cluster)
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 
