@@ -175,7 +175,7 @@ def stay(
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(name, kept, measure=measure, join_options=join_options) as (
+                planned(kept, measure=measure, join_options=join_options) as (
                     deployment,
                     admission,
                 ),
@@ -293,7 +293,7 @@ def invited(
 
 @contextmanager
 def planned(
-    name: str, config: Config, *, measure: bool, join_options: JoinOptions | None
+    config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
     ConfigError, HostFailed."""
@@ -317,7 +317,7 @@ def planned(
     # Before others are there, the layers may not fit.
     placement = plan_slices(problem) if join_options.hosts == 1 else None
     alone = open_to_hosts(decide(config, placement), join_options)
-    with admitting_hosts(name, join_options, alone, on_log) as admission:
+    with admitting_hosts(join_options, alone, on_log) as admission:
         deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)
         yield deployment, admission
@@ -368,5 +368,5 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
         f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
     )
-    if invitation is not None and join_options is not None:
-        write(sentences(invitation, announced=join_options.announce))
+    if invitation is not None:
+        write(sentences(invitation))
