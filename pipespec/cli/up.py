@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from pipespec.cli import auto
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
 from pipespec.client.registry import (
@@ -55,14 +54,12 @@ def add(commands: Commands) -> None:
         "up",
         show_settings=True,
         help="start a cluster that stays up for many requests",
-        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [auto] "
-        "[SETTING=VALUE ...]",
+        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [SETTING=VALUE ...]",
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
         "several at a time: requests queue. With - more settings are read from standard input, one "
         "per line or as a JSON list, so that a password among them shows in no list of processes. "
-        "If it dies, it goes on with what was unfinished when it is started again under its name. "
-        f"{auto.HELP}",
+        "If it dies, it goes on with what was unfinished when it is started again under its name.",
     )
     command.add_argument("--name", help=f"its name ({DEFAULT_NAME}, or that of hosts.yaml)")
     command.add_argument(
@@ -87,7 +84,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     refuse_trace(settings, "up")
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
-    settings = auto.with_models(settings, "up")
     join_options = JoinOptions.of(arguments)
     if arguments.detach:
         flags = ["--measure"] * arguments.measure + (
