@@ -370,7 +370,7 @@ def test_wrong_input_is_one_sentence(
 
 
 def test_models_that_fit_are_named_where_none_is_given(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--gpus", "rtx3090:2", "--weights", "int4"]) == 2
+    assert main(["plan", "--gpus", "rtx3090", "--weights", "int4"]) == 2
     said = capsys.readouterr().err
     assert "fit in int4: " in said
     assert "Qwen/Qwen2.5-72B" not in said and "Qwen/Qwen3-32B" in said
