@@ -99,7 +99,7 @@ def conclusion(args: argparse.Namespace, shares: list[float]) -> str:
     return (
         f"The draft is in {args.out}.\n"
         f"To decode with it: pipespec generate model.target={args.target} model.draft={args.out}\n"
-        f"To predict what it gains: pipespec plan --curve {points}"
+        f"To predict what it gains: pipespec plan curve={points}"
     )
 
 

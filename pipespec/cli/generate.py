@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipespec.cli import auto
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
 from pipespec.console.prompt import read_prompt
 from pipespec.console.terminal import labelled, progress, show, shown, write
@@ -37,7 +36,7 @@ def add(commands: Commands) -> None:
         help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
         "[--json] [auto] [SETTING=VALUE ...]",
-        description="Decode one prompt: the text as it comes, then the statistics. " + auto.HELP,
+        description="Decode one prompt: the text as it comes, then the statistics.",
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
     command.add_argument(
@@ -81,8 +80,6 @@ def decode(
         ids = running.served.encode(prompt, chat=chosen.decode.chat)
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
-
-    settings = auto.with_models(settings, "generate")
 
     from pipespec.cli.fetch import with_weights
     from pipespec.cluster.deployment import decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -98,9 +98,7 @@ class HostAdmission:
     def _invite(self, count: int) -> None:
         for _ in range(count):
             invitation = described(self.server.invite(MINUTES * 60), MINUTES)
-            self._on_log(
-                "waiting", sentences(invitation, announced=self._options.announce).rstrip()
-            )
+            self._on_log("waiting", sentences(invitation).rstrip())
 
     def _attend(self, session: HostSession) -> None:
         if not self._begun.is_set():
@@ -122,18 +120,12 @@ class HostAdmission:
 
 @contextmanager
 def admitting_hosts(
-    name: str, options: JoinOptions, deployment: Deployment, on_log: OnLog
+    options: JoinOptions, deployment: Deployment, on_log: OnLog
 ) -> Iterator[HostAdmission]:
     """Lets hosts join a cluster of that name, within the block. Raises ConfigError."""
     made = HostAdmission(options, deployment, on_log)
-    with made.server as server:
-        known: AbstractContextManager[None] = nullcontext()
-        if options.announce:
-            from pipespec.cluster.discovery import announced
-
-            known = announced(name, server.address, server.port)
-        with known:
-            yield made
+    with made.server:
+        yield made
 
 
 def hosts_of(config: Config) -> HostsFile:

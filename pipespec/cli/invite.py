@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,13 +22,11 @@ MOST_HOSTS = 64
 @dataclass(frozen=True)
 class JoinOptions:
     """Where hosts join: the address of this machine, None: that of the default route, and the port,
-    0: a free one. `announce`: whether it is made known by mDNS; `silent`: whether no invitation is
-    printed, as another process does it. `hosts`: the cluster begins once so many, this machine
-    included, are there."""
+    0: a free one. `silent`: whether no invitation is printed, as another process does it. `hosts`:
+    the cluster begins once so many, this machine included, are there."""
 
     address: str | None = None
     port: int = 0
-    announce: bool = False
     silent: bool = False
     hosts: int = 1
 
@@ -37,10 +34,8 @@ class JoinOptions:
     def of(cls, arguments: argparse.Namespace) -> JoinOptions | None:
         """What the options of `up` say; None: no host may join. Raises ConfigError."""
         if not arguments.invite:
-            if arguments.at is not None or arguments.announce or arguments.hosts is not None:
-                raise ConfigError(
-                    "--at, --announce and --hosts are for hosts that join; add --invite."
-                )
+            if arguments.at is not None or arguments.hosts is not None:
+                raise ConfigError("--at and --hosts are for hosts that join; add --invite.")
             return None
         address, port = parse_place(arguments.at) if arguments.at else (None, 0)
         hosts = 1 if arguments.hosts is None else arguments.hosts
@@ -51,7 +46,7 @@ class JoinOptions:
                 "--hosts prints the commands for other hosts before the cluster is ready, so leave "
                 "--detach out."
             )
-        return cls(address, port, arguments.announce, arguments.no_token, hosts)
+        return cls(address, port, arguments.no_token, hosts)
 
     @property
     def flags(self) -> list[str]:
@@ -59,7 +54,7 @@ class JoinOptions:
         no token belongs."""
         where = self.address or ""
         at = [] if self.address is None else ["--at", f"[{where}]:{self.port}"]
-        return ["--invite", "--no-token", *at, *["--announce"] * self.announce]
+        return ["--invite", "--no-token", *at]
 
 
 def add_join_options(command: argparse.ArgumentParser) -> None:
@@ -74,11 +69,6 @@ def add_join_options(command: argparse.ArgumentParser) -> None:
         metavar="ADDRESS[:PORT]",
         help="with --invite: where other hosts reach this one (the address of the default route, "
         "a free port)",
-    )
-    command.add_argument(
-        "--announce",
-        action="store_true",
-        help="with --invite: let `pipespec join --discover` find the cluster on the local network",
     )
     command.add_argument(
         "--hosts",
@@ -141,8 +131,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
-    """A new invitation to a cluster of this machine: "command", "token", "code" and "minutes".
-    Raises ConfigError."""
+    """A new invitation to a cluster of this machine: "command", "token" and "minutes". Raises
+    ConfigError."""
     from pipespec.cluster.join_server import ask_for_invitation
 
     if running.joins_through is None:
@@ -150,28 +140,23 @@ def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str
             f"No host can join the cluster {running.name!r}; start it with `pipespec up --invite`."
         )
     try:
-        found = ask_for_invitation(running.joins_through, minutes * 60)
+        token = ask_for_invitation(running.joins_through, minutes * 60)
     except OSError as error:
         raise ConfigError(
             f"The cluster {running.name!r} makes no invitation here ({error.strerror or error}); "
             f"run `pipespec invite` on {running.host}."
         ) from error
-    return described(found, minutes)
+    return described(token, minutes)
 
 
-def described(made: Mapping[str, str], minutes: float) -> dict[str, str | float]:
-    """An invitation of `JoinServer.invite` with its command."""
-    return {"command": f"pipespec join {made['token']}", **made, "minutes": minutes}
+def described(token: str, minutes: float) -> dict[str, str | float]:
+    """An invitation with its command."""
+    return {"command": f"pipespec join {token}", "token": token, "minutes": minutes}
 
 
-def sentences(invitation: dict[str, str | float], *, announced: bool = False) -> str:
+def sentences(invitation: dict[str, str | float]) -> str:
     """An invitation in words."""
-    commands = [str(invitation["command"])]
-    if announced:
-        commands.append(f"pipespec join --discover {invitation['code']}")
-    lines = "".join(f"  {command}\n" for command in commands)
-    one = "one of these" if announced else "this"
     return (
-        f"To let one more host join within {invitation['minutes']:g} minutes, run {one} there:\n"
-        f"{lines}"
+        f"To let one more host join within {invitation['minutes']:g} minutes, run this there:\n"
+        f"  {invitation['command']}\n"
     )

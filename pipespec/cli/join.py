@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, finish, list_of, overrides
 from pipespec.console.terminal import standard_input, write
-from pipespec.errors import ConfigError, HostFailed, print_error
+from pipespec.errors import ConfigError, print_error
 from pipespec.system.validation import Unreadable
 
 if TYPE_CHECKING:
-    from pipespec.cluster.join_client import Admission, Launcher
-    from pipespec.cluster.join_link import JoinLink
     from pipespec.console.arguments import Commands
 
 
@@ -23,14 +21,13 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "join",
         help="let this host compute a part of a cluster that runs on another one",
-        usage="pipespec join TOKEN [--devices DEVICE,...] [--name NAME] [--address ADDRESS]\n"
-        "       pipespec join --discover CODE [...]",
+        usage="pipespec join TOKEN [--devices DEVICE,...] [--name NAME] [--address ADDRESS]",
         description="Join the cluster that made TOKEN (`pipespec up --invite`, `pipespec invite`): "
         "this host is measured, gets the weights of its layers, and computes them until Ctrl-C. "
         "The other hosts then take its layers over, and it ends; a second Ctrl-C ends it at once. "
         "With - the token is read from standard input, so that it shows in no list of processes.",
     )
-    command.add_argument("token", metavar="TOKEN", help="or, with --discover, the code beside it")
+    command.add_argument("token", metavar="TOKEN", help="what `pipespec invite` printed")
     command.add_argument(
         "--devices",
         type=list_of(str),
@@ -42,12 +39,6 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--address", help="where the other hosts reach this one (as this one reaches the cluster)"
     )
-    command.add_argument(
-        "--discover",
-        action="store_true",
-        help="look for the cluster on the local network, by mDNS (pipespec[discover]), and use the "
-        "code in place of a token",
-    )
     finish(command, run, starts=True)
 
 
@@ -58,13 +49,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
             "are those of the cluster."
         )
-    text = given(arguments.token)
+    token = given(arguments.token)
     devices = devices_of(arguments.devices)
     name = own_name(arguments.name)
 
-    from pipespec.cluster.join_client import JoinedHost
+    from pipespec.cluster.join_client import JoinedHost, enter
+    from pipespec.cluster.join_token import Token
 
-    admission, link = admitted(text, name, devices, arguments)
+    admission, link = enter(Token.decode(token), name, devices, arguments.address)
     if arguments.json:
         write(json.dumps({"name": admission.name, "devices": devices}) + "\n")
     else:
@@ -130,32 +122,3 @@ def own_name(wanted: str | None) -> str:
         return str(host_name("--name", wanted))
     except Wrong as error:
         raise ConfigError(str(error)) from None
-
-
-def admitted(
-    text: str, name: str, devices: list[str], arguments: argparse.Namespace
-) -> tuple[Admission, JoinLink]:
-    """What a launcher has let this host in with. Raises ConfigError, HostFailed."""
-    from pipespec.cluster.join_client import Launcher, enter
-    from pipespec.cluster.join_token import Token, decode_code
-
-    if not arguments.discover:
-        token = Token.decode(text)
-        where = Launcher(token.address, token.port, token.fingerprint)
-        return enter(where, token.secret, name, devices, arguments.address)
-    from pipespec.cluster.discovery import discover
-
-    secret = decode_code(text)
-    launchers: list[Launcher] = discover()
-    reasons = []
-    for launcher in launchers:
-        try:
-            return enter(launcher, secret, name, devices, arguments.address)
-        except HostFailed as error:
-            reasons.append(str(error))
-    if not reasons:
-        raise HostFailed(
-            "no cluster is announced on this network; use `pipespec up --invite --announce`, or "
-            "the token"
-        )
-    raise HostFailed("; ".join(reasons))

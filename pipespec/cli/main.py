@@ -23,7 +23,6 @@ from pipespec.cli import (
     serve,
     status,
     up,
-    upgrade,
 )
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
@@ -51,7 +50,6 @@ COMMANDS = (
     invite,
     join,
     serve,
-    upgrade,
     down,
     status,
 )

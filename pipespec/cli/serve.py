@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pipespec.cli import auto
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import default_name, read_settings, refuse_trace
 from pipespec.client.model_info import full_name
@@ -59,12 +58,11 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
-        "[-] [auto] [SETTING=VALUE ...]",
+        "[-] [SETTING=VALUE ...]",
         description="Start a cluster as `pipespec up` does and serve it to clients of "
         "OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
         "(docs/serving.md). With --on, serve a cluster that is up, from this host or another; "
-        "several servers may serve one. With - more settings are read from standard input. "
-        f"{auto.HELP}",
+        "several servers may serve one. With - more settings are read from standard input.",
     )
     command.add_argument("--on", metavar="NAME", help="serve the cluster of this name")
     command.add_argument("--name", help="the name of the cluster that is started (default)")
@@ -154,7 +152,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if STDIN in rest:
         settings += read_settings()
     refuse_trace(settings, "serve")
-    return serve_new(arguments, auto.with_models(settings, "serve"))
+    return serve_new(arguments, settings)
 
 
 def serve_running(arguments: argparse.Namespace) -> int:

@@ -10,11 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from pipespec.cli import auto
 from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
-from pipespec.cli.upgrade import carry_out_if_asked
-from pipespec.client import upgrade_status
 from pipespec.client.registry import (
     DATA,
     INVITATION,
@@ -57,14 +54,12 @@ def add(commands: Commands) -> None:
         "up",
         show_settings=True,
         help="start a cluster that stays up for many requests",
-        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [auto] "
-        "[SETTING=VALUE ...]",
+        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [SETTING=VALUE ...]",
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
         "several at a time: requests queue. With - more settings are read from standard input, one "
         "per line or as a JSON list, so that a password among them shows in no list of processes. "
-        "If it dies, it goes on with what was unfinished when it is started again under its name. "
-        f"{auto.HELP}",
+        "If it dies, it goes on with what was unfinished when it is started again under its name.",
     )
     command.add_argument("--name", help=f"its name ({DEFAULT_NAME}, or that of hosts.yaml)")
     command.add_argument(
@@ -89,7 +84,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     refuse_trace(settings, "up")
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
-    settings = auto.with_models(settings, "up")
     join_options = JoinOptions.of(arguments)
     if arguments.detach:
         flags = ["--measure"] * arguments.measure + (
@@ -174,11 +168,10 @@ def stay(
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
-        upgrade_status.remove(name)  # of one that has died
         try:
             with (
                 storing_requests(name, config, settings) as (kept, on_ready),
-                planned(name, kept, measure=measure, join_options=join_options) as (
+                planned(kept, measure=measure, join_options=join_options) as (
                     deployment,
                     admission,
                 ),
@@ -260,7 +253,6 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
         for fault in cluster.faults[num_logged:]:
             on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
         num_logged = len(cluster.faults)
-        carry_out_if_asked(name, cluster)
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
 
@@ -297,7 +289,7 @@ def invited(
 
 @contextmanager
 def planned(
-    name: str, config: Config, *, measure: bool, join_options: JoinOptions | None
+    config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
     ConfigError, HostFailed."""
@@ -321,7 +313,7 @@ def planned(
     # Before others are there, the layers may not fit.
     placement = plan_slices(problem) if join_options.hosts == 1 else None
     alone = open_to_hosts(decide(config, placement), join_options)
-    with admitting_hosts(name, join_options, alone, on_log) as admission:
+    with admitting_hosts(join_options, alone, on_log) as admission:
         deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)
         yield deployment, admission
@@ -372,5 +364,5 @@ def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOption
         f"{running.served.context} tokens. Send requests with `pipespec generate --on "
         f"{running.name} --prompt TEXT`; end it with `pipespec down {running.name}`.\n"
     )
-    if invitation is not None and join_options is not None:
-        write(sentences(invitation, announced=join_options.announce))
+    if invitation is not None:
+        write(sentences(invitation))

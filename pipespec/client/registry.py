@@ -42,8 +42,6 @@ ENTRY, LOCK, LOG = ".json", ".lock", ".log"
 SERVER = ".server"
 # The data of a private Redis, and what lets hosts that are started by hand take part.
 DATA, INVITATION = ".data", ".invitation"
-# Whether its hosts are to be upgraded, and how far that is.
-UPGRADE = ".upgrade"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -207,7 +205,7 @@ def clear(name: str) -> None:
     """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
     with claim(name):  # which removes entry and lock
         remove_data(name)
-        for ending in (INVITATION, SERVER, UPGRADE):
+        for ending in (INVITATION, SERVER):
             (folder() / (name + ending)).unlink(missing_ok=True)
 
 

@@ -13,8 +13,8 @@ The agent reads the version of the launcher's pipespec from standard input, one 
 unless they have one protocol and, when the cluster starts, are the same; then its setup and its
 job; then lines that are signs of life of the launcher. The end of standard input, or on a host
 behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
-per line to standard output: {"preparing": true} until it has forked a worker, the first with its
-version, then {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}
+per line to standard output: {"preparing": true} until it has forked a worker,
+then {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}
 and, as a sign of life, {"present": the numbers of the workers that run}, and at last {"failed":
 sentence}, {"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin. All
 processes of the host hold that standard output, so it ends when the last of them is gone.
@@ -126,7 +126,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
         if lock is not None:
             _leftovers.append(lock)
         _set_environment(setup, directory)
-        _send_message({"preparing": True, "version": own_version()})
+        _send_message({"preparing": True})
         signal.signal(signal.SIGTERM, _on_signal)
         torchrun: subprocess.Popen[bytes] | None = None
         try:

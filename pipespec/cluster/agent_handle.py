@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 class WorkerDeath:
     """A worker was ended by a signal, by its supervisor if it hung (WORKER_SILENT), and replaced.
 
-    `how` says why; `pid` is None where a whole host was lost, or replaced (HOST_REPLACED).
+    `how` says why; `pid` is None where a whole host was lost.
     """
 
     worker: str
@@ -81,9 +81,9 @@ def _message(line: bytes) -> dict[str, Any] | None:
 class AgentHandle:
     """The agent of one host, and what it has reported.
 
-    Its listener, a thread per agent, writes `reached`, `version`, `ended_at`, the phase and the
-    result. The session's thread and the recovery's both start and stop agents, under one lock; only
-    the recovery restarts lost agents, and only the session replaces them.
+    Its listener, a thread per agent, writes `reached`, `ended_at`, the phase and the result.
+    The session's thread and the recovery's both start and stop agents, under one lock; only the
+    recovery restarts lost agents.
 
     Attributes:
         signs: changes for a worker whenever the agent has seen its process run.
@@ -111,7 +111,6 @@ class AgentHandle:
         self._start()
 
     def _start(self, *, restarted: bool = False) -> None:
-        self.version: str | None = None  # of its pipespec, once it has reported it
         self._result: dict[str, Any] | None = None  # its outcome, as a message
         self.ended_at = math.inf  # when that was, or when its last message was read
         self._began = time.monotonic()
@@ -242,26 +241,14 @@ class AgentHandle:
         with self._changing:
             if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
                 return
-            self._restart("its host was lost")
-
-    def replace(self, host: Host) -> None:
-        """End the agent with its workers and start another one, with the Python and environment of
-        `host`, which is the same machine."""
-        with self._changing:
-            if not self._stopped:
-                self.host = host
-                self._restart("its host was replaced", FaultKind.HOST_REPLACED)
-
-    def _restart(self, how: str, kind: FaultKind = FaultKind.WORKER_ENDED) -> None:
-        self._end_processes()
-        self._remove_files()
-        # Else they died before, and there were no others.
-        if self._answered or kind is FaultKind.HOST_REPLACED:
-            for worker in self.host.workers:
-                self._deaths.put(WorkerDeath(worker, how, None, kind))
-        self._start(restarted=True)
-        assert self._job is not None, "only a host with a job is restarted"
-        self.start_workers(self._job, self._on_log)
+            self._end_processes()
+            self._remove_files()
+            if self._answered:  # else they died before, and there were no others
+                for worker in self.host.workers:
+                    self._deaths.put(WorkerDeath(worker, "its host was lost", None))
+            self._start(restarted=True)
+            assert self._job is not None, "only a host with a job is restarted"
+            self.start_workers(self._job, self._on_log)
 
     def read_outcome(self) -> None:
         """Read the outcome of a host that has reported it, or has ended without a message."""
@@ -299,7 +286,6 @@ class AgentHandle:
                 continue
             self._answered = True
             self._phase = _phase(message)
-            self.version = message.get("version", self.version)
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED

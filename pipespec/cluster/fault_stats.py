@@ -17,7 +17,6 @@ class FaultKind(StrEnum):
     STEP_STALLED = "step_stalled"  # all ranks waited, though a request was running
     REDIS_GONE = "redis_gone"  # it ended, hung, or could not be reached
     STAYED_AWAY = "stayed_away"  # other workers replaced a lost one
-    HOST_REPLACED = "host_replaced"  # `pipespec upgrade` started its processes anew
 
 
 # The names of the counts, in the totals of the log.

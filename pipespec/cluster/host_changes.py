@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -145,12 +144,6 @@ class HostChanges:
             self._distribute(replace(after, fetched=False), on_warning=print_error)
             self._change_to(after, f"{name} is gone")
             self._take_away(name, after)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No host joins or leaves within the block."""
-        with self._changing:
-            yield
 
     def ranks_of(self, host: Host) -> str:
         """The ranks of a host and their layers, in words."""

@@ -35,7 +35,7 @@ from pipespec.cluster.join_link import (
     connect,
     introduce,
 )
-from pipespec.cluster.join_token import Refused, id_of
+from pipespec.cluster.join_token import Refused, Token, id_of
 from pipespec.errors import HostFailed
 
 PROGRAMS = (
@@ -53,29 +53,20 @@ LONGER_S = 3.0
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """Where a launcher is. `fingerprint`: of its certificate; None: it is not known yet."""
-
-    address: str
-    port: int
-    fingerprint: bytes | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
 class Admission:
-    """What the launcher calls this host, and the secret of its connections from now on."""
+    """What the launcher of a token calls this host, and the secret of its connections from now
+    on."""
 
-    launcher: Launcher
+    token: Token
     name: str
     known_as: str
     key: bytes = field(repr=False)
 
     def connect(self, purpose: str, **saying: Any) -> JoinLink:
         """Another connection. Raises Refused, HostFailed, OSError."""
-        where = self.launcher
-        link, fingerprint, _ = connect(where.address, where.port, where.fingerprint)
+        link, _ = connect(self.token)
         try:
-            introduce(link, fingerprint, purpose, self.known_as, self.key, saying)
+            introduce(link, self.token.fingerprint, purpose, self.known_as, self.key, saying)
         except BaseException:
             link.close()
             raise
@@ -83,23 +74,22 @@ class Admission:
 
 
 def enter(
-    launcher: Launcher, secret: bytes, name: str, devices: Sequence[str], address: str | None
+    token: Token, name: str, devices: Sequence[str], address: str | None
 ) -> tuple[Admission, JoinLink]:
-    """Join with the secret of an invitation; the control connection. `address`: where other hosts
+    """Join with the token of an invitation; the control connection. `address`: where other hosts
     reach this one; None: where it reaches the launcher from. Raises HostFailed."""
-    where = f"{launcher.address}:{launcher.port}"
-    link, fingerprint, own = connect(launcher.address, launcher.port, launcher.fingerprint)
+    where, secret = f"{token.address}:{token.port}", token.secret
+    link, own = connect(token)
     try:
         host = {"name": name, "address": address or own, "devices": list(devices)}
-        introduce(link, fingerprint, JOIN, id_of(secret), secret, {"host": host})
+        introduce(link, token.fingerprint, JOIN, id_of(secret), secret, {"host": host})
         answer = link.receive(PROVING_S)
         if answer is None:
             raise ConnectionError("it has closed the connection")
         if "refused" in answer:
             raise Refused(answer["refused"])
-        known = Launcher(launcher.address, launcher.port, fingerprint)
         key = bytes.fromhex(answer["key"])
-        return Admission(known, str(answer["name"]), str(answer["id"]), key), link
+        return Admission(token, str(answer["name"]), str(answer["id"]), key), link
     except (OSError, Refused, KeyError, ValueError) as error:
         link.close()
         raise HostFailed(f"{where} does not let this host in: {error}") from error

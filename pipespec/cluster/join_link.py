@@ -7,8 +7,7 @@
 
 The certificate's fingerprint comes with the token. Each proof is an HMAC with the secret over both
 nonces, the purpose, the side and the fingerprint that this side sees. So a recorded proof is of no
-use, and neither is a listener with another certificate, also where the fingerprint is not known
-beforehand. Only then a host says anything of itself.
+use, and neither is a listener with another certificate. Only then a host says anything of itself.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pipespec.cluster.join_token import Refused, fingerprint_of
+from pipespec.cluster.join_token import Refused, Token, fingerprint_of
 from pipespec.cluster.weight_links import shut_down
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed
@@ -167,13 +166,12 @@ def accept(plain: socket.socket, context: ssl.SSLContext) -> JoinLink:
     return JoinLink(context.wrap_socket(plain, server_side=True))
 
 
-def connect(address: str, port: int, fingerprint: bytes | None) -> tuple[JoinLink, bytes, str]:
-    """A host's end of a connection, the fingerprint of the launcher's certificate, and the address
-    of this host. Raises HostFailed unless the launcher answers, with that certificate if its
-    `fingerprint` is known."""
-    where = f"{address}:{port}"
+def connect(token: Token) -> tuple[JoinLink, str]:
+    """A host's end of a connection, and the address of this host. Raises HostFailed unless the
+    launcher answers with the certificate that the token names."""
+    where = f"{token.address}:{token.port}"
     try:
-        plain = socket.create_connection((address, port), CONNECT_S)
+        plain = socket.create_connection((token.address, token.port), CONNECT_S)
     except OSError as error:
         raise HostFailed(
             f"{where} cannot be reached ({error.strerror or error}); check that the cluster is up "
@@ -192,14 +190,14 @@ def connect(address: str, port: int, fingerprint: bytes | None) -> tuple[JoinLin
         plain.close()
         raise HostFailed(f"{where} is no launcher of pipespec ({error})") from error
     found = fingerprint_of(secured.getpeercert(binary_form=True) or b"")
-    if fingerprint is not None and not hmac.compare_digest(found, fingerprint):
+    if not hmac.compare_digest(found, token.fingerprint):
         secured.close()
         raise HostFailed(
             f"{where} has another certificate than the cluster that made this token; ask for a new "
             "token"
         )
     own = str(secured.getsockname()[0])
-    return JoinLink(secured), found, own
+    return JoinLink(secured), own
 
 
 def proof(secret: bytes, side: str, purpose: str, nonces: str, fingerprint: bytes) -> str:

@@ -26,7 +26,7 @@ from typing import Any, Self
 from pipespec.cluster import join_link
 from pipespec.cluster.host_session import HostSession
 from pipespec.cluster.join_link import JOIN, PROGRAM, RETURN, JoinLink
-from pipespec.cluster.join_token import Invitations, Refused, Token, encode_code, fingerprint_of
+from pipespec.cluster.join_token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
 from pipespec.config.hosts import JOINED, LOCAL, Host
 from pipespec.controller.certificate import Certificate
@@ -44,14 +44,14 @@ CHUNK_BYTES = 2**16
 ENDED = "the cluster has ended"
 
 
-def ask_for_invitation(path: str, seconds: float) -> dict[str, str]:
-    """An invitation of the launcher with that socket, made by another process of this user; see
-    `JoinServer.invite`. Raises OSError."""
+def ask_for_invitation(path: str, seconds: float) -> str:
+    """The token of an invitation of the launcher with that socket, made by another process of this
+    user; see `JoinServer.invite`. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         server.sendall(json.dumps({"invite": seconds}).encode() + b"\n")
         with server.makefile("rb") as lines:
-            found: dict[str, str] = json.loads(lines.readline() or b"null")
+            found: str | None = json.loads(lines.readline() or b"null")
     if found is None:
         raise ConnectionError("it has closed the connection")
     return found
@@ -121,11 +121,10 @@ class JoinServer:
         """The socket of this machine at which programs of hosts, and invitations, are asked for."""
         return str(self._folder / SOCKET)
 
-    def invite(self, seconds: float) -> dict[str, str]:
-        """A new invitation for one host, as a token and as a code."""
+    def invite(self, seconds: float) -> str:
+        """The token of a new invitation for one host."""
         secret = self._invitations.make(seconds)
-        token = Token(self.address, self.port, self._fingerprint, secret).encode()
-        return {"token": token, "code": encode_code(secret)}
+        return Token(self.address, self.port, self._fingerprint, secret).encode()
 
     # --- hosts --------------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
 """What lets one host join a running cluster: a secret that is used once, and where to bring it.
 
-A *token* is one word: the launcher's address and port, the fingerprint of its certificate and the
-secret. A *code* is the secret alone, to be typed in where the launcher is found by mDNS. Both end
-with a checksum, so that a mistyped one is refused before anything is connected to; what they open
-is decided by the launcher alone (`Invitations`).
+A *token* is one word: the launcher's address and port, the fingerprint of its certificate, the
+secret and a checksum, so that a mistyped one is refused before anything is connected to; what it
+opens is decided by the launcher alone (`Invitations`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from pipespec.errors import ConfigError
 
 VERSION = 1
 SECRET_BYTES, FINGERPRINT_BYTES, CHECK_BYTES, PORT_BYTES = 20, 32, 5, 2
-# Of a code, with hyphens between.
-GROUP = 4
 REMEDY = "copy the whole command that `pipespec up --invite` or `pipespec invite` printed"
 
 
@@ -76,25 +73,6 @@ class Token:
         except (ValueError, IndexError):
             raise ConfigError(f"That is no token, or not all of one; {REMEDY}.") from None
         return found
-
-
-def encode_code(secret: bytes) -> str:
-    """A secret as letters and digits that are easily typed."""
-    word = base64.b32encode(secret + _checksum(secret)).decode()
-    return "-".join(word[start : start + GROUP] for start in range(0, len(word), GROUP))
-
-
-def decode_code(text: str) -> bytes:
-    """The inverse of `encode_code`, in any case and with any hyphens. Raises ConfigError, which
-    shows nothing of the text."""
-    try:
-        whole = base64.b32decode("".join(text.split()).replace("-", "").upper())
-    except ValueError:
-        whole = b""
-    secret, check = whole[:SECRET_BYTES], whole[SECRET_BYTES:]
-    if len(secret) != SECRET_BYTES or not hmac.compare_digest(check, _checksum(secret)):
-        raise ConfigError(f"That is no code, or not all of one; {REMEDY}.")
-    return secret
 
 
 def _checksum(data: bytes) -> bytes:

@@ -213,7 +213,7 @@ class Recovery:
         num_joined = self._pids.update(shared, self._state.epoch, self._assignment)
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
-            self._progress.new_faults += death.kind is not FaultKind.HOST_REPLACED
+            self._progress.new_faults += 1
             self._latest_reason = f"{death.worker} ended ({death.how})"
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.

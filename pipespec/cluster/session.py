@@ -28,7 +28,6 @@ from pipespec.cluster.deployment_checks import require_backend, require_quantize
 from pipespec.cluster.fault_stats import Fault
 from pipespec.cluster.held_weights import expanded
 from pipespec.cluster.host_changes import HostChanges
-from pipespec.cluster.host_replacement import Replaced, replace_hosts
 from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
@@ -120,27 +119,6 @@ class ClusterSession:
             return joined >= count
 
         self._until(all_joined)
-
-    def await_complete(self, after: int = -1) -> None:
-        """Wait until all ranks have joined an epoch later than `after`. Raises RankFailed."""
-
-        def complete(shared: Membership) -> bool:
-            self.check()
-            state = self.state
-            if state.epoch > after and len(shared.attached(state.epoch)) >= len(
-                state.assignment.workers
-            ):
-                return True
-            time.sleep(HEARTBEAT_S)
-            return False
-
-        self._until(complete)
-
-    def replace_hosts(self, on_replaced: Callable[[Replaced], None]) -> None:
-        """Have hosts of which another version is installed run that one, one host after another;
-        see `host_replacement`. Raises ConfigError, HostFailed, RankFailed."""
-        with self.changes.paused():
-            replace_hosts(self, self._cluster, on_replaced)
 
     def finish(self) -> None:
         """Wait until all submitted requests have finished and the ranks have ended."""

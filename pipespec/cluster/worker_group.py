@@ -211,17 +211,6 @@ class WorkerGroup:
         """Whether a worker's host is starting again."""
         return any(host.preparing for host in self._hosts if worker in host.host.workers)
 
-    def version(self, name: str) -> str | None:
-        """The version of a host's pipespec; None while its agent starts."""
-        return self._host(name).version
-
-    def replace(self, host: Host) -> None:
-        """Start the agent of a host anew, with the Python and environment of `host`."""
-        self._host(host.name).replace(host)
-
-    def _host(self, name: str) -> AgentHandle:
-        return next(each for each in self._hosts if each.host.name == name)
-
     def restart_lost_hosts(self) -> None:
         """Start the agents anew of hosts that were lost."""
         for host in self._hosts:

@@ -25,7 +25,6 @@ from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.gguf import GGUF, tensor_places
 from pipespec.engine.ggml import library as ggml
@@ -558,15 +557,6 @@ def test_a_checkpoint_of_several_files_is_that_of_one(files, tmp_path):
     last = max(alone.iterdir())
     last.write_bytes(last.read_bytes()[:-2] + b"\1\2")
     assert fingerprint(str(first)).config != before.config
-
-
-def test_the_files_of_a_checkpoint_are_listed_as_one(files, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
-    source = files("llama", Type.F16).parent / "llama"
-    first = write(source, tmp_path / "m.gguf", "llama", lambda _: Type.F16, per_file=9)
-    assert [each.path for each in cached_models() if each.path.parent == tmp_path] == [first]
-    max(tmp_path.iterdir()).unlink()
-    assert [each for each in cached_models() if each.path.parent == tmp_path] == []
 
 
 def test_a_tokenizer_that_is_not_read_is_refused_before_anything_is_imported(tmp_path):

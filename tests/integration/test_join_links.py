@@ -8,7 +8,6 @@ import queue
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,20 +18,19 @@ import pytest
 
 from pipespec.cli import host_admission
 from pipespec.cli.invite import JoinOptions
-from pipespec.cluster import discovery, host_session, join_client, join_link, join_server, ssh
+from pipespec.cluster import host_session, join_client, join_link, join_server, ssh
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.host_changes import MeasuredHost
 from pipespec.cluster.host_session import HostSession
-from pipespec.cluster.join_client import Admission, JoinedHost, Launcher, enter
+from pipespec.cluster.join_client import Admission, JoinedHost, enter
 from pipespec.cluster.join_link import JOIN, JoinLink
 from pipespec.cluster.join_server import JoinServer, ask_for_invitation
-from pipespec.cluster.join_token import Token, decode_code, id_of
+from pipespec.cluster.join_token import Token, fingerprint_of, id_of
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
 from pipespec.controller.certificate import Certificate
-from pipespec.errors import ConfigError, HostFailed
+from pipespec.errors import HostFailed
 from pipespec.placement.costs import Worker
-from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import listening
 from tests.helpers.waiting import until
 
@@ -58,7 +56,7 @@ class Cluster:
 
     def token(self) -> Token:
         """A new one, made as another process of this user would have it made."""
-        return Token.decode(ask_for_invitation(self.server.path, MINUTE)["token"])
+        return Token.decode(ask_for_invitation(self.server.path, MINUTE))
 
 
 @pytest.fixture
@@ -68,13 +66,8 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def launcher_of(token: Token) -> Launcher:
-    return Launcher(token.address, token.port, token.fingerprint)
-
-
-def join(token: Token, name: str = "beta", **changes: object) -> tuple[Admission, JoinLink]:
-    launcher = replace(launcher_of(token), **changes)
-    return enter(launcher, token.secret, name, ["cpu"], None)
+def join(token: Token, name: str = "beta") -> tuple[Admission, JoinLink]:
+    return enter(token, name, ["cpu"], None)
 
 
 @pytest.fixture
@@ -90,9 +83,9 @@ def joined(cluster: Cluster) -> Iterator[tuple[JoinedHost, HostSession, list[str
         assert not thread.is_alive()
 
 
-def refused(token: Token, why: str, **changes: object) -> None:
+def refused(token: Token, why: str) -> None:
     with pytest.raises(HostFailed, match=why):
-        join(token, **changes)
+        join(token)
 
 
 def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
@@ -129,7 +122,7 @@ def test_a_client_that_knows_the_id_of_an_invitation_without_its_secret_is_refus
     cluster: Cluster,
 ) -> None:
     token = cluster.token()
-    link, fingerprint, _ = join_link.connect(token.address, token.port, token.fingerprint)
+    link, _ = join_link.connect(token)
     wrong = bytes(len(token.secret))
     hello = link.receive(PATIENCE_S)
     assert hello is not None
@@ -138,7 +131,7 @@ def test_a_client_that_knows_the_id_of_an_invitation_without_its_secret_is_refus
     assert answer is not None
     nonces = hello["nonce"] + "1"
     # The launcher's own proof is of no use to a client that returns it.
-    for proof in (join_link.proof(wrong, "host", JOIN, nonces, fingerprint), answer["proof"]):
+    for proof in (join_link.proof(wrong, "host", JOIN, nonces, token.fingerprint), answer["proof"]):
         with suppress(OSError):
             link.send({"proof": proof, "host": {}})
     with suppress(OSError):
@@ -149,7 +142,7 @@ def test_a_client_that_knows_the_id_of_an_invitation_without_its_secret_is_refus
 
 
 def test_a_host_says_nothing_about_itself_to_an_interloper(cluster: Cluster) -> None:
-    """As mDNS may find one: it has a certificate of its own, and passes on all that is said."""
+    """Whose certificate a forged token names, and who passes on all that is said."""
     token, own = cluster.token(), Certificate.make()
     received: list[dict[str, object]] = []
     with ExitStack() as stack:
@@ -158,7 +151,7 @@ def test_a_host_says_nothing_about_itself_to_an_interloper(cluster: Cluster) -> 
         def stand_between() -> None:
             plain, _ = listener.accept()
             host = join_link.accept(plain, join_link.server_context(own))
-            true, _, _ = join_link.connect(token.address, token.port, token.fingerprint)
+            true, _ = join_link.connect(token)
             with closing(host), closing(true), suppress(OSError):
                 host.send(true.receive(PATIENCE_S) or {})
                 received.append(host.receive(PATIENCE_S) or {})
@@ -168,32 +161,12 @@ def test_a_host_says_nothing_about_itself_to_an_interloper(cluster: Cluster) -> 
 
         thread = threading.Thread(target=stand_between)
         thread.start()
-        between = Launcher(ADDRESS, listener.getsockname()[1])
-        with pytest.raises(HostFailed, match="does not know the secret"):
-            enter(between, token.secret, "beta", ["cpu"], None)
+        seen = fingerprint_of(ssl.PEM_cert_to_DER_cert(own.cert))
+        forged = replace(token, port=listener.getsockname()[1], fingerprint=seen)
+        refused(forged, "does not know the secret")
         thread.join(PATIENCE_S)
     assert [set(each) for each in received] == [{"for", "id", "nonce"}, set()]
     assert cluster.sessions.empty()
-
-
-def test_a_cluster_is_found_by_mdns_where_it_is_announced(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discovery, "ANSWER_S", 1.0)
-    where = Launcher(ADDRESS, cluster.server.port)
-    with discovery.announced("lab.1", ADDRESS, cluster.server.port):
-        assert where in discovery.discover([LOOPBACK])
-        secret = decode_code(ask_for_invitation(cluster.server.path, MINUTE)["code"])
-        enter(where, secret, "beta", ["cpu"], None)[1].close()
-    assert where not in discovery.discover([LOOPBACK])
-
-
-def test_discovery_without_its_package_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "zeroconf", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pipespec\[discover\]'"):
-        discovery.discover()
 
 
 def test_another_version_is_refused_before_the_token_is_used(
@@ -246,7 +219,7 @@ def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
 def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:
     token = cluster.token()
     with pytest.raises(HostFailed, match=r"address is '10\.0\.0\.256', which .* --address"):
-        enter(launcher_of(token), token.secret, "beta", ["cpu"], "10.0.0.256")
+        enter(token, "beta", ["cpu"], "10.0.0.256")
     join(token)[1].close()
 
 
@@ -285,15 +258,6 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
         thread.join(PATIENCE_S)
     assert [host.name for host in found[0].joined] == ["beta", "gamma"]
     early.close()
-
-
-def test_a_code_lets_in_a_host_that_does_not_know_the_certificate(cluster: Cluster) -> None:
-    invitation = ask_for_invitation(cluster.server.path, MINUTE)
-    token, secret = Token.decode(invitation["token"]), decode_code(invitation["code"])
-    where = Launcher(token.address, token.port)
-    admission, link = enter(where, secret, "beta", ["cpu"], None)
-    assert admission.launcher.fingerprint == token.fingerprint  # from now on it does
-    link.close()
 
 
 # --- programs ------------------------------------------------------------------------------------

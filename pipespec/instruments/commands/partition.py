@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
-    from pipespec.instruments.commands import plan_groups
+    from pipespec.instruments.commands import partition_groups
     from pipespec.placement.host_figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
@@ -67,13 +67,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if config.cluster.split is not None:
         hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     if arguments.groups:
-        plan_groups.require_one_host(hosts_file)
+        partition_groups.require_one_host(hosts_file)
     if arguments.measured is not None:
         figures = Figures.read(arguments.measured)
     else:
         figures = _measure(hosts_file, config, sums=arguments.groups)
     if arguments.groups:
-        return plan_groups.run_partition(arguments, hosts_file, figures, config)
+        return partition_groups.run_partition(arguments, hosts_file, figures, config)
     placement = plan_slices(problem(hosts_file, figures, config))
     lines = hosts_lines(hosts_file, placement)
     plain_ms = _plain_step_ms(placement)

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, list_of, overrides
 from pipespec.console.terminal import progress, show, write
 from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, check_whole, suggest
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
-    from pipespec.instruments.plan.advice import Prediction
-    from pipespec.instruments.plan.pipeline_times import Machine
+    from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+    from pipespec.instruments.plan.advice import DecodingMethod, Layout, Prediction
+    from pipespec.instruments.plan.recorded_draft import DraftRecord
 
-# What is tried unless other sizes are given.
-WIDTHS = (8, 16, 32, 64)
-CHILDREN = (8,)
-ROUNDS = (1, 2, 3, 4)
+# What is tried unless a setting fixes it.
+WIDTHS, CHILDREN, ROUNDS = (16, 64), (8,), (1, 3, "auto")
+SHOWN = 16  # predictions in the table
+# Tokens of all requests together, for which GPUs need room.
+CONTEXT = 8192
+# Batches of draft tokens whose entries a stage with running states holds, for each rank
+# (`rank_needs.slots_by_setting`).
+BATCHES = 2
+# ASSUMED accuracies of a smaller model of the same family, from a poor one to a good one; the
+# shares of 32 and 8 candidates are SpecPipe's (Fig. 7) of a 1B and an 8B.
+RANGE = (("1:0.6", "32:0.97"), ("1:0.74", "32:0.99"), ("1:0.85", "8:0.99"))
+SPREAD = 0.8
+# On GPUs of which only the names are known, layouts that take at most so much longer are as fast.
+EQUAL = 0.05
+# The draft's best so many are what the estimate of a layout counts as proposed.
+PROPOSED = 8
+
+MODELS = ("model.target", "model.draft")
+ACCURACY = ("curve", "spread")
+METHOD = ("policy", "policy.width", "policy.children", "proposer.rounds")
+TIMES = ("stages", "stage_ms", "hop_ms", "draft_ms", "experts")
+GROUPS = ("target_group_ms", "draft_group_ms")
+NUMBERS: dict[str, Callable[[str], Any]] = {"stages": int, "spread": float}
 
 
 def add(commands: Commands) -> None:
@@ -28,10 +50,15 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "plan",
         help="predict what a cluster will do, and which decoding method suits it",
-        description="Predict tokens per step, time between tokens and speed-up over plain pipeline "
-        "parallelism for every policy, width and number of draft rounds. With --gpus, say where "
-        "the layers of model.target would go and how fast that would be, from its config alone. "
-        "Nothing is run; docs/planning.md says how it is done.",
+        usage="pipespec plan [--gpus NAME:COUNT,... | --devices K | --profile FILE] [...] "
+        "[NAME=VALUE ...]",
+        description="Predict the time between tokens and the speed-up over plain pipeline "
+        "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
+        "with --devices of each division of a host's devices between target and draft; else of "
+        "every decoding method, for times of stages and draft that a profile or settings give "
+        "(stages, stage_ms, hop_ms, draft_ms, experts, curve, spread). policy, policy.width, "
+        "policy.children and proposer.rounds fix what is tried. docs/planning.md says how it is "
+        "done.",
     )
     command.add_argument(
         "--gpus",
@@ -49,288 +76,318 @@ def add(commands: Commands) -> None:
         help="of all requests together (8192; with --profile that at which it was measured)",
     )
     command.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="JSON with what the options below give, as `pipespec profile` writes it",
-    )
-    command.add_argument("--stages", type=int, metavar="N", help="stages of the pipeline (8)")
-    command.add_argument(
-        "--stage-ms",
-        type=list_of(str),
-        metavar="ROWS:MS,...",
-        help="time of a stage by rows, as in 1:37.8,64:41; without a ROWS: it is the same for all",
-    )
-    command.add_argument(
-        "--experts",
-        type=list_of(float),
-        metavar="E,K,SHARE[,OVERLAP]",
-        help="a mixture of experts: of E experts a row chooses K, which take that SHARE of the "
-        "time of one row, as in 256,8,0.9; OVERLAP says how much alike rows choose, from 0 "
-        "(independently, the default) to 1 (the same) (a dense model)",
-    )
-    command.add_argument(
-        "--hop-ms",
-        type=list_of(str),
-        metavar="ROWS:MS,...",
-        help="from stage to stage by rows, as in 1:0.1,64:8.4 (0)",
-    )
-    command.add_argument("--draft-ms", type=float, metavar="MS", help="one draft round (0)")
-    command.add_argument(
-        "--curve",
-        type=list_of(str),
-        metavar="RANK:SHARE,...",
-        help="accuracy of the draft: share of tokens among its RANK best (1:0.81,8:0.99)",
-    )
-    command.add_argument(
-        "--spread", type=float, help="how much its confidence varies, from 0 to below 1 (0.5)"
-    )
-    command.add_argument(
-        "--mid-curve",
-        type=list_of(str),
-        metavar="RANK:SHARE,...",
-        help="accuracy of the mid-size model of a cascade (there is none)",
-    )
-    command.add_argument(
-        "--mid-ms", type=float, metavar="MS", help="one pass of it, beside the head (0)"
-    )
-    command.add_argument(
-        "--tensor-parallel",
-        type=list_of(int),
-        metavar="N,...",
-        help="devices that compute the layers of so many stages together (1: each a stage); of "
-        "several numbers the best is recommended",
-    )
-    command.add_argument(
-        "--sum-ms",
-        type=float,
-        metavar="MS",
-        help="what adding up takes such a group for the layers of one stage (0; with --gpus, as "
-        "with NVLink)",
+        "--profile", metavar="FILE", help="times and texts, as `pipespec profile` writes them"
     )
     command.add_argument(
         "--devices",
         type=int,
         metavar="K",
-        help="of a host, to be divided between a group for the target and one for the draft",
+        help="of a host, to be divided between a group for the target and one for the draft, by "
+        "target_group_ms=DEVICES:MS,... and draft_group_ms, the times on groups of some sizes",
     )
-    command.add_argument(
-        "--target-group-ms",
-        type=list_of(str),
-        metavar="DEVICES:MS,...",
-        help="a step of the target on groups of some sizes, as in 1:24.8,2:15.9,8:11.2",
-    )
-    command.add_argument(
-        "--draft-group-ms",
-        type=list_of(str),
-        metavar="DEVICES:MS,...",
-        help="a draft round on such groups",
-    )
-    command.add_argument(
-        "--policies",
-        type=list_of(str),
-        metavar="NAME,...",
-        help="of conf/policy (all)",
-    )
-    command.add_argument("--widths", type=list_of(int), help="(8,16,32,64)")
-    command.add_argument("--children", type=list_of(int), help="(8)")
-    command.add_argument("--rounds", type=list_of(_rounds), help="numbers or auto (1,2,3,4)")
     command.add_argument(
         "--tokens",
         type=int,
         default=500,
-        help="simulated for the fastest methods (500); for the others a fifth of them",
+        help="simulated for the fastest (500); for the others a fifth of them",
     )
     command.add_argument("--seed", type=int, default=0)
     finish(command, run)
 
 
-def _rounds(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and what is said beside it.
+
+    Attributes:
+        same: layouts that take at most so much longer are as fast (`advice.recommend`).
+        about: more for the JSON answer.
+        more: the same and sentences about the best, for the one that was chosen.
+    """
+
+    layouts: Sequence[Layout]
+    methods: Sequence[DecodingMethod]
+    accuracy: Accuracy | DraftRecord
+    same: float = 0.01
+    about: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Prediction], tuple[Mapping[str, Any], Sequence[str]]] = lambda best: ({}, ())
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Predict tokens per step, TBT and speed-up of every decoding method, and advise one."""
-    models = overrides(rest, arguments.known_options)
-    if arguments.gpus:
-        from pipespec.instruments.commands import plan_cluster
+    """Predict what is asked for, and advise the best."""
+    from pipespec.instruments.plan.advice import predict_all, recommend
 
-        return plan_cluster.run(arguments, models)
-    if models:
-        raise ConfigError(
-            f"`pipespec plan` takes options and no settings, but got {rest[0]!r}; models are for "
-            "--gpus."
-        )
+    settings = overrides(rest, arguments.known_options)
+    makers = {"gpus": _on_gpus, "devices": _divided, "profile": _by_times}
+    forms = [name for name in makers if getattr(arguments, name) is not None]
+    if len(forms) > 1:
+        raise ConfigError(f"--{forms[0]} and --{forms[1]} are different plans; give one of them.")
     for option in ("link", "weights"):
-        if getattr(arguments, option) is not None:
+        if getattr(arguments, option) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
-    arguments.widths = arguments.widths or WIDTHS
-    arguments.children = arguments.children or CHILDREN
-    arguments.rounds = arguments.rounds or ROUNDS
-
-    divided = (arguments.devices, arguments.target_group_ms, arguments.draft_group_ms)
-    if any(given is not None for given in divided):
-        from pipespec.instruments.commands import plan_groups
-
-        return plan_groups.run_plan(arguments)
-
-    from pipespec.config.method_registry import policies_to_compare
-    from pipespec.instruments.plan import advice, grid
-    from pipespec.instruments.plan.machine_profile import Profile
-
-    profile = Profile.read(arguments.profile) if arguments.profile else Profile()
-    several = arguments.stages is not None and profile.stages == 1 < arguments.stages
-    profile = profile.replaced(
-        stages=arguments.stages,
-        overlap=True if several else None,  # as with proposer.overlap=auto
-        stage_ms=arguments.stage_ms,
-        experts=arguments.experts,
-        hop_ms=arguments.hop_ms,
-        draft_ms=arguments.draft_ms,
-        curve=arguments.curve,
-        spread=arguments.spread,
-        mid_curve=arguments.mid_curve,
-        mid_ms=arguments.mid_ms,
-        tensor_parallel=arguments.tensor_parallel,
-        sum_ms=arguments.sum_ms,
-    )
-    if arguments.curve or arguments.spread is not None or profile.mid_curve:
-        # These describe the draft instead; a cascade is simulated from curves alone.
-        profile = profile.replaced(texts=())
-    if arguments.context is not None:
-        profile = profile.at_context(arguments.context)
-    machines, accuracy = profile.machines(), profile.accuracy()
-    policies = arguments.policies or policies_to_compare()
-    methods = list(advice.choices(policies, arguments.widths, arguments.children, arguments.rounds))
-    by_size = {}
-    for size, machine in machines.items():
-        with progress("simulating") as (on_done,):
-            by_size[size] = grid.predictions(
-                methods,
-                machine,
-                accuracy,
-                num_tokens=arguments.tokens,
-                seed=arguments.seed,
-                mid=profile.mid(),
-                on_done=on_done,
-            )
-    found = [(size, each) for size, predictions in by_size.items() for each in predictions]
-    advised = advice.recommend([each for _, each in found])
-    best = min(machines, key=lambda size: machines[size].plain_tbt_ms)  # without draft tokens
-    if advised is not None:
-        best = next(size for size, each in found if each is advised)
+    plan = makers[forms[0] if forms else "profile"](arguments, settings)
+    with progress("simulating") as (on_done,):
+        found = predict_all(
+            plan.layouts,
+            plan.methods,
+            plan.accuracy,
+            num_tokens=arguments.tokens,
+            seed=arguments.seed,
+            on_done=on_done,
+        )
+    advised = recommend(found, plan.same)
+    # Without draft tokens, the layout that is fastest so, with the most devices.
+    most_ms = min(each.machine.plain_tbt_ms for each in plan.layouts) * (1 + plan.same)
+    equal = [each for each in plan.layouts if each.machine.plain_tbt_ms <= most_ms]
+    plainest = max(equal, key=lambda layout: layout.num_devices)
+    label = plainest.label if advised is None else advised.layout
+    layout = next(each for each in plan.layouts if each.label == label)
+    best = advised or next(each for each in found if each.layout == label)
+    more, sentences = plan.more(best)
     if arguments.json:
-        chosen = None if advised is None else {**asdict(advised), "tensor_parallel": best}
         answer = {
-            "profile": asdict(profile.replaced(texts=())),
-            "plain_tbt_ms": profile.machine().plain_tbt_ms,
-            "predictions": [{**asdict(each), "tensor_parallel": size} for size, each in found],
-            "recommended": chosen,
+            **plan.about,
+            **more,
+            "plain_tbt_ms": layout.machine.plain_tbt_ms,
+            "predictions": [asdict(each) for each in found],
+            "recommended": None if advised is None else asdict(advised),
         }
         write(json.dumps(answer, allow_nan=False) + "\n")
         return 0
-    for size, machine in machines.items():
-        _print_table(machine, size, by_size[size], advised)
-    groups = f"cluster.tensor_parallel={best} cluster.stages={machines[best].num_stages} "
-    _print_advice([each for _, each in found], advised, groups if len(machines) > 1 else "")
-    if advised is not None and advised.texts:
-        _print_texts(machines[best], advised)
+    show_predictions(found, advised)
+    show(*sentences, *_advice(found, advised, layout))
     return 0
 
 
-def _print_texts(machine: Machine, advised: Prediction) -> None:
-    """Print what the advised method does with each benchmark, and how much texts differ."""
+def _given(settings: Sequence[str], *names: Sequence[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE; numbers, or lists of texts. Raises ConfigError if another name is
+    given."""
+    known = [name for some in names for name in some]
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in known or not value:
+            raise ConfigError(
+                f"`pipespec plan` takes no setting {setting!r} here; {suggest(name, known)}."
+            )
+        try:
+            texts = [text.strip() for text in value.strip("[]").split(",")]
+            found[name] = NUMBERS[name](value) if name in NUMBERS else texts
+            if name == "experts":
+                found[name] = [float(text) for text in texts]
+        except ValueError:
+            raise ConfigError(f"{name} is {value!r}, but must be a number.") from None
+    return found
+
+
+def _whole(given: Mapping[str, Any], name: str, usual: Sequence[Any]) -> list[Any]:
+    """Whole numbers of a setting, or `auto`. Raises ConfigError."""
+    texts = given.get(name, usual)
+    try:
+        return [text if text == "auto" else int(text) for text in texts]
+    except ValueError:
+        raise ConfigError(f"{name} is {','.join(texts)!r}, but must be a number.") from None
+
+
+def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
+    """The decoding methods to compare. Raises ConfigError."""
+    from pipespec.config.method_registry import policies_to_compare
+    from pipespec.instruments.plan.advice import choices
+
+    widths = _whole(given, "policy.width", WIDTHS)
+    children = _whole(given, "policy.children", CHILDREN)
+    rounds = _whole(given, "proposer.rounds", ROUNDS)
+    return list(choices(given.get("policy") or policies_to_compare(), widths, children, rounds))
+
+
+def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """Every decoding method on a pipeline whose times are known."""
+    from pipespec.instruments.plan.advice import Layout
+    from pipespec.instruments.plan.machine_profile import Profile
+
+    if any(text.startswith("model.") for text in settings):
+        raise ConfigError("Models are planned from their names with --gpus; give --gpus too.")
+    given = _given(settings, TIMES, ACCURACY, METHOD)
+    profile = Profile.read(arguments.profile) if arguments.profile else Profile()
+    if given.get("stages", 1) > 1 == profile.stages:
+        profile = profile.replaced(overlap=True)  # as with proposer.overlap=auto
+    profile = profile.replaced(**{name: given.get(name) for name in (*TIMES, *ACCURACY)})
+    if any(name in given for name in ACCURACY):
+        profile = profile.replaced(texts=())  # these describe the draft instead
+    if arguments.context is not None:
+        profile = profile.at_context(arguments.context)
+    layout = Layout(f"{profile.stages} stages", profile.machine())
+    about = {"profile": asdict(profile.replaced(texts=()))}
+    return Plan([layout], _methods(given), profile.accuracy(), about=about)
+
+
+def _divided(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """Each division of a host's devices, by the times of groups of some sizes."""
+    from pipespec.instruments.plan.group_splits import divisions, layouts_of, machine_by_devices
+    from pipespec.instruments.plan.machine_profile import Profile
+
+    given = _given(settings, GROUPS, ACCURACY, METHOD)
+    if any(name not in given for name in GROUPS):
+        raise ConfigError(
+            "--devices needs target_group_ms and draft_group_ms, the times on groups of some "
+            "numbers of devices."
+        )
+    if arguments.devices < 2:
+        raise ConfigError(
+            f"--devices is {arguments.devices}, but the draft and the target need one each."
+        )
+    target_ms, draft_ms = (_times(name, given[name]) for name in GROUPS)
+    found = layouts_of(
+        divisions(arguments.devices, one_stage=True),
+        partial(machine_by_devices, target_ms, draft_ms),
+    )
+    profile = Profile().replaced(**{name: given.get(name) for name in ACCURACY})
+    usual = {"policy": ["best_first"], "proposer.rounds": ["auto"]}
+    layouts = [layout for _, layout in found.values()]
+    return Plan(layouts, _methods(usual | given), profile.accuracy())
+
+
+def _times(name: str, texts: Sequence[str]) -> dict[int, float]:
+    """From texts such as 1:24.8 and 8:11.2: devices and milliseconds."""
+    from pipespec.instruments.emulation.machine import TimeCurve, point
+
+    try:
+        return dict(TimeCurve(tuple(point(text) for text in texts)).points)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} is {','.join(texts)!r}, but must be devices and milliseconds by rising "
+            "numbers of devices, as in 1:24.8,8:11.2."
+        ) from None
+
+
+def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
+    """The default policy on each number of GPUs, with which the layers of a model would fit."""
+    from pipespec.config.compose import compose_sections
+    from pipespec.config.method_registry import default_policy
+    from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+    from pipespec.instruments.plan import gpu_layouts
+    from pipespec.instruments.plan.advice import DecodingMethod, predict
+    from pipespec.instruments.plan.hardware import parse_gpus
+    from pipespec.instruments.plan.model_shape import WEIGHT_BYTES, find
+
+    given = _given(settings, MODELS, ACCURACY)
+    if "spread" in given and "curve" not in given:
+        raise ConfigError("spread says how a stated accuracy varies; give curve too.")
+    gpus, weights = parse_gpus(arguments.gpus), arguments.weights or "bfloat16"
+    context = CONTEXT if arguments.context is None else arguments.context
+    check_whole("context", context, 1, MAX_COUNT)
+    if weights not in WEIGHT_BYTES:
+        raise ConfigError(f"--weights is {weights!r}, but {suggest(weights, list(WEIGHT_BYTES))}.")
+    if "model.target" not in given:
+        fitting = gpu_layouts.known_that_fit(gpus, weights, context)[:SHOWN]
+        known = f"; of those it knows, these fit in {weights}: {', '.join(fitting)}"
+        raise ConfigError(
+            "`pipespec plan --gpus` needs model.target, a folder or a hub id"
+            f"{known if fitting else ''}."
+        )
+    link = None
+    if arguments.link:
+        (link,) = compose_sections(["emulate_link"], [f"emulate_link={arguments.link}"])
+    shape, draft = (find(given[name][0]) if name in given else None for name in MODELS)
+    assert shape is not None
+    policy = default_policy("best_first" if draft else "root")
+    method = DecodingMethod("best_first" if draft else "root", policy, "auto" if draft else 1)
+    spread = given.get("spread", SPREAD)
+    curves = [given["curve"]] if "curve" in given else RANGE
+    accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
+    usual = accuracies[len(accuracies) // 2]
+    target = gpu_layouts.Target(shape, weights, context, BATCHES * len(gpus) * policy.max_rows)
+    clusters = gpu_layouts.clusters(target, draft, gpus, link, fewer=True)
+    if draft is not None:
+        clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
+    by_label = {each.label: each for each in clusters}
+
+    def more(best: Prediction) -> tuple[Mapping[str, Any], Sequence[str]]:
+        cluster = by_label[best.layout]
+        times = [
+            (
+                each.hit_rate(1),
+                predict(
+                    method, cluster.machine, each, num_tokens=arguments.tokens, seed=arguments.seed
+                ).tbt_ms,
+            )
+            for each in accuracies * (draft is not None)
+        ]
+        plain_ms = cluster.machine.plain_tbt_ms
+        said = [*cluster.sentences(draft, gpus)]
+        said += [
+            f"With a draft whose first choice is right for {top1:.0%}: {ms:.0f} ms, "
+            f"{plain_ms / ms:.1f} times as fast as plain pipeline parallelism."
+            for top1, ms in times
+        ]
+        if draft is None:
+            said.append("Give model.draft too: a smaller model of the same family is much faster.")
+        said.append(
+            "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft "
+            "unless curve states it; `pipespec partition` measures."
+        )
+        accuracy = [{"top1": top1, "tbt_ms": ms} for top1, ms in times]
+        return {**cluster.described(gpus), "by_accuracy": accuracy}, said
+
+    layouts = [each.layout() for each in clusters]
+    return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
+
+
+def show_predictions(predictions: Sequence[Prediction], advised: Prediction | None) -> None:
+    """Print the fastest, and what the advised one does with each benchmark of a recorded draft."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(
-        box=SIMPLE_HEAD, padding=0, title="The recommended one, by benchmark", title_justify="left"
-    )
-    table.add_column("benchmark")
-    for heading in ("texts", "tok/step", "TBT", "of texts", "gain"):
-        table.add_column(f" {heading}", justify="right", no_wrap=True)
-    plain_ms = machine.plain_tbt_ms
-    for benchmark in dict.fromkeys(text.benchmark for text in advised.texts):
-        texts = [text for text in advised.texts if text.benchmark == benchmark]
-        tokens = sum(text.tokens for text in texts)
-        tbt_ms = sum(text.tbt_ms * text.tokens for text in texts) / tokens
-        steps = sum(text.tokens / text.tokens_per_step for text in texts)
-        times = [text.tbt_ms for text in texts]
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in [
+        "layout",
+        "policy",
+        "width",
+        "top-k",
+        "rounds",
+        "tok/step",
+        "±",
+        "rows",
+        "TBT",
+        "gain",
+    ]:
+        left = heading in ("layout", "policy")
+        table.add_column(f"{heading} ", justify="left" if left else "right", no_wrap=not left)
+    for p in predictions[:SHOWN]:
+        sizes = [str(each) for each in (p.width, p.children, p.rounds)]
+        figures = (f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}")
+        times = (f"{p.tbt_ms:.1f}", f"{p.speedup:.2f}")
+        style = "bold" if p is advised else None
+        table.add_row(f"{p.layout} ", f"{p.policy} ", *sizes, *figures, *times, style=style)
+    texts = advised.texts if advised is not None else ()
+    for benchmark in dict.fromkeys(text.benchmark for text in texts):
+        own = [text for text in texts if text.benchmark == benchmark]
+        tokens = sum(text.tokens for text in own)
+        steps = sum(text.tokens / text.tokens_per_step for text in own)
+        tbt_ms = sum(text.tbt_ms * text.tokens for text in own) / tokens
         table.add_row(
-            benchmark,
-            str(len(texts)),
-            f"{tokens / steps:.2f}",
-            f"{tbt_ms:.1f}",
-            f" {min(times):.1f} to {max(times):.1f}",
-            f"{plain_ms / tbt_ms:.2f}",
+            benchmark, "(recommended) ", *[""] * 3, f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}"
         )
     show(table)
 
 
-def _print_table(
-    machine: Machine, size: int, predictions: Sequence[Prediction], advised: Prediction | None
-) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        box=SIMPLE_HEAD,
-        padding=0,
-        title=f"{machine.num_stages} stages{f' of {size} devices' if size > 1 else ''}; plain "
-        "pipeline parallelism: "
-        f"{machine.plain_tbt_ms:.1f} ms between tokens",
-        title_justify="left",
-    )
-    headings = "policy width top-k rounds tok/step ± hits rows TBT bound E(T) gain"
-    for heading in headings.split():
-        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
-    for p in predictions:
-        table.add_row(
-            p.policy,
-            str(p.width),
-            str(p.children),
-            str(p.rounds),
-            f"{p.tokens_per_step:.2f}",
-            f"{p.error:.2f}",
-            f"{p.hit_rate:.2f}",
-            f"{p.rows_per_step:.1f}",
-            f"{p.tbt_ms:.1f}",
-            "" if p.bound_ms is None else f"{p.bound_ms:.1f}",
-            "" if p.specpipe_ms is None else f"{p.specpipe_ms:.1f}",
-            f"{p.speedup:.2f}",
-            style="bold" if p is advised else None,
-        )
-    show(table)
-
-
-def _print_advice(
-    predictions: Sequence[Prediction], advised: Prediction | None, groups: str
-) -> None:
-    """Print what the predictions say, a sentence a line.
-
-    Args:
-        groups: the settings that make the best groups of devices.
-    """
-    show("TBT is the time between tokens in ms, gain the speed-up over plain pipeline parallelism.")
-    if any(p.bound_ms is not None for p in predictions):
-        show(
-            "For `level`, bound and E(T) are TBT by equation, with every draft token among the "
-            "top-k in time: bound by this schedule's, E(T) by SpecPipe's."
-        )
+def _advice(
+    predictions: Sequence[Prediction], advised: Prediction | None, layout: Layout
+) -> list[str]:
+    """What the predictions say, a sentence a line."""
+    plain_ms = layout.machine.plain_tbt_ms
+    plain = f"plain pipeline parallelism (policy=root), which takes {plain_ms:.1f} ms"
+    said = [f"TBT is the time between tokens in ms, gain the speed-up over {plain}."]
+    speculating = [p for p in predictions if p.policy != "root"]
+    losing = sum(p.speedup < 1 for p in speculating)
     if advised is None:
-        show(
-            "No combination would be faster than plain pipeline parallelism.",
-            f"Recommended: {groups}policy=root",
+        root = " ".join((*layout.settings, "policy=root"))
+        none = "No combination would be faster than plain pipeline parallelism."
+        return [*said, *([none] if speculating else []), f"Recommended: {root}"]
+    if losing:
+        said.append(
+            f"{losing} of {len(speculating)} speculating combinations would be slower than that."
         )
-        return
-    show(
-        f"Recommended: {groups}{' '.join(advised.settings)}",
-        f"It would decode a token in {advised.tbt_ms:.1f} ms, {advised.speedup:.2f} times as fast "
-        "as plain pipeline parallelism.",
-    )
-    num_losing = sum(p.speedup < 1 for p in predictions if p.policy != "root")
-    if num_losing:
-        num_speculating = sum(p.policy != "root" for p in predictions)
-        show(
-            f"{num_losing} of {num_speculating} speculating combinations would be slower than "
-            "plain pipeline parallelism."
-        )
+    said += [f"Recommended: {' '.join(advised.settings)}"]
+    gain = f"{advised.speedup:.2f} times as fast as plain pipeline parallelism"
+    return [*said, f"It would decode a token in {advised.tbt_ms:.1f} ms, {gain}."]

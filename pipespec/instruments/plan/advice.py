@@ -1,33 +1,31 @@
-"""Which decoding method to use: those that there are, what each would do, and which is advised."""
+"""Which way to decode: what each would do on each layout of the devices, and which is advised."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
 from operator import add
 
 from pipespec.config.method_registry import default_policy, sized_policy
-from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.head.policies.root import Root
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.recorded_draft import DraftRecord
 from pipespec.instruments.plan.simulated_pipeline import Rounds
-from pipespec.instruments.plan.simulation import (
-    level_equation,
-    simulate,
-    simulate_texts,
-    specpipe_ms,
-)
+from pipespec.instruments.plan.simulation import MAX_TOKENS, simulate, simulate_texts
+from pipespec.limits import check_whole
 
 # The settings of a policy that are varied, if it has them.
 SIZE = ("width", "children")
-# Of predictions whose times differ by less than this share, the one with fewer rows is advised.
+# Of predictions whose times differ by less than this share, the one with the most devices and the
+# fewest rows is advised.
 SAME = 0.01
+# The first look at a method takes this share of the tokens, but not fewer than LEAST; the fastest
+# REFINED are looked at again.
+COARSE, LEAST, REFINED = 0.2, 100, 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class DecodingMethod:
     name: str
     policy: SpeculationPolicy
     rounds: Rounds
-    cascade: bool = False
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -48,23 +45,29 @@ class DecodingMethod:
             chosen += [
                 f"policy.{name}={getattr(self.policy, name)}" for name in SIZE if name in known
             ]
-        if self.cascade:
-            chosen.append("proposer=cascade")
         return (*chosen, f"proposer.rounds={self.rounds}")
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a decoding method will do.
+class Layout:
+    """One way to use the devices: in words, its times, how many it uses, and its settings."""
 
-    `tokens_per_step` has the standard error `error`; `equation` is the closed form, where there
-    is one, with every draft token within the children in time: a bound for any width. `bound_ms` is
-    the time between tokens that follows from it, `specpipe_ms` what SpecPipe's equation gives
-    instead. `speedup` is over plain pipeline parallelism; below 1 speculation loses. `settings`
-    are the overrides for `pipespec generate` that decode by this method, and `texts` the figures of
-    each text, if the draft was recorded.
+    label: str
+    machine: Machine
+    num_devices: int = 0
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a decoding method will do on a layout.
+
+    `tokens_per_step` has the standard error `error`. `speedup` is over plain pipeline parallelism
+    on that layout; below 1 speculation loses. `settings` are the overrides for `pipespec generate`
+    that decode by this method, and `texts` the figures of each text, if the draft was recorded.
     """
 
+    layout: str
     policy: str
     width: int
     children: int
@@ -72,15 +75,13 @@ class Prediction:
     settings: tuple[str, ...]
     tokens_per_step: float
     error: float
-    equation: float | None
-    bound_ms: float | None
-    specpipe_ms: float | None
     hit_rate: float
     rows_per_step: float
     rounds_per_step: float
     step_ms: float
     tbt_ms: float
     speedup: float
+    num_devices: int = 0
     texts: tuple[TextPrediction, ...] = ()
 
 
@@ -122,13 +123,11 @@ def predict(
     *,
     num_tokens: int,
     seed: int = 0,
-    mid: Accuracy | None = None,
+    layout: Layout | None = None,
 ) -> Prediction:
-    """What one decoding method will do on a machine, with a draft of that accuracy and, in a
-    cascade, a `mid`-size model of that one. Of a draft that was recorded, about `num_tokens` of its
-    texts are decoded; no cascade can be."""
-    assert mid is None or not isinstance(accuracy, DraftRecord)
-    choice = replace(choice, cascade=mid is not None)
+    """What one decoding method will do on a machine, with a draft of that accuracy. Of a draft that
+    was recorded, about `num_tokens` of its texts are decoded."""
+    layout = layout or Layout("", machine)
     rounds = choice.rounds
     texts: tuple[TextPrediction, ...] = ()
     if isinstance(accuracy, DraftRecord):
@@ -141,51 +140,76 @@ def predict(
         )
     else:
         ran = simulate(
-            choice.policy,
-            machine,
-            accuracy,
-            rounds=rounds,
-            num_tokens=num_tokens,
-            seed=seed,
-            mid=mid,
+            choice.policy, machine, accuracy, rounds=rounds, num_tokens=num_tokens, seed=seed
         )
-    equation = bound_ms = paper_ms = None
-    if isinstance(choice.policy, Root):
-        equation = level_equation(0.0, machine.num_stages)
-    elif isinstance(choice.policy, Level) and choice.policy.levels_per_step == 1:
-        hit_rate = accuracy.hit_rate(choice.policy.children)
-        equation = level_equation(hit_rate, machine.num_stages)
-        # Every stage is full, and the next step waits for the hop.
-        stage_ms = machine.full_ms(choice.policy.max_rows)
-        bound_ms = max(stage_ms) / equation
-        paper_ms = specpipe_ms(hit_rate, stage_ms)
     return Prediction(
+        layout=layout.label,
         policy=choice.name,
         width=choice.policy.max_rows,
         children=choice.policy.children,
-        rounds=choice.rounds,
-        settings=choice.settings,
+        rounds=rounds,
+        settings=(*layout.settings, *choice.settings),
         tokens_per_step=ran.tokens_per_step,
         error=ran.error,
-        equation=equation,
-        bound_ms=bound_ms,
-        specpipe_ms=paper_ms,
         hit_rate=ran.hits / ran.tokens,
         rows_per_step=ran.rows / ran.steps,
         rounds_per_step=ran.rounds / ran.steps,
         step_ms=ran.ms / ran.steps,
         tbt_ms=ran.tbt_ms,
         speedup=machine.plain_tbt_ms / ran.tbt_ms if ran.tbt_ms else math.inf,
+        num_devices=layout.num_devices,
         texts=texts,
     )
 
 
-def recommend(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest, or of several that are as fast the one with the fewest rows and rounds.
+def predict_all(
+    layouts: Sequence[Layout],
+    methods: Sequence[DecodingMethod],
+    accuracy: Accuracy | DraftRecord,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Prediction]:
+    """What each of the methods will do on each of the layouts, the fastest first.
 
-    None: nothing beats plain pipeline parallelism.
+    The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
+    them. `on_done` is called with how many simulations have ended, and of how many.
     """
+    check_whole("tokens", num_tokens, 1, MAX_TOKENS)
+    cells = list(product(layouts, methods))
+    coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
+    found: dict[int, Prediction] = {}
+    done = 0
+
+    def look(place: int, tokens: int) -> None:
+        nonlocal done
+        layout, method = cells[place]
+        found[place] = predict(
+            method, layout.machine, accuracy, num_tokens=tokens, seed=seed, layout=layout
+        )
+        done += 1
+        on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
+
+    for place in range(len(cells)):
+        look(place, coarse)
+    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
+    closely: set[int] = set()
+    while coarse < num_tokens:
+        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
+        left = [place for place in fastest if place not in closely]
+        if not left:
+            break
+        for place in left:
+            look(place, num_tokens)
+        closely.update(left)
+    return sorted(found.values(), key=lambda each: each.tbt_ms)
+
+
+def recommend(predictions: Sequence[Prediction], same: float = SAME) -> Prediction | None:
+    """The fastest, or of several that are as fast the one with the most devices, and the fewest
+    rows and rounds. None: nothing beats plain pipeline parallelism."""
     best = min(predictions, key=lambda p: p.tbt_ms)
-    equal = [p for p in predictions if p.tbt_ms <= best.tbt_ms * (1 + SAME)]
-    chosen = min(equal, key=lambda p: (p.rows_per_step, p.width, p.rounds_per_step))
+    equal = [p for p in predictions if p.tbt_ms <= best.tbt_ms * (1 + same)]
+    chosen = min(equal, key=lambda p: (-p.num_devices, p.rows_per_step, p.width, p.rounds_per_step))
     return chosen if chosen.speedup > 1 + SAME else None

@@ -75,7 +75,7 @@ def parse_gpus(parts: Sequence[str]) -> list[GPU]:
         if gpu is None:
             raise ConfigError(
                 f"The GPU {name!r} is not known; {suggest(name.lower(), list(GPUS))}. For others "
-                "measure a stage and give --stage-ms."
+                "measure a stage and give stage_ms."
             )
         if count and not (count.isdecimal() and int(count) > 0):
             raise ConfigError(f"{part!r} is no number of GPUs; write NAME:COUNT, as in rtx3090:4.")

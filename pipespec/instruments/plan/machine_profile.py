@@ -33,9 +33,6 @@ class Profile:
         draft_ms: of a draft round, for any nodes or a list by the nodes that it expands.
         experts: those that each layer has, how many of them a row chooses, their share of a row's
             time and, if known, the overlap of the choices of rows; empty: the model is dense.
-        mid_curve: the accuracy of the mid-size model of a cascade; empty: there is none.
-        tensor_parallel: numbers of devices that might compute their layers together.
-        sum_ms: what adding up takes them for the layers of one stage.
         slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
             `stage_ms` was measured: of every stage, or one such number for each stage.
         overlap: the draft works while the stages compute; false: while they wait, as a draft does
@@ -52,10 +49,6 @@ class Profile:
     curve: Sequence[str] = ("1:0.81", "8:0.99")
     spread: float = 0.5
     experts: Sequence[float] = ()
-    mid_curve: Sequence[str] = ()
-    mid_ms: float = 0.0
-    tensor_parallel: Sequence[int] = (1,)
-    sum_ms: float = 0.0
     slot_ms: float | Sequence[float] = 0.0
     slots: float | Sequence[float] = 0.0
     overlap: bool = True
@@ -89,7 +82,6 @@ class Profile:
             stages,
             _curve("hop_ms", hop),
             draft if isinstance(draft, int | float) else _curve("draft_ms", draft),
-            mid_ms=self.mid_ms,
             overlap=self.overlap,
         )
 
@@ -123,20 +115,11 @@ class Profile:
             )
         return value
 
-    def machines(self) -> dict[int, Machine]:
-        """What the devices make, by how many compute together. Raises ConfigError."""
-        alone = self.machine()
-        return {size: alone.shared(size, self.sum_ms) for size in self.tensor_parallel}
-
     def accuracy(self) -> Accuracy | DraftRecord:
         """Raises ConfigError."""
         if self.texts:
             return DraftRecord(self.texts)
         return Accuracy.parse(list(self.curve), self.spread)
-
-    def mid(self) -> Accuracy | None:
-        """Raises ConfigError."""
-        return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None
 
 
 def _later(entry: str | float, ms: float) -> str:

@@ -114,7 +114,7 @@ class ModelShape:
         if model_type in _UNUSUAL or len(set(raw.get("num_attention_heads_per_layer") or ())) > 1:
             raise ModelError(
                 f"{name} has layers with unusual attention, which are not planned from its config; "
-                "measure a stage (`python -m benchmarks.budgets.stage_time`) and give --stage-ms"
+                "measure a stage (`python -m benchmarks.budgets.stage_time`) and give stage_ms"
             )
 
         def number(field: str, default: int | None = None) -> int:
@@ -251,15 +251,9 @@ def published() -> dict[str, Mapping[str, Any]]:
 
 
 def find(model: str) -> ModelShape:
-    """The shape of a model (`raw_config`). Raises ModelError."""
-    name, raw = _named_config(model)
-    return ModelShape.from_config(name, raw)
-
-
-def raw_config(model: str) -> Mapping[str, Any]:
-    """The config.json of a model in a folder, in the shipped table, or on the hub, of which only
-    that file is fetched. Raises ModelError."""
-    return _named_config(model)[1]
+    """The shape of a model, by its config.json in a folder, in the shipped table, or on the hub, of
+    which only that file is fetched. Raises ModelError."""
+    return ModelShape.from_config(*_named_config(model))
 
 
 def _named_config(model: str) -> tuple[str, Mapping[str, Any]]:

@@ -38,15 +38,15 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_detached_cluster_gets_the_same_options_and_writes_no_token_to_its_log() -> None:
-    wanted = parsed("--invite", "--at", "fd00::7", "--announce")
-    assert wanted == JoinOptions("fd00::7", announce=True)
+    wanted = parsed("--invite", "--at", "fd00::7")
+    assert wanted == JoinOptions("fd00::7")
     passed_on = parsed(*wanted.flags)
-    assert passed_on == JoinOptions("fd00::7", announce=True, silent=True)
+    assert passed_on == JoinOptions("fd00::7", silent=True)
 
 
 def test_without_invite_no_host_may_join() -> None:
     assert parsed() is None
-    for option in (["--at", "10.0.0.1"], ["--announce"], ["--hosts", "2"]):
+    for option in (["--at", "10.0.0.1"], ["--hosts", "2"]):
         with pytest.raises(ConfigError, match="add --invite"):
             parsed(*option)
 

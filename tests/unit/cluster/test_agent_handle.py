@@ -17,7 +17,7 @@ from pipespec.config.hosts import Host
 from tests.helpers.waiting import until
 
 JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", restart=True, logs=False)
-PREPARING, REFUSED = '{"preparing": true, "version": "1"}', '{"refused": "no room in /tmp"}'
+PREPARING, REFUSED = '{"preparing": true}', '{"refused": "no room in /tmp"}'
 
 
 @pytest.fixture

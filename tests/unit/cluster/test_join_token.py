@@ -1,4 +1,4 @@
-"""Tokens, codes and invitations: what is no whole one is refused, and each lets in one host."""
+"""Tokens and invitations: what is no whole one is refused, and each lets in one host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pipespec.cluster.join_token import (
     Invitations,
     Refused,
     Token,
-    decode_code,
-    encode_code,
     id_of,
 )
 from pipespec.errors import ConfigError
@@ -53,16 +51,6 @@ def test_what_is_not_a_whole_token_is_refused_and_not_repeated(text: str) -> Non
     with pytest.raises(ConfigError, match="copy the whole command") as caught:
         Token.decode(text)
     assert len(text) < 6 or text not in str(caught.value)
-
-
-def test_a_code_may_be_typed_in_small_letters_and_groups_and_not_with_a_wrong_letter() -> None:
-    code = encode_code(TOKEN.secret)
-    assert decode_code(code) == decode_code(code.lower().replace("-", " ")) == TOKEN.secret
-    for place, letter in enumerate(code):
-        if letter != "-":
-            wrong = code[:place] + ("A" if letter != "A" else "B") + code[place + 1 :]
-            with pytest.raises(ConfigError, match="no code"):
-                decode_code(wrong)
 
 
 def test_an_invitation_lets_in_one_host() -> None:

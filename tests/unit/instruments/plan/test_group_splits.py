@@ -10,11 +10,12 @@ from pipespec.cli.main import main
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.advice import DecodingMethod, predict_all
 from pipespec.instruments.plan.group_splits import (
     Division,
     divisions,
+    layouts_of,
     machine_by_devices,
-    predict_divisions,
 )
 
 ACCURACY = Accuracy({1: 0.81, 8: 0.99}, 0.8)
@@ -38,27 +39,24 @@ def test_every_division_uses_all_devices_once() -> None:
 def test_devices_go_where_they_shorten_the_time_most(
     target_ms: dict[int, float], draft_ms: dict[int, float], best: int
 ) -> None:
-    found = predict_divisions(
-        divisions(4, one_stage=True),
-        lambda each: machine_by_devices(target_ms, draft_ms, each),
-        BestFirst(8, 8),
-        ACCURACY,
-        num_tokens=200,
+    found = layouts_of(
+        divisions(4, one_stage=True), lambda each: machine_by_devices(target_ms, draft_ms, each)
     )
-    assert found[0].division.draft == best
-    assert len(found) == 3
-    assert [each.tbt_ms for each in found] == sorted(each.tbt_ms for each in found)
+    layouts = [layout for _, layout in found.values()]
+    method = DecodingMethod("best_first", BestFirst(8, 8), "auto")
+    predicted = predict_all(layouts, [method], ACCURACY, num_tokens=200)
+    division, _ = found[predicted[0].layout]
+    assert division.draft == best
+    assert len(predicted) == 3
+    assert [each.tbt_ms for each in predicted] == sorted(each.tbt_ms for each in predicted)
 
 
 def test_divisions_that_do_not_fit_are_left_out() -> None:
-    found = predict_divisions(
+    found = layouts_of(
         divisions(4, one_stage=True),
         lambda each: machine_by_devices(FLAT, FLAT, each) if each.draft == 2 else None,
-        BestFirst(8, 8),
-        ACCURACY,
-        num_tokens=100,
     )
-    assert [each.division for each in found] == [Division(2, 1, 2)]
+    assert [each for each, _ in found.values()] == [Division(2, 1, 2)]
 
 
 def test_times_between_given_sizes_are_interpolated() -> None:
@@ -70,17 +68,17 @@ def test_times_between_given_sizes_are_interpolated() -> None:
 
 
 def test_command_divides_devices_by_given_times(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["plan", "--devices", "4", "--tokens", "100", "--widths", "8"]
-    times = ["--target-group-ms", "1:40,2:20,4:10", "--draft-group-ms", "1:2,4:2"]
+    asked = ["plan", "--devices", "4", "--tokens", "100", "policy.width=8"]
+    times = ["target_group_ms=1:40,2:20,4:10", "draft_group_ms=1:2,4:2"]
     assert main([*asked, *times]) == 0
     assert "cluster.tensor_parallel=3 cluster.draft_tensor_parallel=1" in capsys.readouterr().out
     assert main([*asked, "--json", *times]) == 0
-    first, *_ = json.loads(capsys.readouterr().out)["divisions"]
-    assert (first["draft"], first["members"], first["draft_ms"]) == (1, 3, 2.0)
+    first, *_ = json.loads(capsys.readouterr().out)["predictions"]
+    assert first["layout"] == "1 + 1 x 3"
     for wrong, said in (
-        (times[:2], "belong together"),
-        ([*times, "--stages", "2"], "leave --stages"),
-        ([times[0], "2:a", *times[2:]], "--target-group-ms is '2:a'"),
+        (times[:1], "needs target_group_ms and draft_group_ms"),
+        ([*times, "stages=2"], "takes no setting 'stages=2'"),
+        (["target_group_ms=2:a", times[1]], "target_group_ms is '2:a'"),
         (["--devices", "0", *times], "--devices is 0"),
     ):
         assert main([*asked, *wrong]) == 2

@@ -1,1 +1,0 @@
-"""Chooses target, quantisation and draft for the hosts' memory from what the caches hold."""
