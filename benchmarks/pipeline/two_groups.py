@@ -1,7 +1,6 @@
 """Eight GPUs of one host: a group for the target and one for the draft, or a pipeline.
 
-    python -m benchmarks.pipeline.two_groups --json benchmarks/results/two_groups.json \\
-        --plot benchmarks/results/two_groups
+    python -m benchmarks.pipeline.two_groups --json benchmarks/results/two_groups.json
     python -m benchmarks.pipeline.two_groups --times swiftspec \\
         --json benchmarks/results/two_groups_swiftspec.json
 
@@ -21,16 +20,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import comparison, experiment, plot, run_options
+from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import Case
 from benchmarks.papers.swiftspec import FITTED, PARALLEL, SERIAL, TARGET_TABLE
-from benchmarks.pipeline.device_groups import overrides
 from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
@@ -83,10 +79,25 @@ class Division:
         }
 
     @property
+    def stage_ms(self) -> float:
+        return self.target_ms / self.stages
+
+    @property
     def machine(self) -> Machine:
-        """Milliseconds of each stage and of a draft round."""
-        stages = (TimeCurve(((1, self.target_ms / self.stages),)),) * self.stages
-        return Machine(stages, draft_ms=self.round_ms)
+        stages = (TimeCurve(((1, self.stage_ms),)),) * self.stages
+        return Machine(stages, draft_ms=self.round_ms, overlap=not self.serial)
+
+    def overrides(self, folder: Path, scale: float) -> list[str]:
+        """The overrides that emulate it."""
+        return [
+            *run_options.target(self.stages, folder),
+            f"cluster.stages={self.stages}",
+            "cluster.devices=[cpu]",
+            "emulate=fixed",
+            f'emulate.stage_ms="1:{self.stage_ms:g}"',
+            f"emulate.draft_ms={self.round_ms:g}",
+            f"emulate.scale={scale:g}",
+        ]
 
 
 def by_gpt_fast(
@@ -152,20 +163,8 @@ TIMES = {
 }
 
 
-def draw(title: str, note: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    with plot.figure(path, title, size=(6.4, 3.6), note=note) as (axes,):
-        names = [
-            f"{row['target']}\n{'no draft' if row['method'] == 'root' else row['draft']}\n"
-            f"{row['rows']} rows"
-            for row in rows
-        ]
-        series = {name: [row[f"{name}_ms"] for row in rows] for name in ("tbt", "predicted")}
-        plot.bars(axes, names, series, ylabel="time between tokens, ms")
-        axes.set_xlabel("stages × GPUs of each, GPUs of the draft, rows of a step")
-
-
 def main() -> None:
-    parser = experiment.parser(__doc__, plot=True)
+    parser = experiment.parser(__doc__)
     parser.add_argument("--times", choices=TIMES, default="gpt_fast", help="whose (gpt_fast)")
     run_options.add_draft(parser)
     parser.set_defaults(proposer=run_options.SYNTHETIC, curve=None)
@@ -185,7 +184,7 @@ def main() -> None:
         (choice,) = choices([division.method], *size)
         return simulate(
             choice.policy,
-            replace(division.machine, overlap=not division.serial),
+            division.machine,
             accuracy,
             rounds=choice.rounds,
             num_tokens=SIMULATED,
@@ -196,7 +195,7 @@ def main() -> None:
         cases = [
             Case(
                 division.label,
-                overrides(division.machine, folder, options.scale),
+                division.overrides(folder, options.scale),
                 [
                     *run_options.method(
                         division.method,
@@ -214,13 +213,12 @@ def main() -> None:
     first, *_ = decoded = compared.rows()
     rows: list[dict[str, Any]] = []
     for division, row in zip(times.divisions, decoded, strict=True):
-        machine = division.machine
         rows.append(
             {
                 **row,
                 "speed_up": first["tbt_ms"] / row["tbt_ms"],
-                "stage_ms": machine.stages[0].ms(1),
-                "round_ms": machine.round_ms(1),
+                "stage_ms": division.stage_ms,
+                "round_ms": division.round_ms,
                 "predicted_ms": predicted_ms(division),
             }
         )
@@ -236,8 +234,7 @@ def main() -> None:
         f"Times by {times.text}; {options.scale:g} times slower; {len(compared.prompts)} prompts × "
         f"{options.tokens} tokens."
     )
-    drawn = partial(draw, title, note, rows)
-    comparison.publish(options, title, rows, compared, draw=drawn, note=note)
+    comparison.publish(options, title, rows, compared, note=note)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.common.checked_requests import CheckedRequest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from benchmarks.budgets import rank_memory, stage_time
 from benchmarks.budgets.timed_stage import TimedStage, random_tree
 from benchmarks.common import experiment, rank_traces, run_options
-from benchmarks.common.checked_requests import CheckedRequest
 from benchmarks.common.rank_traces import Span, Trace
 from benchmarks.load import exact_texts, long_context, long_prompt, throughput
 from benchmarks.pipeline import bookkeeping, hits, methods, overhead, scaling, timeline

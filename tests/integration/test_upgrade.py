@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import chaos_streams
 from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.deployment import decide
 from pipespec.cluster.fault_stats import FaultKind
@@ -23,6 +22,7 @@ from pipespec.controller.membership import Membership
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.system.folders import resource_dir
 from pipespec.system.versions import PROTOCOL, own_version
+from tests.helpers import killed_streams
 from tests.helpers.sandbox import Sandbox
 from tests.helpers.serving import Server
 from tests.helpers.waiting import until
@@ -152,8 +152,8 @@ def test_streams_of_a_server_go_on_while_its_hosts_are_upgraded(
     newer = installation(tmp_path / "newer", NEWER)
     server = Server(place, f"cluster={hosts_file}", "model.context=1024", *SLOW)
     connect = http_server.ServerAddress(server.announced["url"]).connect
-    bodies = chaos_streams.request_bodies(streams=4, tokens=512)
-    undisturbed = asyncio.run(chaos_streams.read_all(connect, bodies))
+    bodies = killed_streams.request_bodies(streams=4, tokens=512)
+    undisturbed = asyncio.run(killed_streams.read_all(connect, bodies))
     upgraded: list[dict[str, object]] = []
 
     def upgrade() -> None:
@@ -162,7 +162,7 @@ def test_streams_of_a_server_go_on_while_its_hosts_are_upgraded(
         assert (code, err) == (0, "")
         upgraded.extend(json.loads(out)["hosts"])
 
-    streams = asyncio.run(chaos_streams.read_all(connect, bodies, at=4, fault=upgrade))
+    streams = asyncio.run(killed_streams.read_all(connect, bodies, at=4, fault=upgrade))
     assert [each.text for each in streams] == [each.text for each in undisturbed]
     assert [each["host"] for each in upgraded] == ["b", "a"], "the head's host comes last"
     assert server.metric("pipespec_resumption_seconds_count") > 0, "requests were running"

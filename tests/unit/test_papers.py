@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.papers.demo_pair import slowdown, tokens_per_step
+from benchmarks.papers.pair_tables import pair_tables
 
 from benchmarks.common import experiment
 from benchmarks.papers import intervals, page, stored
 from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables, stored_tables
 from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
-from benchmarks.papers.demo_pair import slowdown, tokens_per_step
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.machines import (
     in_pairs,
@@ -23,7 +24,6 @@ from benchmarks.papers.machines import (
     vllm_pipeline,
 )
 from benchmarks.papers.missing import MISSING
-from benchmarks.papers.pair_tables import pair_tables
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
