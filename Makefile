@@ -101,13 +101,11 @@ check: $(VENV)/.dev
 # The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
-	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves drafts.cascade_tbt \
-	    pipeline.timeline pipeline.tbt pipeline.sampled pipeline.scaling pipeline.overhead \
+	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves pipeline.tbt \
 	    load.throughput; do \
-	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
+	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.pipeline.tbt --quick --proposer synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
-	$(BIN)/python -m benchmarks.pipeline.hits --stored $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
