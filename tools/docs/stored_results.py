@@ -26,11 +26,10 @@ MODULES = {
     "startup": "budgets.startup",
     "tbt": "pipeline.tbt",
 }
+CASCADE = "--methods root,alone,cascade --tokens 64"
 CHANGED = {
-    "benchmarks.drafts.cascade_tbt --proposer cascade": "benchmarks.pipeline.tbt --proposer cascade "
-    "--methods root,alone,cascade --tokens 64",
-    "benchmarks.drafts.cascade_tbt": "benchmarks.pipeline.tbt --proposer synthetic_cascade "
-    "--methods root,alone,cascade --tokens 64",
+    "drafts.cascade_tbt --proposer cascade": f"pipeline.tbt --proposer cascade {CASCADE}",
+    "drafts.cascade_tbt": f"pipeline.tbt --proposer synthetic_cascade {CASCADE}",
     "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
     "--source ": "--proposer ",
     "--sources ": "--proposers ",
