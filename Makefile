@@ -19,9 +19,6 @@ POLICIES := policy=root policy=level policy=best_first
 RACE := cluster.stages=8 emulate=rtx3090_8 emulate.scale=2.5 decode.max_new_tokens=24 \
   sampling.temperature=0.7 sampling.top_p=0.9 sampling.seed=3
 
-# The requests whose traces are drawn.
-TRACED := cluster.stages=4 decode.max_new_tokens=40 decode.ignore_eos=true
-
 QUICK := build/bench
 # FlashInfer and what its Python imports, of the versions that its tests ran with.
 FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-bindings==13.5.0 \
@@ -32,7 +29,7 @@ NODE_OPENAI := openai@7.57.0
 # worker makes it no faster on two cores.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race pictures docs test test-all test-real test-flashinfer check check-gpu-code \
+.PHONY: demo race docs test test-all test-real test-flashinfer check check-gpu-code \
   check-gpu-full bench-quick format clean
 .DELETE_ON_ERROR:
 
@@ -42,17 +39,6 @@ demo: $(VENV)/.run
 
 race: $(VENV)/.run
 	$(BIN)/pipespec compare $(POLICIES) --prompt "$(PROMPT)" $(RACE)
-
-# Those of README and docs; the dashboard's needs Debian's chromium.
-pictures: $(VENV)/.bench
-	$(BIN)/python -m tools.screenshots race docs/images/race.svg --prompt "$(PROMPT)" $(POLICIES) $(RACE)
-	$(BIN)/python -m tools.screenshots dashboard docs/images/dashboard.png
-	mkdir -p build/pictures
-	$(BIN)/pipespec generate --prompt "$(PROMPT)" $(TRACED) policy=root trace=build/pictures/plain.json
-	$(BIN)/pipespec generate --prompt "$(PROMPT)" $(TRACED) policy.width=8 policy.children=4 \
-	  trace=build/pictures/speculative.json
-	$(BIN)/python -m tools.pipeline_picture build/pictures/plain.json \
-	  build/pictures/speculative.json docs/images/pipeline.svg
 
 # The documentation as a site, in build/site; a broken link fails. Read it with
 # python -m http.server --directory build/site (search does not work from files).
@@ -101,13 +87,11 @@ check: $(VENV)/.dev
 # The main figures of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
-	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves drafts.cascade_tbt \
-	    pipeline.timeline pipeline.tbt pipeline.sampled pipeline.scaling pipeline.overhead \
+	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves pipeline.tbt \
 	    load.throughput; do \
-	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
+	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.pipeline.tbt --quick --proposer synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
-	$(BIN)/python -m benchmarks.pipeline.hits --stored $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

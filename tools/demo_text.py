@@ -95,12 +95,3 @@ def encode(tokenizer: PreTrainedTokenizerFast, path: Path) -> np.ndarray:
     """The file as one stream of token ids `[tokens]`, each document closed by the end token."""
     encodings = tokenizer.backend_tokenizer.encode_batch(documents(path), add_special_tokens=False)
     return np.concatenate([np.array([*e.ids, tokenizer.eos_token_id], np.int32) for e in encodings])
-
-
-def prompt_ids(prompt: dict, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    text = prompt["prompt"]
-    if prompt.get("benchmark") not in CODE_BENCHMARKS:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    return tokenizer(text, add_special_tokens=False)["input_ids"]

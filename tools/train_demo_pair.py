@@ -1,6 +1,6 @@
 """Train the demo models: a target, and a mid-size and a small draft model distilled from it.
 
-    python -m tools.train_demo_pair --corpus CORPUS --prompts PROMPTS --out demo
+    python -m tools.train_demo_pair --corpus CORPUS --out demo
 
 Its parts, in `--folder`, from which a killed run continues:
 
@@ -9,7 +9,7 @@ Its parts, in `--folder`, from which a killed run continues:
     text        the target's own continuations of beginnings of the corpus
     mid, draft  layers of the target, then KL divergence to
                 the target's distribution                     (same optimizers, corpus and text)
-    export      bf16 safetensors, tokenizer and measured model card of each, into `--out`
+    export      bf16 safetensors and tokenizer of each, into `--out`
 
 How much each model learns is a budget of tokens. `--corpus` is described in `tools.demo_text`.
 Every batch is a function of the seed, the budget and the step, so interruptions change no weight.
@@ -28,7 +28,6 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.demo_cards import write_cards
 from tools.demo_text import (
     CORPUS_NOTES,
     DEFAULT_NOTE,
@@ -159,9 +158,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--corpus", type=Path, required=True, help="folder of *.txt")
     parser.add_argument(
-        "--prompts", type=Path, required=True, help='folder of *.jsonl, each line with "prompt"'
-    )
-    parser.add_argument(
         "--out", type=Path, required=True, help="gets target/, mid/ and draft/, at the end"
     )
     parser.add_argument(
@@ -177,8 +173,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--target-text-share", type=float, default=0.5, help="share of them in their batches"
     )
-    parser.add_argument("--prompts-per-file", type=int, default=16)
-    parser.add_argument("--continuation-tokens", type=int, default=128)
     parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--log-every", type=int, default=20, help="steps")
     parser.add_argument("--seed", type=int, default=1)
@@ -203,7 +197,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     models = {"target": new_target(tokenizer.eos_token_id).to(args.device)}
-    costs = {"target": train_target(models["target"], mix, args)}
+    train_target(models["target"], mix, args)
 
     ready = args.folder / "models"
 
@@ -220,9 +214,8 @@ def main() -> None:
         kept = kept_layers(SHAPE["num_hidden_layers"], layers)
         models[name] = student_of(models["target"], kept, halve=False).to(args.device)
         models[name].generation_config = models["target"].generation_config
-        costs[name] = train_student(name, models[name], models["target"], distilled_on, args)
+        train_student(name, models[name], models["target"], distilled_on, args)
         models[name] = exported(name)
-    write_cards(models, tokenizer, mix, costs, ready, args)
     shutil.copytree(ready, args.out, dirs_exist_ok=True)
 
 

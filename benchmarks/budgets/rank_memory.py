@@ -1,6 +1,6 @@
 """Memory of every rank, predicted and measured, and the share of the tree: SpecPipe's Table 1.
 
-    python -m benchmarks.budgets.rank_memory [--stages 8] [--json FILE] [--plot PATH]
+    python -m benchmarks.budgets.rank_memory [--stages 8] [--json FILE]
 
 Each rank loads its part of the demo pair, computes a batch of 64 rows, and then reports its
 tensors, its unique memory (USS) and its mapped memory (RSS, which counts the shared libraries of
@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from benchmarks.common import experiment, plot
+from benchmarks.common import experiment
 from pipespec.cluster import rank_components
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.worker_group import launch
@@ -38,16 +35,7 @@ from tools.inflate import Shape, read_config
 MIB, GIB = 2**20, 2**30
 ROWS = 64
 # The published config.json of meta-llama/Llama-3.1-70B.
-LLAMA_70B = Shape(
-    hidden=8192,
-    layers=80,
-    intermediate=28672,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    tied=False,
-)
+LLAMA_70B = Shape(8192, 80, 28672, 64, 8, 128, 128256, tied=False)
 BFLOAT16 = 2
 
 
@@ -163,45 +151,8 @@ def computed(stages: int, width: int, context: int, chunk: int) -> list[dict[str
     return rows
 
 
-def draw(
-    rows: list[dict[str, Any]], large: list[dict[str, Any]], titles: list[str], path: Path
-) -> None:
-    with plot.figure(
-        path,
-        "Memory per rank",
-        columns=2,
-        size=(10.4, 3.6),
-        note="Left: unique memory of a rank, without libraries that all ranks share. "
-        "Right: KV of the tree and of one batch are too small to see.",
-    ) as (left, right):
-        plot.stack(
-            left,
-            [str(row["rank"]).removeprefix("stage ") for row in rows],
-            {
-                "weights": [row["weights_held"] for row in rows],
-                "KV pool": [row["kv_held"] for row in rows],
-                "beyond": [row["uss_beyond"] for row in rows],
-            },
-            xlabel="rank",
-            ylabel="MiB",
-        )
-        plot.stack(
-            right,
-            [str(row["rank"]).removeprefix("stage ") for row in large],
-            {
-                "weights": [row["weights"] for row in large],
-                "KV: context": [row["kv_of_context"] for row in large],
-                "KV: tree, batch": [row["kv_of_tree"] + row["kv_of_batch"] for row in large],
-            },
-            xlabel="stage",
-            ylabel="GiB",
-        )
-        for axes, title in zip((left, right), titles, strict=True):
-            axes.set_title(title, loc="left", fontsize=8.5)
-
-
 def main() -> None:
-    parser = experiment.parser(__doc__, plot=True)
+    parser = experiment.parser(__doc__)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="(64)")
     parser.add_argument("--context", type=int, default=32768, help="of the 70B, tokens (32768)")
@@ -234,7 +185,6 @@ def main() -> None:
         options,
         f"{title} (budget beyond weights and KV pool: 300)",
         rows,
-        draw=partial(draw, rows, large, [title, large_title]),
         unit="MiB",
         computed={"title": large_title, "unit": "GiB", "rows": large},
         overrides=overrides,

@@ -206,7 +206,7 @@ def publish(
     rows: Sequence[Mapping[str, Any]],
     compared: Comparison,
     *,
-    draw: Callable[[Path], None],
+    draw: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> None:
     """Publish the rows and all cases; end with an error if answers differ."""

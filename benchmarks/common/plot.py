@@ -25,7 +25,7 @@ METHODS = {
     "static_tree": "#c9a66b",
     "level": "#7fa8c9",
     "best_first": "#1f4e79",
-    "small draft alone": "#1f4e79",  # both best_first
+    "alone": "#5b7f9f",  # best_first without the mid-size model
     "cascade": "#8a6fa8",
 }
 # For other series, in the order of use.
@@ -152,35 +152,6 @@ def legend_above(axes: Axes, handles: Sequence[Artist]) -> None:
     axes.set_title(" ")  # makes room for it
 
 
-def stack(
-    axes: Axes,
-    groups: Sequence[str],
-    parts: Mapping[str, Sequence[float]],
-    *,
-    xlabel: str,
-    ylabel: str,
-    legend: bool = True,
-) -> None:
-    """One bar per group, made of the parts from the bottom up; negative parts go below zero."""
-    above, below = [0.0] * len(groups), [0.0] * len(groups)
-    for (name, values), colour in zip(parts.items(), COLOURS, strict=False):
-        bottom = [a if v >= 0 else b for v, a, b in zip(values, above, below, strict=True)]
-        axes.bar(groups, values, 0.62, bottom=bottom, label=name, color=colour)
-        above = [a + max(v, 0.0) for a, v in zip(above, values, strict=True)]
-        below = [b + min(v, 0.0) for b, v in zip(below, values, strict=True)]
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    if legend:
-        handles, names = axes.get_legend_handles_labels()
-        axes.legend(
-            handles[::-1],
-            names[::-1],
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-            handlelength=1.0,
-        )
-
-
 def lines(
     axes: Axes,
     series: Mapping[str, Sequence[tuple[float, float]]],
@@ -216,60 +187,3 @@ def lines(
         legend_above(axes, axes.get_legend_handles_labels()[0])
     else:
         axes.set_title(" ")  # as high as the panel beside it
-
-
-def dots(
-    axes: Axes,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    xlabel: str,
-    ylabel: str,
-    colours: Mapping[str, str] | None = None,
-) -> None:
-    """A dot per (x, y)."""
-    colours = colours or dict(zip(series, COLOURS, strict=False))
-    for name, points in series.items():
-        axes.scatter(
-            *zip(*points, strict=True),
-            label=name,
-            s=18,
-            color=colours[name],
-            alpha=0.85,
-            edgecolors="white",
-            linewidths=0.4,
-        )
-    axes.grid(axis="x")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.legend(loc="best")
-
-
-def rows_of_spans(
-    axes: Axes,
-    labels: Sequence[str],
-    spans: Sequence[Sequence[tuple[str, float, float]]],
-    colours: Mapping[str, str],
-    *,
-    xlabel: str,
-    texts: Sequence[tuple[int, float, str]] = (),
-) -> None:
-    """One row per label from the top down, its spans (kind, start, duration) as coloured bars.
-
-    `texts` are (row, x, text), centred in a bar. The legend names the colours.
-    """
-    from matplotlib.patches import Patch
-
-    for row, of_row in enumerate(spans):
-        for kind in colours:
-            bars_drawn = [(start, length) for what, start, length in of_row if what == kind]
-            axes.broken_barh(bars_drawn, (row - 0.4, 0.8), facecolors=colours[kind], linewidth=0)
-    for row, x, text in texts:
-        axes.text(x, row, text, ha="center", va="center", fontsize=7, color="white")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False)
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(xlabel)
-    legend_above(axes, [Patch(color=colour, label=kind) for kind, colour in colours.items()])

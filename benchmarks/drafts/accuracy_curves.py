@@ -1,7 +1,6 @@
 """How often the target's token is among a draft's k best, per data set: SpecPipe's Figure 7.
 
-    python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json \\
-        --plot benchmarks/results/curves
+    python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json
 
 The target answers greedily (one stage, no draft tokens); then the draft reads the same text, and
 its rank of every token of the answer is counted. Measured; the same on every machine.
@@ -9,11 +8,7 @@ its rank of every token of the answer is counted. Measured; the same on every ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-
-from benchmarks.common import comparison, experiment, plot, run_options
+from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import ALL
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
@@ -30,24 +25,8 @@ def curve(record: DraftRecord) -> list[tuple[int, float]]:
     return [*Accuracy.parse(record.curve(), record.spread()).curve.items()]
 
 
-def draw(title: str, curves: Mapping[str, list[tuple[int, float]]], path: Path) -> None:
-    series = {run_options.short(name): points for name, points in curves.items()}
-    sets = [name for name in series if name != ALL]
-    with plot.figure(path, title, size=(6.0, 3.8)) as (axes,):
-        plot.lines(
-            axes,
-            series,
-            colours=dict(zip(sets, plot.COLOURS, strict=False)),
-            xlabel="k",
-            ylabel="target's token among the draft's k best",
-            dashed=[ALL],
-        )
-        axes.set_xticks(range(1, RANKS + 1))
-        axes.set_ylim(0, 1)
-
-
 def main() -> None:
-    parser = experiment.parser(__doc__, plot=True)
+    parser = experiment.parser(__doc__)
     run_options.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
     options = experiment.parse(parser, num_prompts=8, tokens=32)
 
@@ -83,7 +62,6 @@ def main() -> None:
         options,
         title,
         rows,
-        draw=partial(draw, title, curves),
         curves=curves,
         overrides=case_run.overrides,
         settings=case_run.settings,

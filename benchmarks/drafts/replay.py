@@ -6,10 +6,8 @@ step are those of a cluster in lockstep with that many stages and the same setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from benchmarks.common.run_options import DATA
 from pipespec.core import NODE, SEQUENCE, Batch, Request, SamplingParams, Verdict
@@ -28,17 +26,12 @@ PREFILL = 1 << 16
 
 @dataclass
 class Replayed:
-    """Counts from the first decided token to the last, over all texts.
-
-    `stated` and `accepted` have an item for every scheduled draft token: its stated probability of
-    being on the accepted path, and whether it was. `by_text` has the tokens and steps of each text.
-    """
+    """Counts from the first decided token to the last, over all texts; `by_text` has the tokens and
+    steps of each."""
 
     steps: int = 0
     tokens: int = 0
     rows: int = 0
-    stated: list[float] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)
     by_text: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -50,21 +43,12 @@ class Replay:
     """One proposer, through one text after another."""
 
     def __init__(
-        self,
-        policy: SpeculationPolicy,
-        proposer: Proposer,
-        *,
-        stages: int,
-        rounds: int,
-        around_round: Callable[[Callable[[], list]], list] = lambda expand: expand(),
-    ):
-        """`around_round` calls a draft round, and may time it."""
+        self, policy: SpeculationPolicy, proposer: Proposer, *, stages: int, rounds: int
+    ) -> None:
         self.policy, self.proposer = policy, proposer
         self.stages, self.rounds = stages, rounds
-        self.around_round = around_round
         self.result = Replayed()
         self._steps: dict[int, int] = {}  # the step in which each node was scheduled
-        self._indices: dict[int, int] = {}  # of scheduled draft tokens, in the result
 
     def decode(
         self, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams = GREEDY
@@ -80,7 +64,6 @@ class Replay:
         )
         scheduler = Scheduler(config)
         self._steps.clear()
-        self._indices.clear()
         scheduler.add(Request(1, tuple(prompt), len(answer), sampling=sampling), lambda _: False, 0)
         (sequence,) = scheduler.admit()
         self.proposer.start_sequence(sequence.context)
@@ -93,7 +76,6 @@ class Replay:
             verdict = self._verdict(scheduler, sequence, text)
             if verdict is not None:
                 for _ in verdict.tokens:
-                    self._observe(sequence, text)
                     scheduler.apply(
                         Verdict(
                             sequence.number,
@@ -119,27 +101,13 @@ class Replay:
         self.result.by_text.append((after[0] - before[0], after[1] - before[1]))
 
     def _draft(self, scheduler: Scheduler, work: ProposalBatch) -> None:
-        found = self.around_round(lambda: self.proposer.propose(work.requests, work.children))
+        found = self.proposer.propose(work.requests, work.children)
         scheduler.add_proposals(work, found, 0.0)
 
     def _enter(self, sequence: TreeSequence, batch: Batch) -> None:
-        """Record the step and the stated probability of the rows."""
-        tree = sequence.tree
-        chance = dict(zip(tree.id.tolist(), np.exp(tree.cum).tolist(), strict=True))
-        root = int(tree.id[ROOT])
+        """Record the step of the rows."""
         for node in batch.rows[batch.rows[:, SEQUENCE] == sequence.number, NODE].tolist():
             self._steps[node] = batch.step
-            if node in chance and node != root:
-                self.result.stated.append(chance[node])
-                self.result.accepted.append(False)
-                self._indices[node] = len(self.result.accepted) - 1
-
-    def _observe(self, sequence: TreeSequence, text: Sequence[int]) -> None:
-        """Record that the next token was a scheduled draft token, if it was."""
-        tree = sequence.tree
-        child = tree.child(ROOT, text[len(sequence.context.tokens)])
-        if child is not None and tree.fed[child]:
-            self.result.accepted[self._indices.pop(int(tree.id[child]))] = True
 
     def _verdict(
         self, scheduler: Scheduler, sequence: TreeSequence, text: Sequence[int]

@@ -5,9 +5,9 @@
 
 The texts are the demo target's answers to the shipped prompts, greedy and sampled, and the
 references of the repetitive prompts. Counts, which depend on no machine. By deciles of the stated
-probability: the share of accepted draft tokens, of all that were proposed after accepted text, and
-of those that were scheduled, by their probability of being on the accepted path; `worst` is the
-largest difference in deciles with enough draft tokens. Tokens per step also by data set.
+probability: the share of accepted draft tokens, of all that were proposed after accepted text;
+`worst` is the largest difference in deciles with enough draft tokens. Tokens per step also by data
+set.
 """
 
 from __future__ import annotations
@@ -137,12 +137,11 @@ def replay_all(pair: Pair, proposer: str, replayed: Sequence[Text], stages: int)
             for name, of_set in counts.items()
         },
         "proposed": proposed,
-        "fed": deciles(np.array(result.stated), np.array(result.accepted)),
     }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    hidden = ("proposed", "fed", "tokens_per_step_by_set")
+    hidden = ("proposed", "tokens_per_step_by_set")
     return [{k: v for k, v in row.items() if k not in hidden} for row in rows]
 
 

@@ -1,138 +1,62 @@
-"""Faults during answers: is every answer still the undisturbed one, token for token?
+"""Faults while requests are decoded: is every answer still the undisturbed one, token for token?
 
-    python -m benchmarks.faults.chaos --faults 60 --json benchmarks/results/chaos.json \\
-        --plot benchmarks/results/chaos
-    python -m benchmarks.faults.chaos --hosts 3 --faults 30 \\
-        --json benchmarks/results/chaos_boxes.json --plot benchmarks/results/chaos_boxes
     python -m benchmarks.faults.chaos --in-flight 16 --hosts 2 --stages 3 --tokens 32 \\
         --faults 300 --json benchmarks/results/chaos_in_flight.json
+    python -m benchmarks.faults.chaos --in-flight 1 --kinds kill,redis --faults 200
 
-A cluster decodes one prompt after another, greedy and sampled in turn. At a random token a fault
-happens: a rank is killed (SIGKILL) or hangs (SIGSTOP), or Redis is killed. With `--hosts` the ranks
-run on hosts of a test bed (network namespaces, a real sshd in each); there a link between two hosts
-is also cut for a while, and a whole host's agent is killed.
+A server and its cluster decode so many requests at once, half of which are streams over HTTP. Of
+each kind of fault equally many happen, at random moments. With `--hosts` the ranks run on hosts of
+a test bed (network namespaces, a real sshd in each); there a link between two hosts is also cut for
+a while, and all that runs on a host is killed.
 
-Recovery is timed from the fault to the first token of a later epoch; for a cut link from its repair
-to the next token. The exit code is 1 if a token of any answer differs, is lost or comes twice, if
-the cluster does not recover, or if any process, socket or file is left after its end.
+Recovery is timed from the fault, for a cut link from its repair, until all ranks are there and
+every request has made progress. The exit code is 1 if a text differs, a request or token is lost or
+comes twice, the cluster does not recover, or any process, socket or file is left after its end.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import asyncio
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import experiment, plot, run_options
-from benchmarks.faults import chaos_in_flight, fault_injector
-from benchmarks.faults.cluster_process import (
-    ClusterFailed,
-    ClusterProcess,
-    agent_pid,
-    hosts_file,
-    send_signal,
+import numpy as np
+import yaml
+
+from benchmarks.common import experiment
+from benchmarks.common.experiment import ROOT
+from benchmarks.faults.checked_load import (
+    SHOWN,
+    CheckedLoad,
+    RecoveryResult,
+    RequestCounts,
+    inject_all,
 )
-from benchmarks.faults.single_faults import (
-    HOST_KINDS,
-    KINDS,
-    LOCAL_KINDS,
-    Fault,
-    FaultResult,
-    PromptCase,
-    compare,
-    describe,
-    prompt_cases,
-    recovery_s,
-    schedule,
-    short,
-    table,
+from benchmarks.faults.fault_injector import BETWEEN_HOSTS, KINDS, Fault, FaultInjector, schedule
+from benchmarks.faults.leftovers import (
+    leftovers,
+    namespaces,
+    resource_counts,
+    unused_shared_memory,
 )
-from pipespec.instruments.bench.dataset import load
-from tools.rig import testbed
+from pipespec.errors import PipespecError
+from tools.rig import clock, testbed
+from tools.rig.clock import SteppedClock
+from tools.rig.http_server import HttpServer, ServerFailed
+from tools.rig.relay import inside
 from tools.rig.testbed import Testbed
 
-CONTEXT = 512
-# Of a link between two hosts.
-DELAY_MS, GBIT = 0.1, 10.0
-# So many names of leftovers are stored.
-SHOWN = 20
-NOTE = (
-    "From the fault to the first token of a later epoch; for a cut, from its repair to the next "
-    "token. All ranks share the machine's {cores} cores."
-)
-
-
-class FaultRun:
-    """Causes faults in a cluster while it answers."""
-
-    def __init__(self, cluster: ClusterProcess, bed: Testbed | None, cases: Sequence[PromptCase]):
-        self._cluster, self._bed, self._cases = cluster, bed, cases
-        self._epoch = cluster.settle(0)
-        self._expected = [self._answer(question)["tokens"] for question in cases]
-
-    def _answer(self, question: PromptCase) -> dict[str, Any]:
-        self._cluster.send({"prompt": question.prompt, "settings": question.settings})
-        return self._cluster.expect("tokens")
-
-    def inject(self, fault: Fault) -> FaultResult:
-        """Decode a prompt, cause the fault, and read the answer to its end.
-
-        Raises ClusterFailed.
-        """
-        question, cluster = self._cases[fault.question], self._cluster
-        cluster.send({"prompt": question.prompt, "settings": question.settings, "at": fault.at})
-        state = cluster.expect("at")
-        since_s = time.monotonic()
-        hit = self._cause(fault, state)
-        cluster.send({})
-        if fault.kind == "cut":
-            time.sleep(fault.cut_s)
-            self._link(fault, mend=True)
-            since_s = time.monotonic()
-        answer = cluster.expect("tokens")
-        took_s = recovery_s(fault, answer, since_s, state["epoch"]) if hit else None
-        before = self._epoch
-        # A fault that did not delay the answer ends the epoch too; a cut link may not.
-        self._epoch = cluster.settle(state["epoch"] + (hit and fault.kind != "cut"))
-        differ, lost, doubled = compare(answer, self._expected[fault.question])
-        return FaultResult(
-            outcome="missed" if not hit else "ended_first" if took_s is None else "recovered",
-            recovery_s=took_s,
-            epochs=self._epoch - before,
-            reason=short(answer["faults"][-1]) if answer["events"][-1][3] > before else "",
-            mismatches=differ,
-            lost=lost,
-            doubled=doubled,
-        )
-
-    def _cause(self, fault: Fault, state: dict[str, Any]) -> bool:
-        """Cause the fault; False if its target does not exist."""
-        if fault.kind == "cut":
-            self._link(fault, mend=False)
-            return True
-        if fault.kind == "redis":
-            return send_signal(state["redis"], signal.SIGKILL)
-        if fault.kind == "agent":
-            assert self._bed is not None
-            return send_signal(agent_pid(self._bed, fault.target), signal.SIGKILL)
-        rank = int(fault.target)
-        # There are fewer ranks once a worker is lost for good.
-        pid = state["pids"].get(state["ranks"][rank]) if rank < len(state["ranks"]) else None
-        return send_signal(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-
-    def _link(self, fault: Fault, *, mend: bool) -> None:
-        assert self._bed is not None
-        (self._bed.mend if mend else self._bed.cut)(*fault.target.split("-"))
+CONTEXT = 256
+CLOCK = "clock"
 
 
 @dataclass
@@ -141,15 +65,17 @@ class ChaosRun:
 
     Attributes:
         broken: why it ended early; empty: it did not.
+        skipped: kinds of faults that cannot be caused here, with the reason.
         before, after: the cluster's resources before the first and after the last fault.
         leftovers: what existed after its end.
         rtt_ms: the bare round trip between two hosts; None: there is one machine.
     """
 
     faults: list[Fault]
-    cases: list[PromptCase]
-    results: list[FaultResult] = field(default_factory=list)
+    results: list[RecoveryResult] = field(default_factory=list)
+    counts: RequestCounts = field(default_factory=RequestCounts)
     broken: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     leftovers: dict[str, list[str]] = field(default_factory=dict)
@@ -160,165 +86,219 @@ class ChaosRun:
     def wrong(self) -> str:
         """The errors, in sentences; empty: there are none."""
         found = [self.broken] if self.broken else []
-        counts = {
-            "that differ": sum(result.mismatches for result in self.results),
-            "lost": sum(result.lost for result in self.results),
-            "doubled": sum(result.doubled for result in self.results),
+        counts = self.counts
+        totals = {
+            "Texts that differ": counts.differ,
+            "Requests lost": len(counts.failures),
+            "Tokens lost": counts.lost_tokens,
+            "Tokens received twice": counts.doubled_tokens,
         }
-        found += [f"Tokens {what}: {count}." for what, count in counts.items() if count]
+        found += [f"{what}: {count}." for what, count in totals.items() if count]
+        if counts.failures:
+            found.append(f"The first lost request: {counts.failures[0]}.")
         for kind, names in self.leftovers.items():
             if names:
                 found.append(f"Left behind: {len(names)} {kind}, such as {names[0]!r}.")
         return " ".join(found)
 
 
+def kinds_here(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The kinds of faults of a run, and those that cannot be caused here, with the reason."""
+    skipped: dict[str, str] = {}
+    if (lacking := clock.missing()) is not None:
+        skipped[CLOCK] = lacking
+    if not options.hosts:
+        skipped |= dict.fromkeys(BETWEEN_HOSTS, "it needs several hosts (--hosts 2)")
+    wanted = options.kinds or KINDS
+    return [kind for kind in wanted if kind not in skipped], {
+        kind: why for kind, why in skipped.items() if kind in wanted
+    }
+
+
+def hosts_file(bed: Testbed, stages: int, folder: Path, environment: Mapping[str, str]) -> Path:
+    """A hosts file that spreads a head and `stages` stages evenly over the bed's hosts, whose
+    processes have the variables of `environment` too."""
+    each, more = divmod(stages + 1, len(bed.hosts))
+    path = bed.hosts_file({host: each + (i < more) for i, host in enumerate(bed.hosts)})
+    listed = yaml.safe_load(path.read_text())
+    own = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    listed["defaults"]["env"] |= {**own, **environment}
+    path.write_text(yaml.safe_dump(listed, sort_keys=False))
+    return path
+
+
 def run(options: argparse.Namespace, folder: Path) -> ChaosRun:
-    """Start a cluster whose temporary files are in `folder`, and cause faults."""
+    """Start a server and its cluster, whose temporary files are in `folder`, and cause faults."""
+    kinds, skipped = kinds_here(options)
+    began = time.monotonic()
+    began_s = time.time()
     with ExitStack() as stack:
-        bed = None
-        if options.hosts:
-            bed = stack.enter_context(Testbed(options.hosts, delay_ms=DELAY_MS, gbit=GBIT))
-        cases = prompt_cases(load(run_options.DATA, options.num_prompts), options.tokens)
+        bed = stack.enter_context(Testbed(options.hosts)) if options.hosts else None
+        hosts = bed.hosts if bed else ()
         faults = schedule(
-            options.seed,
-            options.faults,
-            kinds=options.kinds,
-            ranks=options.stages + 1,
-            hosts=bed.hosts if bed else (),
-            tokens=options.tokens,
-            num_cases=len(cases),
+            options.seed, options.faults, kinds=kinds, num_ranks=options.stages + 1, hosts=hosts
         )
-        outcome = ChaosRun(faults, cases)
+        outcome = ChaosRun(faults, skipped=skipped)
+        stepped = SteppedClock(folder) if CLOCK in kinds else None
+        environment = stepped.environment if stepped else {}
         where = [f"cluster.stages={options.stages}", "cluster.devices=[cpu]"]
         if bed:
             outcome.rtt_ms = bed.measured_rtt_ms(bed.hosts[0], bed.hosts[1])
-            where = [f"cluster={hosts_file(bed, options.stages, folder)}"]
-        settings = [*where, f"cluster.sync={options.sync}", f"model.context={CONTEXT}"]
-        began = time.monotonic()
-        cluster = ClusterProcess(settings, folder, bed, options.patience)
+            where = [f"cluster={hosts_file(bed, options.stages, folder, environment)}"]
+        settings = [
+            *where,
+            "model.dtype=float32",
+            f"model.context={CONTEXT}",
+            f"cluster.sync={options.sync}",
+            f"scheduler.max_num_seqs={options.in_flight}",
+        ]
         try:
-            with cluster:
-                inject_all(cluster, bed, outcome)
-        except ClusterFailed as error:
+            # One process prepares requests from the start, so that resources can be compared.
+            flags = ("--preparation-processes", "1")
+            with HttpServer(folder, *flags, *settings, bed=bed, environment=environment) as server:
+                injector = FaultInjector(bed, stepped, options.patience)
+                work = partial(
+                    asyncio.run, inject_faults(server, injector, outcome, options, folder, bed)
+                )
+                # Redis is reached at an address of the first host.
+                inside(bed.namespaces[hosts[0]], work) if bed else work()
+        except (ServerFailed, PipespecError, OSError) as error:
             outcome.broken = str(error)
-            print(*cluster.log, sep="\n", file=sys.stderr)
-        outcome.took_s = time.monotonic() - began
-        outcome.leftovers = cluster.leftovers()
-        return outcome
+        if stepped:
+            stepped.remove()
+        outcome.leftovers = leftovers(folder, bed)
+    # Those of this run alone: other programs may have some of their own.
+    made = {*bed.namespaces.values()} if bed else set()
+    outcome.leftovers["network namespaces"] = sorted(made & namespaces())
+    outcome.leftovers["shared memory"] = unused_shared_memory(began_s)
+    outcome.took_s = time.monotonic() - began
+    return outcome
 
 
-def inject_all(cluster: ClusterProcess, bed: Testbed | None, outcome: ChaosRun) -> None:
-    fault_run = FaultRun(cluster, bed, outcome.cases)
-    outcome.before = cluster.resource_counts()
-    for number, fault in enumerate(outcome.faults, 1):
-        result = fault_run.inject(fault)
+async def inject_faults(
+    server: HttpServer,
+    injector: FaultInjector,
+    outcome: ChaosRun,
+    options: argparse.Namespace,
+    folder: Path,
+    bed: Testbed | None,
+) -> None:
+    def on_start(load: CheckedLoad) -> None:
+        outcome.counts = load.counts
+        outcome.before = resource_counts(folder, bed)
+
+    def on_result(fault: Fault, result: RecoveryResult) -> None:
         outcome.results.append(result)
-        text = describe(number, len(outcome.faults), fault, outcome.cases[fault.question], result)
-        print(text, file=sys.stderr, flush=True)
-    outcome.after = cluster.resource_counts()
+        number = f"{len(outcome.results):4}/{len(outcome.faults)}"
+        print(f"{number}  {describe(fault, result)}", file=sys.stderr, flush=True)
+
+    await inject_all(
+        server.address,
+        injector,
+        outcome.faults,
+        on_start,
+        in_flight=options.in_flight,
+        tokens=options.tokens,
+        patience_s=options.patience,
+        deadline=time.monotonic() + options.minutes * 60,
+        on_result=on_result,
+    )
+    outcome.after = resource_counts(folder, bed)
+
+
+def describe(fault: Fault, result: RecoveryResult) -> str:
+    """A line of the log about one fault and its result."""
+    what = " ".join(filter(None, (fault.kind, fault.target)))
+    if fault.cut_s:
+        what += f" for {fault.cut_s:g} s"
+    when = f"after {fault.at} events" if fault.at else "idle"
+    came = f"recovered after {result.recovery_s:.2f} s" if result.hit else "there was no target"
+    reason = f" ({result.reason})" if result.reason else ""
+    return f"{what}, {when}: {came}; epochs begun: {result.epochs}{reason}"
+
+
+def table(outcome: ChaosRun) -> list[dict[str, Any]]:
+    """A row for each kind, and one for all."""
+    done = list(zip(outcome.faults, outcome.results, strict=False))
+    rows = []
+    for kind in [*(kind for kind in KINDS if any(f.kind == kind for f, _ in done)), "all"]:
+        mine = [(f, s) for f, s in done if kind in (f.kind, "all")]
+        times = [result.recovery_s for _, result in mine if result.hit]
+        row: dict[str, Any] = {"fault": kind, "times": len(mine)}
+        row |= {"idle": sum(not fault.at for fault, _ in mine)}
+        row |= {"no_target": sum(not result.hit for _, result in mine)}
+        row |= {"epochs_begun": sum(result.epochs for _, result in mine)}
+        for name, percent in (("median_s", 50), ("p90_s", 90), ("worst_s", 100)):
+            row[name] = float(np.percentile(times, percent)) if times else None
+        rows.append(row)
+    return rows
 
 
 def publish(options: argparse.Namespace, outcome: ChaosRun) -> None:
-    """Print, store and draw the table."""
-    rows = table(outcome.faults, outcome.results)
-    place = "one machine"
-    if outcome.rtt_ms is not None:
-        place = f"{options.hosts} hosts, {GBIT:g} Gbit/s, bare round trip {outcome.rtt_ms:.2f} ms"
-    note = NOTE.format(cores=os.cpu_count())
+    """Print and store the table."""
+    where = f"{options.hosts} hosts" if options.hosts else "one machine"
     title = (
-        f"{len(outcome.results)} faults: {options.stages} stages, {options.sync}, {place}, "
+        f"{len(outcome.results)} faults with {options.in_flight} requests in flight: "
+        f"{options.stages} stages, {options.sync}, {where}, "
         f"{options.tokens} tokens, seed {options.seed}"
     )
-    counts = {
-        "requests_finished": len(outcome.cases) + len(outcome.results),
-        "mismatches": sum(result.mismatches for result in outcome.results),
-        "lost_tokens": sum(result.lost for result in outcome.results),
-        "doubled_tokens": sum(result.doubled for result in outcome.results),
-        "epochs_begun": sum(result.epochs for result in outcome.results),
-        "processes_left": len(outcome.leftovers["processes"]),
-        "sockets_left": len(outcome.leftovers["sockets"]),
-        "files_left": len(outcome.leftovers["files"]),
+    counts = outcome.counts
+    totals = {
+        "requests_finished": sum(counts.finished.values()),
+        "texts_differ": counts.differ,
+        "requests_lost": len(counts.failures),
+        "tokens_lost": counts.lost_tokens,
+        "tokens_doubled": counts.doubled_tokens,
+        "refused_and_repeated": counts.refused,
     }
     experiment.publish(
         options,
         title,
-        rows,
-        draw=partial(draw, title, note, outcome, rows),
-        note=note,
-        **counts,
+        table(outcome),
+        **totals,
+        finished_by_kind=counts.finished,
+        failures=counts.failures[:SHOWN],
+        left_behind={kind: names[:SHOWN] for kind, names in outcome.leftovers.items()},
         broken=outcome.broken,
         seconds=outcome.took_s,
+        skipped=outcome.skipped,
         bare_rtt_ms=outcome.rtt_ms,
         held_before=outcome.before,
         held_after=outcome.after,
-        left_behind={kind: names[:SHOWN] for kind, names in outcome.leftovers.items()},
         faults=[
             asdict(fault) | asdict(result)
             for fault, result in zip(outcome.faults, outcome.results, strict=False)
         ],
-        questions=[asdict(question) for question in outcome.cases],
     )
-    print("  ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items()))
+    for kind, why in outcome.skipped.items():
+        print(f"Skipped: {kind}, as {why}.")
+    print("  ".join(f"{name.replace('_', ' ')}: {count}" for name, count in totals.items()))
     print(f"Resources of the cluster before and after: {outcome.before}, {outcome.after}.")
 
 
-def draw(title: str, note: str, outcome: ChaosRun, rows: list[dict[str, Any]], path: Path) -> None:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for number, (fault, result) in enumerate(zip(outcome.faults, outcome.results, strict=False), 1):
-        if result.recovery_s is not None:
-            points.setdefault(fault.kind, []).append((number, result.recovery_s))
-    if not points:
-        return
-    kinds = [kind for kind in KINDS if kind in points]
-    colours = dict(zip(KINDS, plot.COLOURS, strict=False))
-    with plot.figure(path, title, columns=2, size=(8.4, 3.6), note=note) as (left, right):
-        plot.dots(
-            left,
-            {kind: points[kind] for kind in kinds},
-            xlabel="fault",
-            ylabel="recovery, s",
-            colours=colours,
-        )
-        of = {row["fault"]: row for row in rows}
-        greys = {"median": plot.INK, "p90": plot.NEUTRAL, "p99": plot.FAINT}
-        series = {name: [of[kind][f"{name}_s"] for kind in kinds] for name in greys}
-        plot.bars(right, kinds, series, ylabel="recovery, s", colours=greys)
-
-
 def parse() -> argparse.Namespace:
-    parser = experiment.parser(__doc__, plot=True)
+    parser = experiment.parser(__doc__)
     parser.add_argument("--faults", type=int, default=40, help="(40)")
     parser.add_argument("--seed", type=int, default=1, help="of all random choices (1)")
-    parser.add_argument("--stages", type=int, default=4, help="(4)")
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer (96)")
-    parser.add_argument("--num-prompts", type=int, default=6, help="(6)")
+    parser.add_argument("--stages", type=int, default=3, help="(3)")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer (32)")
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
     parser.add_argument("--hosts", type=int, default=0, help="of a test bed; needs root (none)")
     parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")
-    parser.add_argument("--in-flight", type=int, default=1, help="requests at once (1)")
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, help="with --in-flight, no fault begins later (60)"
+    parser.add_argument("--in-flight", type=int, default=16, help="requests at once (16)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no fault begins later (60)")
+    quick_kinds = ["kill", "redis", "client_kill", "script_flush"]
+    options = experiment.parse(
+        parser, faults=4, stages=1, tokens=16, in_flight=4, kinds=quick_kinds
     )
-    options = experiment.parse(parser, faults=4, num_prompts=2, tokens=48)
-    many = options.in_flight > 1
-    known: tuple[str, ...] = KINDS
-    between: tuple[str, ...] = HOST_KINDS
-    if many:
-        known, between = fault_injector.KINDS, fault_injector.BETWEEN_HOSTS
-    elif not options.kinds:
-        options.kinds = KINDS if options.hosts else LOCAL_KINDS
     for kind in options.kinds or ():
-        if kind not in known:
-            parser.error(f"--kinds names {kind!r}, which is none of {', '.join(known)}.")
-        if kind in between and not options.hosts:
+        if kind not in KINDS:
+            parser.error(f"--kinds names {kind!r}, which is none of {', '.join(KINDS)}.")
+        if kind in BETWEEN_HOSTS and not options.hosts:
             parser.error(f"--kinds names {kind!r}, which needs several hosts; add --hosts 3.")
-    if options.in_flight < 1:
-        parser.error(f"--in-flight is {options.in_flight}, but must be 1 or more.")
-    if many and options.plot:
-        parser.error("--plot draws a run with one request at a time; leave --in-flight out.")
-    if min(options.faults, options.num_prompts, options.stages) < 1 or options.tokens < 4:
-        parser.error("--faults, --num-prompts and --stages must be 1 or more, --tokens 4 or more.")
+    if min(options.faults, options.in_flight, options.stages) < 1 or options.tokens < 4:
+        parser.error("--faults, --in-flight and --stages must be 1 or more, --tokens 4 or more.")
     if options.hosts:
         if not 2 <= options.hosts <= options.stages + 1:
             parser.error(
@@ -334,15 +314,11 @@ def main() -> None:
     options = parse()
     # Short, for the names of sockets.
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
-    in_flight = options.in_flight > 1
     try:
-        outcome = chaos_in_flight.run(options, folder) if in_flight else run(options, folder)
+        outcome = run(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(outcome, ChaosRun):
-        publish(options, outcome)
-    else:
-        chaos_in_flight.publish(options, outcome)
+    publish(options, outcome)
     if outcome.wrong:
         sys.exit(outcome.wrong)
     print("Every answer is the undisturbed one, token for token.")

@@ -1,4 +1,4 @@
-"""Requests whose answers are checked while faults happen: `benchmarks.faults.chaos --in-flight N`.
+"""Requests whose answers are checked while faults happen: `benchmarks.faults.chaos`.
 
 Half of the requests are read from the request log, which has every token and its position, and
 half over HTTP from `pipespec serve`; of each a third is greedy, a third sampled, a third
@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from benchmarks.faults.fault_injector import ENDING, POLL_S, FaultInjector
-from benchmarks.faults.single_faults import Fault, short
+from benchmarks.faults.fault_injector import ENDING, POLL_S, Fault, FaultInjector
 from pipespec.client.async_client import AsyncClient, attach
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted, Finished, failure_of
@@ -342,5 +341,6 @@ def last_fault() -> str:
     with suppress(Unreachable):
         running = find_cluster(NAME)
         if overview := read_status(running.url, running.namespace):
-            return short(overview.last_fault or "")
+            # Without the details that a library adds, such as its own source files.
+            return (overview.last_fault or "").partition(": [")[0]
     return ""

@@ -1,4 +1,4 @@
-"""The faults of `benchmarks.faults.chaos --in-flight`, and how they are caused."""
+"""The faults of `benchmarks.faults.chaos`, and how they are caused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import combinations
 
 import psutil
 
-from benchmarks.faults.cluster_process import send_signal
-from benchmarks.faults.single_faults import CUT_S, Fault
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.errors import ConfigError, Unreachable
@@ -42,7 +41,7 @@ REDIS_SIGNALS = {
 }
 SUPERVISOR_SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGSEGV")
 # Kinds that always end an epoch; the others need not.
-ENDING = {*RANK_SIGNALS, *REDIS_SIGNALS, "supervisor", "agent"}
+ENDING = {*RANK_SIGNALS, *REDIS_SIGNALS, "supervisor", "agent", "host"}
 KINDS = (
     *RANK_SIGNALS,
     "supervisor",
@@ -52,8 +51,12 @@ KINDS = (
     "script_flush",
     "clock",
     "cut",
+    "host",
 )
-BETWEEN_HOSTS = ("cut",)
+BETWEEN_HOSTS = ("cut", "host")
+# Seconds for which a link is cut: from less to more than a lease and SSH's timeout.
+CUT_S = (0.5, 8.0)
+SSHD = "sshd"
 # Connections that are closed, by the last command on them: all; those of ranks that wait for
 # tasks; of readers and heartbeats; of ranks and clients that run scripts.
 CONNECTIONS = ("all", "blpop", "xread", "evalsha")
@@ -63,6 +66,23 @@ IDLE = 0.2
 # A fault happens after so many further events of all requests together.
 EVENTS = (1, 64)
 POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that happens while requests are decoded, drawn from the seed.
+
+    Attributes:
+        kind: one of KINDS.
+        target: the rank, the two hosts, the host or the connections; empty for Redis.
+        at: it happens after so many further events of all requests; 0: while there is none.
+        cut_s: how long a link is cut; 0 for the other kinds.
+    """
+
+    kind: str
+    target: str
+    at: int
+    cut_s: float
 
 
 def schedule(
@@ -86,9 +106,11 @@ def schedule(
             target = draw.choice(("+", "-"))
         elif kind == "cut":
             target = "-".join(draw.choice(list(combinations(hosts, 2))))
+        elif kind == "host":
+            target = draw.choice(hosts[1:])  # the first has the launcher
         cut_s = round(draw.uniform(*CUT_S), 2) if kind == "cut" else 0.0
         at = 0 if draw.random() < IDLE else draw.randint(*EVENTS)
-        faults.append(Fault(kind, target, at, cut_s, 0))
+        faults.append(Fault(kind, target, at, cut_s))
     return faults
 
 
@@ -122,7 +144,9 @@ class FaultInjector:
             step_s = CLOCK_STEP_S if fault.target == "+" else -CLOCK_STEP_S
             self._clock.step(step_s if not self._clock.offset_s else 0)
             return True
-        assert self._bed is not None and fault.kind == "cut", fault
+        assert self._bed is not None
+        if fault.kind == "host":
+            return kill_host(self._bed, fault.target)
         self._bed.cut(*fault.target.split("-"))
         return True
 
@@ -144,6 +168,27 @@ class FaultInjector:
                     return current_epoch(running)
             time.sleep(POLL_S)
         raise ServerFailed(f"The cluster was not complete again within {self._patience_s:g} s.")
+
+
+def send_signal(pid: int | None, number: signal.Signals) -> bool:
+    """Send a signal; False if there is no such process."""
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_host(bed: Testbed, host: str) -> bool:
+    """Kill all processes of a host except its sshd; False if there are none."""
+    killed = False
+    for pid in bed.processes(host):
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).name() != SSHD:
+                killed |= send_signal(pid, signal.SIGKILL)
+    return killed
 
 
 def supervisor_pid(pid: int | None) -> int | None:
@@ -186,10 +231,3 @@ def kill_connections(running: RunningCluster, kind: str) -> int:
         return sum(int(pipe.call("CLIENT", "KILL", "ID", number)) for number in found)
     finally:
         pipe.close()
-
-
-def namespaces() -> set[str]:
-    """The names of all network namespaces."""
-    with suppress(FileNotFoundError):
-        return set(os.listdir("/run/netns"))
-    return set()

@@ -5,9 +5,8 @@
     python -m benchmarks.papers --only specpipe_11,pipedec_5
 
 SIMULATED with the head's own scheduler and a SYNTHETIC draft of stated accuracy, the same for all
-data sets, whose accuracies no paper prints. Intervals are of 95 %, by batch means. What other
-benchmarks MEASURED, COMPUTED or EMULATED is read from `benchmarks/results/` and has tables of its
-own. `python -m benchmarks.papers.page` writes all of them into docs/papers.md.
+data sets, whose accuracies no paper prints. Intervals are of 95 %, by batch means.
+`python -m benchmarks.papers.page` writes the tables into docs/papers.md.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.common import experiment, plot
-from benchmarks.papers import meta, pipedec, specpipe, specpipe_db, stored, swiftspec
+from benchmarks.papers import meta, pipedec, specpipe, swiftspec
 from benchmarks.papers.cells import BATCHES, Runs, num_jobs
 from benchmarks.papers.missing import MISSING
-from benchmarks.papers.pair_tables import pair_tables
 from benchmarks.papers.tables import Experiment, as_json
 
 PAPERS = ("SpecPipe", "PipeDec", "SwiftSpec", "Meta")
@@ -33,8 +31,8 @@ MAKERS = (
     specpipe.figure_10,
     specpipe.figure_11,
     specpipe.figure_13,
-    specpipe_db.figure_16,
-    specpipe_db.figure_17,
+    specpipe.figure_16,
+    specpipe.figure_17,
     pipedec.figure_4,
     pipedec.figure_5,
     pipedec.figure_6,
@@ -96,21 +94,6 @@ def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str,
     ]
 
 
-def stored_tables() -> list[dict[str, Any]]:
-    """Those that other benchmarks measured, computed or emulated."""
-    return [
-        {
-            "name": table.name,
-            "paper": table.paper,
-            "kind": table.kind,
-            "title": f"{table.kind}: {table.title}",
-            "rows": [as_json(row) for row in table.rows],
-            "sources": [asdict(each) for each in table.sources],
-        }
-        for table in (*stored.all_tables(), *pair_tables())
-    ]
-
-
 def show(tables: Sequence[dict[str, Any]]) -> None:
     columns = ("figure", "quantity", "paper", "ours", "verdict", "baseline")
     for table in tables:
@@ -122,7 +105,7 @@ def show(tables: Sequence[dict[str, Any]]) -> None:
 def draw(title: str, runs: Runs, path: Path) -> None:
     """SpecPipe's Figure 10 and 16: time by width and children, throughput by requests."""
     by_size = specpipe.figure_10_cells()
-    loaded = specpipe_db.cells()
+    loaded = specpipe.crowds()
     with plot.figure(path, title, columns=2, size=(9.6, 3.8)) as (left, right):
         plot.lines(
             left,
@@ -138,7 +121,7 @@ def draw(title: str, runs: Runs, path: Path) -> None:
             right,
             {
                 name.replace("`", ""): [
-                    (b, runs[cell].over(runs[loaded[specpipe_db.VLLM][b]]).value)
+                    (b, runs[cell].over(runs[loaded[specpipe.PLAIN_VLLM][b]]).value)
                     for b, cell in of.items()
                 ]
                 for name, of in loaded.items()
@@ -165,14 +148,12 @@ def main() -> None:
     if options.plot and options.only:
         raise SystemExit("--plot draws all experiments; leave --only out.")
     chosen = experiments(options.only)
-    others = [] if options.only else stored_tables()
     runs = simulated(chosen, options)
     tables = simulated_tables(chosen, runs)
     show(tables)
     grids = [asdict(each.grid(runs)) for each in chosen if each.grid is not None]
     for grid in grids:
         experiment.show(f"SIMULATED, SYNTHETIC draft: {grid['title']}", grid["rows"])
-    show(others)
     experiment.show("Not to be had here", [asdict(each) for each in MISSING])
     title = f"SIMULATED, SYNTHETIC draft (1:0.74,32:0.99, spread 0.8), {BATCHES} batches a cell"
     if options.json:

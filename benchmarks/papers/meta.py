@@ -7,22 +7,22 @@ trained for the target; here they have the accuracy of the other papers' 1B and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
-from benchmarks.papers.cells import EIGHT_B, ONE_B, Cell, Run, Runs
+from benchmarks.papers.cells import Cell, Run, Runs
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.machines import one_stage
+from benchmarks.papers.swiftspec import ACCURACIES, ACCURACY_TEXT
 from benchmarks.papers.tables import PLOT_ONLY, Experiment, Grid, Row, claimed, compared
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.static_tree import StaticTree
 
 PAPER = "Meta"
-TOKENS = 2000
 TARGET_MS, DRAFT_MS = 10.0, 1.0
-ACCURACIES = {"1B": ONE_B, "8B": EIGHT_B}
 CHAINS = {3: (2.64, 2.80), 5: (3.03, 3.32), 7: (3.20, 3.57)}
 # Trees of 8 and 12 nodes, as in production; Meta does not print their shapes.
 SHAPES = (
@@ -54,13 +54,13 @@ def _chain(length: int, name: str) -> Cell:
 
 def _static(shape: tuple[int, ...], name: str) -> Cell:
     policy = StaticTree(list(shape), children=max(8, *shape))
-    return Cell(policy, one_stage(TARGET_MS, DRAFT_MS), ACCURACIES[name], tokens=TOKENS)
+    return Cell(policy, one_stage(TARGET_MS, DRAFT_MS), ACCURACIES[name])
 
 
 def _best_first(budget: int, name: str) -> Cell:
     machine = replace(one_stage(TARGET_MS, DRAFT_MS), overlap=False)
     policy = BestFirst(budget + 1, 8)
-    return Cell(policy, machine, ACCURACIES[name], rounds=PASSES, tokens=TOKENS)
+    return Cell(policy, machine, ACCURACIES[name], rounds=PASSES)
 
 
 def _target_steps(run: Run, passes: int) -> Interval:
@@ -74,29 +74,16 @@ def tokens_per_call() -> Experiment:
     def rows(runs: Runs) -> Sequence[Row]:
         made = []
         for name in ACCURACIES:
-            of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
-            made.append(
-                compared(
-                    "Table 1",
-                    f"tokens per call, chain of 3, {of}",
-                    (2.75, 2.94),
-                    runs[cells[3, name]].tokens_per_step,
-                    baseline="Meta's heads, four models",
-                )
-            )
-            made += [
-                compared(
-                    "Table 1",
-                    f"tokens per call, chain of {length}, {of}",
-                    printed,
-                    runs[cells[length, name]].tokens_per_step,
-                    baseline="EAGLE3 in vLLM, 70B to 8B",
-                )
-                for length, printed in CHAINS.items()
-            ]
+            of = ACCURACY_TEXT[name]
+            heads = {(3, "Meta's heads, four models"): (2.75, 2.94)}
+            others = {(n, "EAGLE3 in vLLM, 70B to 8B"): printed for n, printed in CHAINS.items()}
+            for (length, baseline), printed in (heads | others).items():
+                quantity = f"tokens per call, chain of {length}, {of}"
+                ours = runs[cells[length, name]].tokens_per_step
+                made.append(compared("Table 1", quantity, printed, ours, baseline))
         return made
 
-    return Experiment("meta_tpc", PAPER, ("Table 1",), list(cells.values()), rows)
+    return Experiment("meta_tpc", PAPER, ("Table 1",), cells, rows)
 
 
 def figure_8() -> Experiment:
@@ -107,7 +94,7 @@ def figure_8() -> Experiment:
         made = []
         for name in ACCURACIES:
             tpc = {shape: runs[static[shape, name]].tokens_per_step for shape in SHAPES}
-            of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
+            of = ACCURACY_TEXT[name]
             for budget in BUDGETS[1:]:
                 best = max(
                     (shape for shape in SHAPES if nodes(shape) <= budget and len(shape) <= 4),
@@ -127,24 +114,26 @@ def figure_8() -> Experiment:
                 )
         return made
 
+    def line(
+        tree: str, size: int, passes: int | str, of: Mapping[str, tuple[Run, Interval]]
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {"tree": tree, "nodes": size, "passes": passes}
+        for name, (run, steps) in of.items():
+            found[f"{name}: tokens per call"] = str(run.tokens_per_step)
+            found[f"{name}: target steps per token"] = str(steps)
+        return found
+
     def grid(runs: Runs) -> Grid:
         found = []
         for shape in SHAPES:
-            row = {"tree": str(list(shape)), "nodes": nodes(shape), "passes": len(shape)}
-            for name in ACCURACIES:
-                run = runs[static[shape, name]]
-                row[f"{name}: tokens per call"] = str(run.tokens_per_step)
-                row[f"{name}: target steps per token"] = str(_target_steps(run, len(shape)))
-            found.append(row)
+            of = {name: runs[static[shape, name]] for name in ACCURACIES}
+            steps = {name: (run, _target_steps(run, len(shape))) for name, run in of.items()}
+            found.append(line(str(list(shape)), nodes(shape), len(shape), steps))
         for budget in BUDGETS:
-            row = {"tree": "`best_first`", "nodes": budget, "passes": f"at most {PASSES}"}
-            for name in ACCURACIES:
-                run = runs[ours[budget, name]]
-                row[f"{name}: tokens per call"] = str(run.tokens_per_step)
-                row[f"{name}: target steps per token"] = str(run.tbt.scaled(1 / TARGET_MS))
-            found.append(row)
-        return Grid(
-            "meta_8", "Meta Fig. 8: tokens per call and time per token by static tree [95 %]", found
-        )
+            of = {name: runs[ours[budget, name]] for name in ACCURACIES}
+            steps = {name: (run, run.tbt.scaled(1 / TARGET_MS)) for name, run in of.items()}
+            found.append(line("`best_first`", budget, f"at most {PASSES}", steps))
+        title = "Meta Fig. 8: tokens per call and time per token by static tree [95 %]"
+        return Grid("meta_8", title, found)
 
-    return Experiment("meta_8", PAPER, ("Fig. 8",), [*static.values(), *ours.values()], rows, grid)
+    return Experiment("meta_8", PAPER, ("Fig. 8",), {**static, **ours}, rows, grid)

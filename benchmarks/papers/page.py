@@ -17,15 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
-from benchmarks.papers.__main__ import PAPERS, experiments, simulated_title, stored_tables
+from benchmarks.papers.__main__ import simulated_title
 from benchmarks.papers.missing import MISSING
-from benchmarks.papers.pair_tables import TABLES
-from benchmarks.papers.tables import Source
+from tools.docs.stored_results import hardware
 
 PAGE = ROOT / "docs" / "papers.md"
 RESULT = ROOT / "benchmarks" / "results" / "papers.json"
 BLOCK = re.compile(r"(<!-- papers: (?P<name>\w+) -->\n).*?(<!-- end of papers -->)", re.DOTALL)
-NOT_STORED = "(The stored result does not have this part.)\n"
 HEADINGS = {
     "figure": "in the paper",
     "quantity": "quantity",
@@ -51,51 +49,33 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown([{HEADINGS[key]: row[key] for key in HEADINGS} for row in rows])
 
 
-def origin(source: Source) -> str:
-    return (
-        f"`{source.file}`: {source.hardware}, commit {source.commit}, {source.date}: "
-        f"`{source.command}`"
-    )
-
-
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
-    hardware = result["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
-    made = Source("papers.json", result["command"], hardware, result["commit"], result["date"])
-    measured = [table for table, _ in TABLES.values()]
-    found = dict.fromkeys([*_simulated_names(), *measured], NOT_STORED)
-    found |= {"source": f"{origin(made)}\n", "missing": _missing(), "plot": _plot()}
+    made = f"{hardware(result)}, commit {result['commit']}, {result['date']}"
+    what = "TBT by width and children, and throughput over vLLM's pipeline"
+    found = {
+        "source": f"`papers.json`: {made}: `{result['command']}`\n",
+        "plot": f"![{what}](../benchmarks/results/papers.svg)\n",
+        "missing": _missing(),
+    }
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["of"] == paper]
         found[paper.lower()] = f"**{simulated_title(paper)}**\n\n{compared(rows)}"
     for grid in result["grids"]:
         title = f"**SIMULATED, SYNTHETIC draft: {grid['title']}**"
         found[f"grid_{grid['name']}"] = f"{title}\n\n{markdown(grid['rows'])}"
-    for table in stored_tables():
-        sources = "\n".join(f"- {origin(Source(**each))}" for each in table["sources"])
-        found[table["name"]] = f"**{table['title']}**\n\n{compared(table['rows'])}\n{sources}\n"
     return found
-
-
-def _simulated_names() -> list[str]:
-    """The blocks of all experiments, whether the stored result has them or not."""
-    grids = [f"grid_{each.name}" for each in experiments() if each.grid is not None]
-    return [*(paper.lower() for paper in PAPERS), *grids]
-
-
-def _plot() -> str:
-    """The plot, if it was drawn with the stored result."""
-    drawn = RESULT.with_suffix(".svg")
-    if not drawn.exists():
-        return NOT_STORED
-    what = "TBT by width and children, and throughput over vLLM's pipeline"
-    return f"![{what}](../benchmarks/results/{drawn.name})\n"
 
 
 def _missing() -> str:
     return markdown(
         [
-            {"paper": each.paper, "figure": each.figure, "shows": each.shows, "why not": each.why}
+            {
+                "paper": each.paper,
+                "figure": each.figure,
+                "shows": each.shows,
+                "instead, or why not": each.why,
+            }
             for each in MISSING
         ]
     )

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 from benchmarks.papers.cells import Cell, Run, Runs
 from benchmarks.papers.machines import emulated, in_pairs
@@ -20,11 +18,12 @@ from benchmarks.papers.tables import (
     OTHER_REASON,
     PLOT_ONLY,
     Experiment,
-    Grid,
     Row,
     claimed,
     compared,
+    cross,
     ours_alone,
+    time_and_hits,
 )
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
@@ -56,38 +55,26 @@ def machine(stages: int) -> Machine:
 
 
 def figure_4() -> Experiment:
-    cells = {(w, k): Cell(Level(w, k), machine(14)) for w, k in product(WIDTHS, CHILDREN_OF)}
+    cells = {
+        f"{k} children": {w: Cell(Level(w, k), machine(14)) for w in WIDTHS} for k in CHILDREN_OF
+    }
     ours = {w: Cell(BestFirst(w, CHILDREN), machine(14)) for w in WIDTHS}
+    quantity = "width 32 and 16 children beside the best of the grid, `level`"
 
     def rows(runs: Runs) -> Sequence[Row]:
-        tbt = {size: runs[cell].tbt.value for size, cell in cells.items()}
-        best = min(tbt, key=tbt.__getitem__)
-        chosen = tbt[WIDTH, CHILDREN] / tbt[best]
-        return [
-            claimed(
-                "Fig. 4",
-                "width 32 and 16 children beside the best of the grid, `level`",
-                f"{PLOT_ONLY}; 32 and 16 chosen",
-                f"{chosen:.2f} times the TBT of the best, {best[0]} and {best[1]}",
-                chosen < 1.05,
-                "14 stages",
-            )
-        ]
+        tbt = {
+            (w, name): runs[cell].tbt.value for name, of in cells.items() for w, cell in of.items()
+        }
+        width, children = best = min(tbt, key=tbt.__getitem__)
+        chosen = tbt[WIDTH, f"{CHILDREN} children"] / tbt[best]
+        found = f"{chosen:.2f} times the TBT of the best, {width} and {children.split()[0]}"
+        paper = f"{PLOT_ONLY}; 32 and 16 chosen"
+        return [claimed("Fig. 4", quantity, paper, found, chosen < 1.05, "14 stages")]
 
-    def grid(runs: Runs) -> Grid:
-        found: list[dict[str, Any]] = []
-        for w in WIDTHS:
-            of = {f"{k} children": runs[cells[w, k]] for k in CHILDREN_OF}
-            of["best_first, 16 children"] = runs[ours[w]]
-            shown = {name: f"{run.tbt} ({run.hit_rate.value:.2f})" for name, run in of.items()}
-            found.append({"width": w, **shown})
-        return Grid(
-            "pipedec_4", "PipeDec Fig. 4: TBT in ms [95 %] (accuracy), `level`, 14 stages", found
-        )
-
-    return Experiment(
-        "pipedec_4", PAPER, ("Fig. 4",), [*cells.values(), *ours.values()], rows, grid
-    )
+    all_cells = cells | {"best_first, 16 children": ours}
+    title = "PipeDec Fig. 4: TBT in ms [95 %] (accuracy), `level`, 14 stages"
+    grid = cross("pipedec_4", title, "width", all_cells, time_and_hits)
+    return Experiment("pipedec_4", PAPER, ("Fig. 4",), all_cells, rows, grid)
 
 
 # --- Figures 5 and 6: stages --------------------------------------------------------------------
@@ -102,78 +89,45 @@ def _by_stages() -> dict[str, dict[int, Cell]]:
     }
 
 
-def _listed(cells: dict[str, dict[int, Cell]]) -> list[Cell]:
-    return [cell for of_method in cells.values() for cell in of_method.values()]
-
-
 def figure_5() -> Experiment:
     cells = _by_stages()
 
     def rows(runs: Runs) -> Sequence[Row]:
         of = {name: {n: runs[cell] for n, cell in found.items()} for name, found in cells.items()}
         return [
-            *_speed_ups(of),
+            *_speed_ups({name: found[14] for name, found in of.items()}),
             *_deeper(of["level"], "PipeDec's (`level`)"),
             *_deeper(of["best_first"], "`best_first`"),
-            *(
-                _beside_8b(runs_of[14], name)
-                for name, runs_of in of.items()
-                if name in ("level", "best_first")
-            ),
+            *(_beside_8b(of[name][14], name) for name in ("level", "best_first")),
         ]
 
-    def grid(runs: Runs) -> Grid:
-        return Grid(
-            "pipedec_5",
-            f"PipeDec Fig. 5 and 6: TBT in ms [95 %] (accuracy) by stages, {NARROW}",
-            [
-                {"stages": n}
-                | {
-                    name: f"{runs[of[n]].tbt} ({runs[of[n]].hit_rate.value:.2f})"
-                    for name, of in cells.items()
-                }
-                for n in STAGES
-            ],
-        )
-
-    return Experiment("pipedec_5", PAPER, ("Fig. 5",), _listed(cells), rows, grid)
+    title = f"PipeDec Fig. 5 and 6: TBT in ms [95 %] (accuracy) by stages, {NARROW}"
+    grid = cross("pipedec_5", title, "stages", cells, time_and_hits)
+    return Experiment("pipedec_5", PAPER, ("Fig. 5",), cells, rows, grid)
 
 
-def _speed_ups(of: dict[str, dict[int, Run]]) -> list[Row]:
+def _speed_ups(of: dict[str, Run]) -> list[Row]:
     """Over both baselines, 14 stages."""
-    plain_ms = of["PP"][14].tbt.value
-    baselines = {"PP": (4.46, 7.79), "STPP": (2.2, 2.69)}
-    means = {"PP": 6.17, "STPP": 2.53}
-    labels = {
-        "PP": f"PipeDec's PP (`root`, {plain_ms:.1f} ms)",
-        "STPP": f"STPP (`static_tree`, {of['STPP'][14].tbt.value:.1f} ms)",
+    printed = {
+        "PP": ("PipeDec's PP (`root`, {:.1f} ms)", (4.46, 7.79), 6.17),
+        "STPP": ("STPP (`static_tree`, {:.1f} ms)", (2.2, 2.69), 2.53),
     }
-    return [
-        compared(
-            "Fig. 5",
-            f"speed-up, `{name}`, 14 stages, {what}",
-            printed,
-            of[name][14].over(of[baseline][14]),
-            unit="×",
-            baseline=labels[baseline],
-        )
-        for baseline in baselines
-        for name in ("level", "best_first")
-        for what, printed in (
-            ("range over data sets", baselines[baseline]),
-            ("mean", means[baseline]),
-        )
-    ]
+    rows = []
+    for plain, (label, span, mean) in printed.items():
+        for name in ("level", "best_first"):
+            gain, baseline = of[name].over(of[plain]), label.format(of[plain].tbt.value)
+            for what, theirs in (("range over data sets", span), ("mean", mean)):
+                quantity = f"speed-up, `{name}`, 14 stages, {what}"
+                rows.append(compared("Fig. 5", quantity, theirs, gain, baseline, unit="×"))
+    return rows
 
 
 def _deeper(of: dict[int, Run], name: str) -> list[Row]:
     gain = of[21].over(of[14])
     found = "flatten or fall" if gain.low <= 1.05 else "do not"
+    deeper = compared("Fig. 5", f"14 stages beside 7, {name}", 1.64, of[14].over(of[7]), unit="×")
     return [
-        replace(
-            compared("Fig. 5", f"14 stages beside 7, {name}", 1.64, of[14].over(of[7]), unit="×"),
-            paper="about 1.64×",
-        ),
+        replace(deeper, paper="about 1.64×"),
         claimed(
             "Fig. 5",
             f"21 stages beside 14, {name}",
@@ -202,38 +156,30 @@ def figure_6() -> Experiment:
     cells = _by_stages()
 
     def rows(runs: Runs) -> Sequence[Row]:
-        rates = {
-            name: {n: runs[cell].hit_rate for n, cell in found.items()}
-            for name, found in cells.items()
-        }
-        level, tree = rates["level"], rates["STPP"]
-        return [
-            claimed(
-                "Fig. 6",
+        tree = runs[cells["STPP"][14]].hit_rate
+        level = {n: runs[cells["level"][n]].hit_rate for n in STAGES}
+        claims = (
+            (
                 "accuracy of `level` beside STPP's, 14 stages",
                 f"{PLOT_ONLY}; well above STPP",
-                f"{level[14]} beside {tree[14]}",
-                level[14].low > tree[14].high,
-                NARROW,
+                f"{level[14]} beside {tree}",
+                level[14].low > tree.high,
             ),
-            claimed(
-                "Fig. 6",
+            (
                 "accuracy of `level`, 7, 14 and 21 stages",
                 f"{PLOT_ONLY}; stays high as depth grows",
-                ", ".join(str(level[n]) for n in STAGES),
+                ", ".join(map(str, level.values())),
                 level[21].value > level[7].value - 0.05,
-                NARROW,
             ),
-            ours_alone(
-                "Fig. 6",
-                "accuracy of `best_first`, 14 stages",
-                rates["best_first"][14],
-                baseline=NARROW,
-                paper="not in the paper",
-            ),
+        )
+        ours = runs[cells["best_first"][14]].hit_rate
+        quantity, paper = "accuracy of `best_first`, 14 stages", "not in the paper"
+        return [
+            *(claimed("Fig. 6", *claim, NARROW) for claim in claims),
+            ours_alone("Fig. 6", quantity, paper, ours, NARROW),
         ]
 
-    return Experiment("pipedec_6", PAPER, ("Fig. 6",), _listed(cells), rows)
+    return Experiment("pipedec_6", PAPER, ("Fig. 6",), cells, rows)
 
 
 # --- Figure 8: concurrent requests --------------------------------------------------------------
@@ -247,38 +193,30 @@ def figure_8() -> Experiment:
     }
 
     def rows(runs: Runs) -> Sequence[Row]:
-        over = [runs[cells["level"][k]].over(runs[cells["STPP"][k]]) for k in CONCURRENT]
-        plain = [runs[cells["level"][k]].over(runs[cells["PP"][k]]) for k in CONCURRENT]
-        shown = ", ".join(f"{each.value:.2f}" for each in over)
+        tree, plain = (
+            [runs[cells["level"][k]].over(runs[cells[of][k]]).value for k in CONCURRENT]
+            for of in ("STPP", "PP")
+        )
+        alike = 0.8 < min(tree[1:]) <= max(tree[1:]) < 1.25
         return [
-            claimed(
-                "Fig. 8",
-                "throughput of `level` over STPP, 1, 2, 4 and 8 requests",
-                f"{PLOT_ONLY}; about STPP's",
-                f"{shown}×",
-                0.8 < min(each.value for each in over[1:]) <= max(e.value for e in over[1:]) < 1.25,
-                "STPP (`static_tree`) with as many requests",
-            ),
-            claimed(
-                "Fig. 8",
-                "throughput of `level` over PP, 1, 2, 4 and 8 requests",
-                "PP and STPP expected to win with more memory; no figure",
-                ", ".join(f"{each.value:.2f}" for each in plain) + "×",
-                plain[-1].value < 1,
-                "PP (`root`) with as many requests",
-            ),
+            claimed("Fig. 8", quantity, paper, ", ".join(f"{x:.2f}" for x in over) + "×", holds, to)
+            for quantity, paper, over, holds, to in (
+                (
+                    "throughput of `level` over STPP, 1, 2, 4 and 8 requests",
+                    f"{PLOT_ONLY}; about STPP's",
+                    *(tree, alike, "STPP (`static_tree`) with as many requests"),
+                ),
+                (
+                    "throughput of `level` over PP, 1, 2, 4 and 8 requests",
+                    "PP and STPP expected to win with more memory; no figure",
+                    *(plain, plain[-1] < 1, "PP (`root`) with as many requests"),
+                ),
+            )
         ]
 
-    def grid(runs: Runs) -> Grid:
-        return Grid(
-            "pipedec_8",
-            "PipeDec Fig. 8: tokens per second of all requests [95 %], 14 stages, 32 rows a batch "
-            "(`static_tree` 64)",
-            [
-                {"requests": k}
-                | {name: str(runs[of[k]].tokens_per_second) for name, of in cells.items()}
-                for k in CONCURRENT
-            ],
-        )
-
-    return Experiment("pipedec_8", PAPER, ("Fig. 8",), _listed(cells), rows, grid)
+    title = (
+        "PipeDec Fig. 8: tokens per second of all requests [95 %], 14 stages, 32 rows a batch "
+        "(`static_tree` 64)"
+    )
+    grid = cross("pipedec_8", title, "requests", cells, lambda run: str(run.tokens_per_second))
+    return Experiment("pipedec_8", PAPER, ("Fig. 8",), cells, rows, grid)

@@ -1,13 +1,14 @@
-"""SpecPipe: Figures 10, 11 and 13, simulated under their conditions.
+"""SpecPipe: Figures 10, 11, 13, 16 and 17, simulated under their conditions.
 
 `level` that cuts before the verdict is SpecPipe's method, `static_tree` is SpecInfer over the same
-pipeline, `root` the plain one.
+pipeline, `root` the plain one, with stages as quick as vLLM's or SpecPipe's own. In Figures 16 and
+17 as many requests as stated are there all the time; how wide the tree of each is SpecPipe does not
+say, here all of them share 64 rows (ASSUMED).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 from benchmarks.papers.cells import Cell, Run, Runs
@@ -29,14 +30,14 @@ from benchmarks.papers.tables import (
     Row,
     claimed,
     compared,
+    cross,
     ours_alone,
+    time_and_hits,
 )
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import BEFORE, Level
-from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import specpipe_ms
 
 PAPER = "SpecPipe"
@@ -54,11 +55,23 @@ OURS_WIDE = "best_first, 16 children"
 FAST = "draft of 4 ms"
 PP = "SpecPipe's PP, 302.4 ms"
 VLLM = "vLLM's pipeline, 181.6 ms (181.41 printed)"
+SPECINFER = "SpecInfer (`static_tree`), draft of 17 ms"
 SLOW, QUICK = "stages of 37.8 ms", "stages of 22.7 ms"
+NOT_THERE = "not in the paper"
+# Fig. 11, HumanEval-X, and the range of all data sets over vLLM's pipeline.
+SPECPIPE_MS, OVER_VLLM = 54.67, (2.50, 3.32)
 
-
-def _single(policy: SpeculationPolicy, machine: Machine, tokens: int = CLOSELY) -> Cell:
-    return Cell(policy, machine, tokens=tokens)
+REQUESTS = (1, 2, 4, 8, 16, 32)
+CROWD_TOKENS = 4000  # of all requests
+PERCENTILES = (50, 90, 99)
+SPECPIPE_DB = Level(WIDTH, CHILDREN, cut=BEFORE, shared=True)
+PLAIN_VLLM, PLAIN_PP = "vLLM's pipeline", "SpecPipe's PP"
+CROWD_METHODS = {
+    f"`level` cut before, {SLOW}": (SPECPIPE_DB, papers_pipeline),
+    f"`best_first`, {SLOW}": (OURS, papers_pipeline),
+    f"`best_first`, {QUICK}": (OURS, vllm_pipeline),
+}
+CROWD_BASELINES = {PLAIN_VLLM: (Root(), vllm_pipeline), PLAIN_PP: (Root(), papers_pipeline)}
 
 
 # --- Figure 10: width and children --------------------------------------------------------------
@@ -76,83 +89,56 @@ def figure_10_cells() -> dict[str, dict[int, Cell]]:
 
 def figure_10() -> Experiment:
     by_size = figure_10_cells()
-    ours = by_size[OURS_WIDE]
-    cells = {(w, k): by_size[f"{k} children"][w] for w, k in product(WIDTHS, CHILDREN_OF)}
 
     def rows(runs: Runs) -> Sequence[Row]:
-        tbt = {size: runs[cell].tbt.value for size, cell in cells.items()}
-        by_width = [tbt[w, CHILDREN] for w in WIDTHS]
-        best = min(WIDTHS, key=lambda w: tbt[w, CHILDREN])
-        chosen = runs[cells[WIDTH, CHILDREN]]
-        two, four, most = (runs[cells[WIDTH, k]] for k in (2, 4, 32))
+        found = {
+            (w, int(name.split()[0])): runs[cell]
+            for name, of in by_size.items()
+            if name != OURS_WIDE
+            for w, cell in of.items()
+        }
+        tbt = {size: run.tbt.value for size, run in found.items()}
+        first, *_, last = by_width = [tbt[w, CHILDREN] for w in WIDTHS]
+        best = WIDTHS[by_width.index(min(by_width))]
+        two, four, most = (found[WIDTH, k] for k in (2, 4, 32))
         over_best = tbt[WIDTH, CHILDREN] / min(tbt.values())
-        wide = runs[ours[WIDTH]]
-        return [
-            claimed(
-                "Fig. 10",
+        claims = (
+            (
                 "TBT by width, 16 children, `level` cut before",
                 f"{PLOT_ONLY}; falls, then rises",
-                f"{by_width[0]:.0f} ms at width 1, {min(by_width):.0f} at {best}, "
-                f"{by_width[-1]:.0f} at 128",
-                by_width[0] > min(by_width) < by_width[-1],
-                SLOW,
+                f"{first:.0f} ms at width 1, {min(by_width):.0f} at {best}, {last:.0f} at 128",
+                first > min(by_width) < last,
             ),
-            claimed(
-                "Fig. 10",
+            (
                 "2 children beside 4: TBT at width 64",
                 f"{PLOT_ONLY}; k = 2 sharply worse",
                 f"{four.over(two)}×",
                 four.over(two).low > 1.1,
-                SLOW,
             ),
-            claimed(
-                "Fig. 10",
+            (
                 "4 children beside 32: TBT at width 64",
                 f"{PLOT_ONLY}; k ≥ 4 alike",
                 f"{most.over(four)}×",
                 most.over(four).low < 1.05,
-                SLOW,
             ),
-            claimed(
-                "Fig. 10",
+            (
                 "width 64 and 16 children beside the best of the grid",
                 "64 and 16 chosen",
                 f"{over_best:.2f} times the best TBT",
                 over_best < 1.05,
-                SLOW,
             ),
-            ours_alone(
-                "Fig. 10",
-                "TBT at width 64 and 16 children, `level` cut before, ms",
-                chosen.tbt,
-                baseline=SLOW,
-                paper=PLOT_ONLY,
-            ),
-            ours_alone(
-                "Fig. 10",
-                "the same, `best_first`, ms",
-                wide.tbt,
-                baseline=SLOW,
-                paper="not in the paper",
-            ),
+        )
+        at_64 = "TBT at width 64 and 16 children, `level` cut before, ms"
+        ours = runs[by_size[OURS_WIDE][WIDTH]].tbt
+        return [
+            *(claimed("Fig. 10", *claim, SLOW) for claim in claims),
+            ours_alone("Fig. 10", at_64, PLOT_ONLY, found[WIDTH, CHILDREN].tbt, SLOW),
+            ours_alone("Fig. 10", "the same, `best_first`, ms", NOT_THERE, ours, SLOW),
         ]
 
-    def grid(runs: Runs) -> Grid:
-        found: list[dict[str, Any]] = []
-        for w in WIDTHS:
-            of_width = {name: runs[of[w]] for name, of in by_size.items()}
-            shown = {
-                name: f"{run.tbt} ({run.hit_rate.value:.2f})" for name, run in of_width.items()
-            }
-            found.append({"width": w, **shown})
-        return Grid(
-            "specpipe_10",
-            "SpecPipe Fig. 10: TBT in ms [95 %] (hit rate), `level` cut before",
-            found,
-        )
-
-    listed = [cell for of in by_size.values() for cell in of.values()]
-    return Experiment("specpipe_10", PAPER, ("Fig. 10",), listed, rows, grid)
+    title = "SpecPipe Fig. 10: TBT in ms [95 %] (hit rate), `level` cut before"
+    grid = cross("specpipe_10", title, "width", by_size, time_and_hits)
+    return Experiment("specpipe_10", PAPER, ("Fig. 10",), by_size, rows, grid)
 
 
 # --- Figures 11 and 13: time between tokens -----------------------------------------------------
@@ -160,104 +146,83 @@ def figure_10() -> Experiment:
 
 def figure_11() -> Experiment:
     slow, quick = papers_pipeline(), vllm_pipeline()
-    pp, vllm = _single(Root(), slow), _single(Root(), quick)
-    specinfer, specpipe = _single(StaticTree(), slow), _single(SPECPIPE, slow)
-    after, ours = _single(PIPEDEC_CUT, slow), _single(OURS, slow)
-    ours_fast = _single(OURS, drafting(slow, FAST_DRAFT_MS))
-    level_quick, ours_quick = _single(SPECPIPE, quick), _single(OURS, quick, MOST_CLOSELY)
-    ours_quick_fast = _single(OURS, drafting(quick, FAST_DRAFT_MS), MOST_CLOSELY)
-    cells = [pp, vllm, specinfer, specpipe, after, ours, ours_fast]
-    cells += [level_quick, ours_quick, ours_quick_fast]
+    fast = f"`best_first`, {FAST}"
+    methods = {
+        "`level` cut before": SPECPIPE,
+        "`level` cut after": PIPEDEC_CUT,
+        "`best_first`": OURS,
+    }
+    on_slow = {name: Cell(policy, slow, tokens=CLOSELY) for name, policy in methods.items()}
+    on_slow[fast] = Cell(OURS, drafting(slow, FAST_DRAFT_MS), tokens=CLOSELY)
+    on_quick = {
+        "`level` cut before": Cell(SPECPIPE, quick, tokens=CLOSELY),
+        "`best_first`": Cell(OURS, quick, tokens=MOST_CLOSELY),
+        fast: Cell(OURS, drafting(quick, FAST_DRAFT_MS), tokens=MOST_CLOSELY),
+    }
+    plain = {
+        PP: Cell(Root(), slow, tokens=CLOSELY),
+        VLLM: Cell(Root(), quick, tokens=CLOSELY),
+        SPECINFER: Cell(StaticTree(), slow, tokens=CLOSELY),
+    }
 
     def rows(runs: Runs) -> Sequence[Row]:
+        pp, vllm, specinfer = (runs[cell] for cell in plain.values())
+        specpipe, after, ours, ours_fast = (runs[cell] for cell in on_slow.values())
+        stage_ms = papers_pipeline().stages[0].ms(WIDTH)
+        equation = specpipe_ms(specpipe.hit_rate.value, [stage_ms] * 8)
+        beside = {
+            "`level` cut after, as PipeDec": after,
+            "`best_first`": ours,
+            fast: ours_fast,
+        }
+        quicker = "a quicker baseline"
         return [
-            *_times(runs[pp], runs[vllm], runs[specinfer], runs[specpipe]),
-            *_our_times(runs[after], runs[ours], runs[ours_fast]),
+            compared("Fig. 11", "TBT, PP (`root`), ms", PP_MS, pp.tbt, SLOW, GIVEN),
+            compared("Fig. 11", "TBT, PP-vLLM (`root`), ms", VLLM_MS, vllm.tbt, QUICK, GIVEN),
+            compared(
+                *("Fig. 11", "TBT, SpecInfer (`static_tree`), ms", 117.92),
+                *(specinfer.tbt, SLOW, quicker),
+            ),
+            _time("TBT, SpecPipe (`level` cut before), ms", specpipe),
+            Row(
+                "Eq. 2",
+                "the same by SpecPipe's equation with our hit rate, ms",
+                f"{SPECPIPE_MS}",
+                f"{equation:.1f} (hit rate {specpipe.hit_rate})",
+                "behind" if equation > SPECPIPE_MS else "ahead",
+                SLOW,
+            ),
+            *(_time(f"TBT, SpecPipe's beside {name}, ms", run) for name, run in beside.items()),
             *_speed_ups(
                 "Fig. 11",
-                {
-                    "`level` cut before": runs[specpipe],
-                    "`level` cut after": runs[after],
-                    "`best_first`": runs[ours],
-                    f"`best_first`, {FAST}": runs[ours_fast],
-                },
-                (runs[pp], PP, (4.19, 5.53)),
-                (runs[vllm], VLLM, (2.50, 3.32)),
-                (runs[specinfer], "SpecInfer (`static_tree`), draft of 17 ms", (2.09, 2.38)),
+                {name: runs[cell] for name, cell in on_slow.items()},
+                (pp, PP, (4.19, 5.53)),
+                (vllm, VLLM, OVER_VLLM),
+                (specinfer, SPECINFER, (2.09, 2.38)),
             ),
-            *_on_quick_stages(
-                runs[vllm],
-                {
-                    "`level` cut before": runs[level_quick],
-                    "`best_first`": runs[ours_quick],
-                    f"`best_first`, {FAST}": runs[ours_quick_fast],
-                },
+            *(
+                compared(
+                    "Fig. 11",
+                    f"speed-up, {name}, {QUICK} (24.0 with 64 rows), TBT {runs[cell].tbt} ms",
+                    OVER_VLLM,
+                    runs[cell].over(vllm),
+                    VLLM,
+                    OTHER_TIMES,
+                    unit="×",
+                )
+                for name, cell in on_quick.items()
             ),
         ]
 
+    cells = {"slow": on_slow, "quick": on_quick, "plain": plain}
     return Experiment("specpipe_11", PAPER, ("Fig. 11",), cells, rows)
 
 
-def _times(pp: Run, vllm: Run, specinfer: Run, specpipe: Run) -> list[Row]:
-    """TBT of the printed bars, which are HumanEval-X's."""
-    stage_ms = papers_pipeline().stages[0].ms(WIDTH)
-    equation = specpipe_ms(specpipe.hit_rate.value, [stage_ms] * 8)
-    return [
-        compared("Fig. 11", "TBT, PP (`root`), ms", PP_MS, pp.tbt, verdict=GIVEN, baseline=SLOW),
-        compared(
-            "Fig. 11", "TBT, PP-vLLM (`root`), ms", VLLM_MS, vllm.tbt, verdict=GIVEN, baseline=QUICK
-        ),
-        compared(
-            "Fig. 11",
-            "TBT, SpecInfer (`static_tree`), ms",
-            117.92,
-            specinfer.tbt,
-            baseline=SLOW,
-            verdict="a quicker baseline",
-        ),
-        compared(
-            "Fig. 11",
-            "TBT, SpecPipe (`level` cut before), ms",
-            54.67,
-            specpipe.tbt,
-            baseline=SLOW,
-            lower_is_better=True,
-        ),
-        Row(
-            "Eq. 2",
-            "the same by SpecPipe's equation with our hit rate, ms",
-            "54.67",
-            f"{equation:.1f} (hit rate {specpipe.hit_rate})",
-            "behind" if equation > 54.67 else "ahead",
-            SLOW,
-        ),
-    ]
-
-
-def _our_times(after: Run, ours: Run, fast: Run) -> list[Row]:
-    """TBT of methods that the paper does not have, beside SpecPipe's."""
-    of = {
-        "`level` cut after, as PipeDec": after,
-        "`best_first`": ours,
-        f"`best_first`, {FAST}": fast,
-    }
-    return [
-        compared(
-            "Fig. 11",
-            f"TBT, SpecPipe's beside {name}, ms",
-            54.67,
-            run.tbt,
-            baseline=SLOW,
-            lower_is_better=True,
-            verdict=_other_times(name),
-        )
-        for name, run in of.items()
-    ]
-
-
-def _other_times(method: str) -> str | None:
-    """The verdict on a method whose draft is quicker than the paper's."""
-    return OTHER_TIMES if method.endswith(FAST) else None
+def _time(quantity: str, run: Run) -> Row:
+    """A time beside SpecPipe's printed bar, which is HumanEval-X's. A draft that is quicker than
+    the paper's is said to be."""
+    verdict = OTHER_TIMES if FAST in quantity else None
+    return compared("Fig. 11", quantity, SPECPIPE_MS, run.tbt, SLOW, verdict, lower_is_better=True)
 
 
 def _speed_ups(
@@ -270,69 +235,135 @@ def _speed_ups(
             f"speed-up, {name}, {SLOW}",
             printed,
             run.over(baseline),
+            label,
+            OTHER_TIMES if name.endswith(FAST) else None,
             unit="×",
-            baseline=label,
-            verdict=_other_times(name),
         )
         for baseline, label, printed in baselines
         for name, run in methods.items()
     ]
 
 
-def _on_quick_stages(vllm: Run, methods: dict[str, Run]) -> list[Row]:
-    """Over vLLM's pipeline with stages as quick as its own, where SpecPipe's are its slow ones."""
-    return [
-        compared(
-            "Fig. 11",
-            f"speed-up, {name}, {QUICK} (24.0 with 64 rows), TBT {run.tbt} ms",
-            (2.50, 3.32),
-            run.over(vllm),
-            unit="×",
-            baseline=VLLM,
-            verdict=OTHER_TIMES,
-        )
-        for name, run in methods.items()
-    ]
-
-
 def figure_13() -> Experiment:
     slow, quick = two_servers(papers_pipeline()), two_servers(vllm_pipeline())
-    pp, vllm, specinfer, specpipe, ours, ours_quick = cells = [
-        _single(Root(), slow),
-        _single(Root(), quick),
-        _single(StaticTree(), slow),
-        _single(SPECPIPE, slow),
-        _single(OURS, slow),
-        _single(OURS, quick),
-    ]
+    cells = {
+        name: Cell(policy, machine, tokens=CLOSELY)
+        for name, (policy, machine) in {
+            "pp": (Root(), slow),
+            "vllm": (Root(), quick),
+            "specinfer": (StaticTree(), slow),
+            "`level` cut before": (SPECPIPE, slow),
+            "`best_first`": (OURS, slow),
+            "quick": (OURS, quick),
+        }.items()
+    }
 
     def rows(runs: Runs) -> Sequence[Row]:
-        plain_ms, vllm_ms = runs[pp].tbt.value, runs[vllm].tbt.value
+        of = {name: runs[cell] for name, cell in cells.items()}
+        pp_ms, vllm_ms = of["pp"].tbt.value, of["vllm"].tbt.value
+        plain = f"PP over two servers, {pp_ms:.1f} ms (no time printed)"
+        vllm = f"vLLM's pipeline over two servers, {vllm_ms:.1f} ms (ASSUMED)"
+        as_quick = "speed-up, `best_first`, stages as quick as vLLM's"
+        over = of["quick"].over(of["vllm"])
         return [
             *_speed_ups(
                 "Fig. 13",
-                {"`level` cut before": runs[specpipe], "`best_first`": runs[ours]},
-                (
-                    runs[pp],
-                    f"PP over two servers, {plain_ms:.1f} ms (no time printed)",
-                    (3.89, 5.23),
-                ),
-                (
-                    runs[vllm],
-                    f"vLLM's pipeline over two servers, {vllm_ms:.1f} ms (ASSUMED)",
-                    (2.38, 3.16),
-                ),
-                (runs[specinfer], "SpecInfer (`static_tree`)", (2.08, 2.37)),
+                {name: of[name] for name in ("`level` cut before", "`best_first`")},
+                (of["pp"], plain, (3.89, 5.23)),
+                (of["vllm"], vllm, (2.38, 3.16)),
+                (of["specinfer"], "SpecInfer (`static_tree`)", (2.08, 2.37)),
             ),
-            compared(
-                "Fig. 13",
-                "speed-up, `best_first`, stages as quick as vLLM's",
-                (2.38, 3.16),
-                runs[ours_quick].over(runs[vllm]),
-                unit="×",
-                baseline=f"vLLM's pipeline over two servers, {vllm_ms:.1f} ms (ASSUMED)",
-                verdict=OTHER_TIMES,
-            ),
+            compared("Fig. 13", as_quick, (2.38, 3.16), over, vllm, OTHER_TIMES, unit="×"),
         ]
 
     return Experiment("specpipe_13", PAPER, ("Fig. 13",), cells, rows)
+
+
+# --- Figures 16 and 17: many requests -----------------------------------------------------------
+
+
+def crowds() -> dict[str, dict[int, Cell]]:
+    """The cells of both figures, by method or baseline and by requests."""
+    return {
+        name: {b: Cell(policy, machine(), tokens=CROWD_TOKENS, requests=b) for b in REQUESTS}
+        for name, (policy, machine) in (CROWD_METHODS | CROWD_BASELINES).items()
+    }
+
+
+def figure_16() -> Experiment:
+    cells = crowds()
+    baseline = f"{PLAIN_VLLM} (`root`, {QUICK}) with as many requests"
+
+    def rows(runs: Runs) -> Sequence[Row]:
+        made = []
+        for name in CROWD_METHODS:
+            gains = (runs[cells[name][b]].over(runs[cells[PLAIN_VLLM][b]]) for b in REQUESTS[1:])
+            least, *_, most = sorted(gains, key=lambda gain: gain.value)
+            verdict = OTHER_TIMES if name.endswith(QUICK) else None
+            for which, gain, printed in (("least", least, 1.64), ("most", most, 2.08)):
+                quantity = f"throughput, {which} of 2 to 32 requests, {name}"
+                made.append(
+                    compared("Fig. 16", quantity, printed, gain, baseline, verdict, unit="×")
+                )
+        return made
+
+    def throughputs(runs: Runs, requests: int) -> dict[str, Any]:
+        of = {name: runs[found[requests]] for name, found in cells.items()}
+        found: dict[str, Any] = {"requests": requests}
+        for name in CROWD_BASELINES:
+            found[name] = f"{of[name].tokens_per_second.value:.1f}"
+        for name in CROWD_METHODS:
+            over = " and ".join(f"{of[name].over(of[each]).value:.2f}×" for each in CROWD_BASELINES)
+            found[name] = f"{of[name].tokens_per_second} ({over})"
+        return found
+
+    def grid(runs: Runs) -> Grid:
+        return Grid(
+            "specpipe_16",
+            "SpecPipe Fig. 16: tokens per second of all requests [95 %], and over vLLM's pipeline "
+            "and SpecPipe's PP with as many requests",
+            [throughputs(runs, b) for b in REQUESTS],
+        )
+
+    return Experiment("specpipe_16", PAPER, ("Fig. 16",), cells, rows, grid)
+
+
+def figure_17() -> Experiment:
+    cells = crowds()
+    baseline = (
+        f"{PLAIN_VLLM} (`root`, {QUICK}); {PLAIN_PP}, not in the figure, has 302 ms at every "
+        "percentile here"
+    )
+
+    def tail(percent: int, name: str, runs: Runs) -> Row:
+        """Whether a percentile of a method stays below that of vLLM's pipeline."""
+        ours, plain = (
+            [runs[cells[each][b]].percentile(percent).value for b in REQUESTS]
+            for each in (name, PLAIN_VLLM)
+        )
+        below = all(a < b for a, b in zip(ours, plain, strict=True))
+        return claimed(
+            "Fig. 17",
+            f"p{percent} of TBT, 1 to 32 requests, {name}",
+            f"{PLOT_ONLY}; DB stays below vLLM",
+            f"{min(ours):.0f} to {max(ours):.0f} ms beside {min(plain):.0f} to {max(plain):.0f}",
+            OTHER_TIMES if below and name.endswith(QUICK) else below,
+            baseline,
+        )
+
+    def rows(runs: Runs) -> Sequence[Row]:
+        return [tail(percent, name, runs) for percent in PERCENTILES for name in CROWD_METHODS]
+
+    def grid(runs: Runs) -> Grid:
+        return Grid(
+            "specpipe_17",
+            "SpecPipe Fig. 17: percentiles of the time between tokens of a request, ms [95 %]",
+            [
+                {"percentile": f"p{percent}", "requests": b}
+                | {name: str(runs[of[b]].percentile(percent)) for name, of in cells.items()}
+                for percent in PERCENTILES
+                for b in REQUESTS
+            ],
+        )
+
+    return Experiment("specpipe_17", PAPER, ("Fig. 17",), cells, rows, grid)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.papers.cells import Cell, Runs
+from benchmarks.papers.cells import Cell, Run, Runs
 from benchmarks.papers.intervals import Interval
 
 AHEAD, BEHIND, ALIKE = "ahead", "behind", "alike"
@@ -61,40 +61,52 @@ class Experiment:
         name: for `--only`.
         paper: its short name.
         figures: the numbers of its figures and tables that this compares.
-        cells: what is simulated.
+        nested: what is simulated, in dictionaries as deep as it likes.
         rows, grid: made from the runs of the cells.
     """
 
     name: str
     paper: str
     figures: tuple[str, ...]
-    cells: Sequence[Cell]
+    nested: Mapping[Any, Any]
     rows: Callable[[Runs], Sequence[Row]]
     grid: Callable[[Runs], Grid] | None = None
 
-
-@dataclass(frozen=True)
-class Source:
-    """Where stored figures are from."""
-
-    file: str
-    command: str
-    hardware: str
-    commit: str
-    date: str
+    @property
+    def cells(self) -> list[Cell]:
+        return list(_flat(self.nested))
 
 
-@dataclass(frozen=True)
-class StoredTable:
-    """Rows from a stored result of another benchmark. `kind` is MEASURED, EMULATED or COMPUTED."""
+def _flat(nested: Mapping[Any, Any]) -> Iterator[Cell]:
+    for each in nested.values():
+        if isinstance(each, Cell):
+            yield each
+        else:
+            yield from _flat(each)
 
-    name: str
-    paper: str
-    kind: str
-    title: str
-    figures: tuple[str, ...]
-    rows: Sequence[Row]
-    sources: Sequence[Source] = field(default_factory=tuple)
+
+def cross(
+    name: str,
+    title: str,
+    key: str,
+    cells: Mapping[str, Mapping[Any, Cell]],
+    shown: Callable[[Run], str],
+) -> Callable[[Runs], Grid]:
+    """A grid with a row for each key of the inner dictionaries, and a column for each outer one."""
+
+    def made(runs: Runs) -> Grid:
+        (first, *_) = cells.values()
+        rows = [
+            {key: each} | {column: shown(runs[of[each]]) for column, of in cells.items()}
+            for each in first
+        ]
+        return Grid(name, title, rows)
+
+    return made
+
+
+def time_and_hits(run: Run) -> str:
+    return f"{run.tbt} ({run.hit_rate.value:.2f})"
 
 
 def compared(
@@ -102,11 +114,11 @@ def compared(
     quantity: str,
     printed: float | tuple[float, float],
     ours: Interval,
+    baseline: str = "",
+    verdict: str | None = None,
     *,
     lower_is_better: bool = False,
     unit: str = "",
-    baseline: str = "",
-    verdict: str | None = None,
 ) -> Row:
     """A printed figure, or the ends of a printed range, beside ours. Ours is ahead or behind if its
     whole interval is beyond the printed figure or range, and alike otherwise. A `verdict` takes
@@ -136,11 +148,9 @@ def claimed(
     return Row(figure, quantity, paper, ours, verdict, baseline)
 
 
-def ours_alone(
-    figure: str, quantity: str, ours: Interval, *, unit: str = "", baseline: str = "", paper: str
-) -> Row:
+def ours_alone(figure: str, quantity: str, paper: str, ours: Interval, baseline: str = "") -> Row:
     """A figure of ours where the paper prints none."""
-    return Row(figure, quantity, paper, f"{_value(ours)}{unit}", NO_NUMBER, baseline, ours)
+    return Row(figure, quantity, paper, _value(ours), NO_NUMBER, baseline, ours)
 
 
 def _value(ours: Interval) -> str:

@@ -4,7 +4,6 @@ proposer.
     python -m benchmarks.pipeline.methods --json benchmarks/results/methods.json
     python -m benchmarks.pipeline.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
     python -m benchmarks.pipeline.methods --proposers demo,suffix,hybrid --policy best_first
-    python -m benchmarks.pipeline.methods --stored methods.json --plot methods    # only draws it
     python -m benchmarks.pipeline.methods --quick --check benchmarks/results/methods_quick.json
 
 Every figure comes from whole runs of the product on the demo pair with the shipped prompts of all
@@ -163,16 +162,8 @@ def main() -> None:
     parser.add_argument(
         "--proposers", type=names, default=["demo"], help=f"of {', '.join(PROPOSERS)} (demo)"
     )
-    parser.add_argument("--stored", type=Path, help="draw this stored result and run nothing")
     parser.add_argument("--check", type=Path, help="compare the counts with this stored result")
     options = experiment.parse(parser, prompts=4, tokens=16, widths=[16, 64], children=[8])
-    if options.stored:
-        if not options.plot:
-            parser.error("--stored FILE draws a stored result; add --plot PATH.")
-        stored = json.loads(options.stored.read_text())
-        draw(stored["title"], stored["rows"], options.plot)
-        return
-
     if unknown := set(options.proposers) - PROPOSERS.keys():
         parser.error(
             f"--proposers names {', '.join(sorted(unknown))}; choose of {', '.join(PROPOSERS)}."

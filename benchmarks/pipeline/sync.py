@@ -1,7 +1,6 @@
 """Lockstep and free running: equal and unequal stages, jitter, links.
 
-    python -m benchmarks.pipeline.sync --json benchmarks/results/sync.json \\
-        --plot benchmarks/results/sync
+    python -m benchmarks.pipeline.sync --json benchmarks/results/sync.json
 
 The same prompts on the same emulated cluster, once with every rank waiting for the verdict of its
 step and once without; the answers are compared token for token. `unequal`: stages from
@@ -11,11 +10,7 @@ random time, a tenth of a step on average; the others are links of conf/emulate_
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from benchmarks.common import comparison, experiment, plot, run_options
+from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import Case
 
 STAGE_MS = 37.8  # an RTX 3090 with 10 layers of a 70B, see conf/emulate/rtx3090_8.yaml
@@ -45,20 +40,8 @@ def condition_overrides(name: str, stages: int) -> list[str]:
     return given
 
 
-def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
-    groups = list(dict.fromkeys((row["stages"], row["condition"]) for row in rows))
-    with plot.figure(path, title, size=(8.4, 3.8)) as (axes,):
-        plot.bars(
-            axes,
-            [f"{stages}\n{condition}" for stages, condition in groups],
-            {sync: [row["tbt_ms"] for row in rows if row["sync"] == sync] for sync in SYNCS},
-            ylabel="time between tokens, ms",
-            colours={"lockstep": "#7fa8c9", "free": "#5a7d58"},
-        )
-
-
 def main() -> None:
-    parser = experiment.parser(__doc__, plot=True)
+    parser = experiment.parser(__doc__)
     run_options.add_draft(parser)
     run_options.add_prompts(parser, prompts=4, tokens=32, prompt_tokens=48)
     run_options.add_size(parser)
@@ -96,7 +79,7 @@ def main() -> None:
         f"{options.width}, {len(compared.prompts)} prompts × {options.tokens} tokens"
     )
     note = f"Emulated {options.scale:g} times slower."
-    comparison.publish(options, title, rows, compared, draw=partial(draw, title, rows), note=note)
+    comparison.publish(options, title, rows, compared, note=note)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import chaos_streams
-from benchmarks.faults.chaos_streams import PROMPT
 from pipespec.cli import detach
 from pipespec.cli.detach import Launcher
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
+from tests.helpers import killed_streams
 from tests.helpers.imports import slow_imports
+from tests.helpers.killed_streams import PROMPT
 from tests.helpers.listening import listening
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, Server
@@ -47,22 +47,22 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     server.http.headers["X-Api-Key"] = KEY
     assert (server.announced["name"], server.announced["models"]) == (NAME, [MODEL])
     connect, keys = http_server.ServerAddress(server.announced["url"]).connect, {"X-Api-Key": KEY}
-    bodies = chaos_streams.request_bodies(streams=8 if long else 4, tokens=96)
-    undisturbed = asyncio.run(chaos_streams.read_all(connect, bodies, headers=keys))
+    bodies = killed_streams.request_bodies(streams=8 if long else 4, tokens=96)
+    undisturbed = asyncio.run(killed_streams.read_all(connect, bodies, headers=keys))
     for kind in ("head", "redis"):  # a stage: test_serve.py
-        streams = chaos_streams.streams_during_kill(
+        streams = killed_streams.streams_during_kill(
             connect, bodies, kind, at=4, name=NAME, headers=keys
         )
         assert [each.text for each in streams] == [each.text for each in undisturbed]
 
     def refused() -> None:
-        chaos_streams.kill("launcher", NAME)
+        killed_streams.kill("launcher", NAME)
         until(lambda: server.http.get("/health").status_code == 503)
         assert server.http.post("/v1/completions", json=ASKED).status_code == 503
 
     first = registry.find(NAME).owner
     streams = asyncio.run(
-        chaos_streams.read_all(connect, bodies, at=4, fault=refused, headers=keys)
+        killed_streams.read_all(connect, bodies, at=4, fault=refused, headers=keys)
     )
     assert [each.text for each in streams] == [each.text for each in undisturbed]
     assert registry.find(NAME).owner != first

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.common import experiment
-from benchmarks.papers import intervals, page, stored
-from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables, stored_tables
+from benchmarks.papers import intervals, page
+from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables
 from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
-from benchmarks.papers.demo_pair import slowdown, tokens_per_step
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.machines import (
     in_pairs,
@@ -23,14 +22,12 @@ from benchmarks.papers.machines import (
     vllm_pipeline,
 )
 from benchmarks.papers.missing import MISSING
-from benchmarks.papers.pair_tables import pair_tables
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 from pipespec.instruments.plan.simulation import TokenArrival
-from tools.docs import stored_results
 
 # Of Student's distribution, from printed tables.
 QUANTILES = {4: 2.776, 9: 2.262, 19: 2.093, 44: 2.015, 10**6: 1.960}
@@ -194,7 +191,6 @@ def test_verdict_is_of_the_whole_interval(ours: Interval, higher: str, lower: st
 
 def test_every_figure_is_compared_or_listed_as_impossible() -> None:
     compared_figures = [(each.paper, figure) for each in experiments() for figure in each.figures]
-    compared_figures += [(each.paper, f) for each in stored.all_tables() for f in each.figures]
     compared_figures += [(each.paper, each.figure) for each in MISSING]
     for paper, figures in WANTED.items():
         for figure in figures:
@@ -227,14 +223,10 @@ def test_unknown_experiment_is_one_sentence() -> None:
         experiments(["fig_11"])
 
 
-def test_simulated_and_measured_rows_never_share_a_table() -> None:
+def test_stored_rows_are_simulated() -> None:
     result = json.loads(page.RESULT.read_text())
     assert result["title"].startswith("SIMULATED")
     assert all("MEASURED" not in row["quantity"] for row in result["rows"])
-    others = stored_tables()
-    assert all(table["title"].startswith(table["kind"]) for table in others)
-    assert {table["kind"] for table in others} == {"MEASURED", "EMULATED", "COMPUTED"}
-    assert all(table["sources"] for table in others)
 
 
 def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
@@ -242,33 +234,6 @@ def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
     rows = [row for row in result["rows"] if row["of"] == "SpecPipe"]
     over = {row["baseline"] for row in rows if row["quantity"].startswith("speed-up")}
     assert any("302.4 ms" in each for each in over) and any("181.6 ms" in each for each in over)
-
-
-def test_sampling_is_compared_text_by_text() -> None:
-    greedy, sampled = [(10, 20)] * 6, [(10, 30)] * 6
-    assert slowdown(greedy, sampled) == Interval(1.5, 1.5, 1.5)
-    assert tokens_per_step(greedy).value == 0.5
-
-
-def test_results_of_the_demo_pair_become_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rate = {"value": 1.2, "low": 1.1, "high": 1.3, "tokens": 2025}
-    made_by = dict.fromkeys(("command", "hardware", "commit", "date"), "x")
-    of_method = {"greedy_tokens_per_step": 0.6, "sampled_tokens_per_step": 0.5, "stages": 8}
-    results = {
-        "papers_sampled_8": [{**rate, **of_method, "method": "level cut before"}],
-        "papers_chains": [{**rate, "draft": each, "chain": 3} for each in ("bfloat16", "int8")],
-    }
-    for name, rows in results.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({**made_by, "rows": rows}))
-    monkeypatch.setattr(stored_results, "RESULTS", tmp_path)
-    sampled, chains = pair_tables()
-    assert [(row.paper, row.ours, row.verdict) for row in sampled.rows] == [
-        ("+4.39 %", "+20 % [+10, +30]", BEHIND)
-    ]
-    assert [row.verdict for row in chains.rows] == ["not told apart", BEHIND]
-    assert {chains.kind, sampled.kind} == {"MEASURED"}
 
 
 def test_page_has_the_tables_of_the_stored_result() -> None:

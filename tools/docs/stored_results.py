@@ -18,25 +18,21 @@ OLD_MODULE = re.compile(r"benchmarks\.(\w+) ")
 Column = tuple[str, str]
 # What older results call the modules of today, and what else is to be changed in their commands.
 MODULES = {
-    "cascade": "drafts.cascade_tbt",
     "chaos": "faults.chaos",
     "controller": "budgets.controller_hop",
-    "groups": "pipeline.device_groups",
     "load": "load.throughput",
-    "long_prompt": "load.long_prompt",
-    "lossy": "drafts.lossy_acceptance",
     "memory": "budgets.rank_memory",
     "methods": "pipeline.methods",
-    "overhead": "pipeline.overhead",
-    "quantized_draft": "drafts.quantized_draft",
     "startup": "budgets.startup",
     "tbt": "pipeline.tbt",
-    "two_groups": "pipeline.two_groups",
 }
+CASCADE = "--methods root,alone,cascade --tokens 64"
 CHANGED = {
+    "drafts.cascade_tbt --proposer cascade": f"pipeline.tbt --proposer cascade {CASCADE}",
+    "drafts.cascade_tbt": f"pipeline.tbt --proposer synthetic_cascade {CASCADE}",
+    "benchmarks.pipeline.sampled": "benchmarks.pipeline.tbt --seeds 5 --num-prompts 4",
     "--source ": "--proposer ",
     "--sources ": "--proposers ",
-    " static_tree,level,level shared,best_first": ' "static_tree,level,level shared,best_first"',
     "--stage-ms 1:22.7 64:24.0": '--stage-ms "1:22.7 64:24.0"',
 }
 
@@ -45,11 +41,6 @@ def result(name: str) -> dict[str, Any]:
     """A stored result: rows, and the hardware, commit, date and command that made it."""
     stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return stored
-
-
-def stored_names() -> set[str]:
-    """Of all stored results."""
-    return {file.stem for file in RESULTS.glob("*.json")}
 
 
 def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import read_status
@@ -169,17 +167,3 @@ def redis_pid(running: RunningCluster) -> int:
         pipe.close()
     (line,) = [line for line in found.decode().splitlines() if line.startswith("process_id:")]
     return int(line.partition(":")[2])
-
-
-def processes(server: int, running: RunningCluster) -> dict[str, psutil.Process]:
-    """The processes of server, launcher, Redis and ranks, by name."""
-    found = {"server": server, "launcher": running.owner.pid, "redis": redis_pid(running)}
-    for rank, pid in sorted(rank_pids(running).items()):
-        found[f"stage {rank}" if rank else "head"] = pid
-    return {name: psutil.Process(pid) for name, pid in found.items()}
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Processor time that a process has used, seconds."""
-    used: Any = process.cpu_times()
-    return float(used.user + used.system)

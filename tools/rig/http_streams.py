@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import pairwise
 from typing import Any
 
 # Makes a socket that is connected to the server.
@@ -93,12 +92,6 @@ class Stream(asyncio.Protocol):
         """The text of a stream of one completion."""
         choices = [choice for event in self.events() for choice in event.data.get("choices", ())]
         return "".join(choice["text"] for choice in choices)
-
-    @property
-    def longest_pause_s(self) -> float:
-        """The longest time between two events of a stream."""
-        moments = [event.at_ns for event in self.events()]
-        return max((b - a for a, b in pairwise(moments)), default=0) / 1e9
 
     def events(self) -> Iterator[Event]:
         """The events of a stream."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -22,19 +24,24 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.server import clients
 from pipespec.client import registry
+from pipespec.client.registry import RunningCluster
+from pipespec.controller.cluster_status import read_status
 from pipespec.controller.membership import Membership
+from pipespec.controller.redis_connection import RedisConnection
 from pipespec.system.folders import resource_dir
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, NAME, Server, serving
 from tests.helpers.waiting import until
 from tests.integration.serving.conftest import CONTEXT
 from tools.rig import cluster, http_server
+from tools.rig.http_streams import Behaviour, Stream, read_stream
 from tools.rig.schemas import SCHEMAS
 
 pytestmark = pytest.mark.slow
 NUM_TOKENS = 16
+# Keys that come and go while nothing happens: leases, lists of tasks, marks.
+FEW_KEYS = 5
 PROMPTS = (
     "Once upon a time there was a king who",
     "The little girl ran out of the house and",
@@ -449,17 +456,58 @@ def test_disconnected_client_cancels_its_requests(server: Server, client: openai
     assert server.metric("pipespec_request_success_total") == left + 4
 
 
+def behaviours(count: int) -> list[tuple[Behaviour, dict[str, Any]]]:
+    """Clients that stay, read slowly, leave at once or in the middle of an answer."""
+    draw = random.Random(1)
+    kinds = (
+        lambda: Behaviour(),
+        lambda: Behaviour(pause_s=0.05),
+        lambda: Behaviour(leave_s=draw.uniform(0, 0.2)),
+        lambda: Behaviour(leave_after=draw.randint(1, 8)),
+    )
+    size = {"ignore_eos": True, "stream": True, "max_tokens": 8}
+    return [
+        (kinds[i % 4](), {"prompt": draw.choice(PROMPTS), "seed": i, "n": i % 3 + 1, **size})
+        for i in range(count)
+    ]
+
+
+def lasting_keys(running: RunningCluster) -> int:
+    """The keys of a cluster that Redis will not expire."""
+    pipe = RedisConnection(running.url)
+    try:
+        return sum(pipe.call("TTL", name) < 0 for name in pipe.call("KEYS", "*"))
+    finally:
+        pipe.close()
+
+
 def test_clients_that_disconnect_at_any_time_leave_no_requests(
     place: Sandbox, server: Server, monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
     monkeypatch.setenv(http_server.STATE_VARIABLE, str(place.folder))
     here = http_server.ServerAddress(server.announced["url"])
     running = http_server.find_cluster(NAME)
-    rounds = 5 if long else 2
-    seen = clients.run_rounds(here, running, {}, clients=20, rounds=rounds, tokens=8, seed=1)
-    assert seen.counts.total() == 20 * rounds
-    assert all(seen.counts[kind] > 2 * rounds for kind in ("left", "slow", "stayed"))
-    assert seen.keys_left <= clients.FEW_KEYS
+
+    async def run(clients: list[tuple[Behaviour, dict[str, Any]]]) -> list[Stream]:
+        reading = (read_stream(here.connect, "/v1/completions", b, how) for how, b in clients)
+        return await asyncio.gather(*reading)
+
+    def at_rest() -> bool:
+        gauges = [here.metric(f"vllm:num_requests_{what}") for what in ("running", "waiting")]
+        overview = read_status(running.url, running.namespace)
+        assert overview is not None
+        held = overview.statistics.get("kv_slots_held", 0)
+        return not any([*gauges, here.open_requests(), held])
+
+    keys = lasting_keys(running)
+    for _ in range(5 if long else 2):
+        clients = behaviours(20)
+        streams = asyncio.run(run(clients))
+        assert any(stream.left for stream in streams)
+        assert all(stream.left or stream.complete for stream in streams)
+        assert all(s.complete for (how, _), s in zip(clients, streams, strict=True) if how.pause_s)
+        until(at_rest)
+    assert lasting_keys(running) <= keys + FEW_KEYS
 
 
 def test_sixteen_concurrent_streams_equal_single_ones(server: Server) -> None:
