@@ -19,8 +19,7 @@ sends them after the message. By default NCCL ends the process on an error, and 
 lost with it; that is turned off, and `abort` releases a rank that waits in an NCCL kernel.
 
 A rank that spins while it waits polls the memory that the message is written to, as gloo has no
-non-blocking test. `benchmarks/budgets/transport_hop.py` measures a hop beside a bare gloo
-ping-pong.
+non-blocking test.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def experts_read(rows: float, experts: int, chosen: int, overlap: float = 0.0) -
 
     w rows that choose k of E experts independently read E (1 - (1 - k / E)^w). Rows of a text
     choose more alike: they read as many as rows^(1 - overlap) independent ones. That is not
-    derived, but fits what stages count (`benchmarks.budgets.expert_overlap`).
+    derived, but fits what stages count.
     """
     return experts * (1 - (1 - chosen / experts) ** rows ** (1 - overlap))
 
