@@ -18,9 +18,10 @@ from typing import Any, Self
 
 from benchmarks.common.experiment import ROOT
 from pipespec.client.registry import RunningCluster
-from pipespec.controller.answer_stream import AnswerStreams, block_ms
-from pipespec.controller.log_records import Accepted
+from pipespec.controller.async_request_log import MOST_ENTRIES, block_ms
+from pipespec.controller.log_records import Accepted, Finished, entries_of, event_from
 from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
 
 WAIT_S = 1.0
 
@@ -60,21 +61,24 @@ class RedisReader:
 
 def read(wanted: dict[str, Any]) -> dict[int, list[int]]:
     """The time of each token of each request."""
-    following = AnswerStreams(wanted["namespace"])
-    found: dict[int, list[int]] = {}
-    for number in range(wanted["first"], wanted["first"] + wanted["count"]):
-        following.add(number, known=True)
-        found[number] = []
-    pipe = RedisConnection(wanted["url"])
-    try:
-        while following:
-            reply = pipe.call(*following.read(WAIT_S), timeout=block_ms(WAIT_S) / 1000)
+    keys = RedisKeys(wanted["namespace"])
+    numbers = range(wanted["first"], wanted["first"] + wanted["count"])
+    found: dict[int, list[int]] = {number: [] for number in numbers}
+    of_stream = {keys.events(number).encode(): number for number in numbers}
+    positions = dict.fromkeys(of_stream, "0")
+    options = ("COUNT", MOST_ENTRIES, "BLOCK", block_ms(WAIT_S))
+    with RedisConnection(wanted["url"]) as pipe:
+        while positions:
+            command = ("XREAD", *options, "STREAMS", *positions, *positions.values())
+            reply = pipe.call(*command, timeout=WAIT_S)
             now = time.monotonic_ns()
-            for number, event in following.events(reply):
-                if isinstance(event, Accepted):
-                    found[number] += [now] * len(event.tokens)
-    finally:
-        pipe.close()
+            for stream, entries in reply or []:
+                for entry, fields in entries_of(entries):
+                    positions[stream], event = entry, event_from(fields)
+                    if isinstance(event, Accepted):
+                        found[of_stream[stream]] += [now] * len(event.tokens)
+                if isinstance(event, Finished):
+                    del positions[stream]
     return found
 
 

@@ -318,14 +318,11 @@ class EmbeddedRedis:
                     self._process.returncode, log.read().decode(errors="replace"), self._data
                 )
             try:
-                pipe = RedisConnection(self.url)
-                try:
+                with RedisConnection(self.url) as pipe:
                     pipe.call("PING")
                     if self._data:
                         # Doubling counts from what was read: each of many lives would add some.
                         pipe.call("BGREWRITEAOF")
-                finally:
-                    pipe.close()
                 return
             except Unreachable:  # not listening yet, or still reading its file
                 if time.monotonic() > deadline:
