@@ -67,11 +67,11 @@ test-flashinfer: $(VENV)/.test
 	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/attention/test_flashinfer.py
 
 # The kernels for GPUs, on a machine without one: compiled for each architecture, a selection of
-# all shapes, and executed in an emulator. What was compiled is kept in build/gpu_code.
+# all shapes, and executed by Triton's interpreter. What was compiled is kept in build/gpu_code.
 check-gpu-code: $(VENV)/.test
 	$(BIN)/python -m tools.gpu_code
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code tests/unit/engine/test_pretended_gpu.py \
-	  tests/integration/test_formats_on_a_gpu.py
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code \
+	  tests/unit/engine/attention/test_triton_backend.py
 
 # Every shape, for about an hour; a run that was interrupted goes on where it ended.
 check-gpu-full: $(VENV)/.test

@@ -199,7 +199,7 @@ class AsyncLLM:
                 self._cluster() as running,
                 attach(running, PATIENCE_S, follows_restarts=False, own=self._own) as client,
             ):
-                await client.look()  # whether its Redis answers
+                await client.log.look()  # whether its Redis answers
                 self._client = client
                 self._defaults = RequestSettings.on(running, ())
                 if not started.done():
@@ -299,7 +299,8 @@ class AsyncLLM:
     ) -> PendingRequest:
         served, decode, began = self.model_info, self._defaults.decode, monotonic_ns()
         if chosen is None:
-            number = await followed.ask(self._defaults, prompt.token_ids, params)
+            fields = self._defaults.fields(served)
+            number = await followed.submit(prompt.token_ids, params, **fields)
             return PendingRequest(served, prompt, params, number, began, decode.stop)
         eos = () if chosen.ignore_eos else served.eos
         most = chosen.max_tokens

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipespec.client.request_settings import RequestSettings
 from pipespec.controller.log_records import Event, Finished
 from pipespec.core import SamplingParams
 
@@ -65,21 +64,6 @@ class AsyncAnswer:
             priority=priority,
             policy=policy,
             cache_salt=cache_salt,
-        )
-
-    async def ask(
-        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
-    ) -> int:
-        """`submit` with the lengths and ends that settings name."""
-        decode = settings.decode
-        return await self.submit(
-            prompt,
-            sampling,
-            max_new_tokens=decode.max_new_tokens,
-            stop=decode.stop,
-            eos=() if decode.ignore_eos else self._client.served.eos,
-            priority=decode.priority,
-            policy=settings.policy,
         )
 
     async def add(self, request: int) -> None:

@@ -24,10 +24,10 @@ from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.clock import monotonic_ns
-from pipespec.controller.async_request_log import AsyncRequestLog, AsyncStreams, Forgotten
-from pipespec.controller.cluster_status import ClusterStatus, Unfinished
+from pipespec.controller.async_request_log import AsyncRequestLog, AsyncStreams
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
+from pipespec.controller.request_log import Forgotten
 from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.stats import Report, empty_report
@@ -66,6 +66,10 @@ class AsyncClient:
     are moved by the least delay with which a first token arrived here, so that they include the
     way of that token.
 
+    Attributes:
+        log: its request log, of all users; another once its name belongs to another cluster.
+        away: whether the cluster is known not to answer.
+
     Args:
         own: the cluster, if this process runs it.
         clock: nanoseconds, as `pipespec.clock.monotonic_ns`.
@@ -82,7 +86,7 @@ class AsyncClient:
     ):
         self.running = running
         self.patience = patience
-        self.away = False  # whether the cluster is known not to answer
+        self.away = False
         self._broken: Exception | None = None  # why nothing is read any more
         self._follows_restarts = follows_restarts
         self._own = own
@@ -97,11 +101,6 @@ class AsyncClient:
     def served(self) -> ModelInfo:
         return self.running.served
 
-    @property
-    def connected(self) -> bool:
-        """Whether Redis answered the last command."""
-        return self._log.connected
-
     @asynccontextmanager
     async def follow(self) -> AsyncIterator[AsyncAnswer]:
         """Requests of one user; what has not finished at the end is cancelled."""
@@ -111,33 +110,6 @@ class AsyncClient:
         finally:
             followed.leave()
 
-    async def look(self) -> ClusterStatus | None:
-        """How the cluster is doing; None: nothing is known of it. Raises Unreachable."""
-        return await self._log.look()
-
-    async def unfinished(self, most: int) -> list[Unfinished]:
-        """The first `most` requests that the cluster has, and as many of those that wait, of all
-        users. Raises Unreachable."""
-        return await self._log.unfinished(most)
-
-    async def cancel(self, request: int) -> None:
-        """End a request of any user; one that has finished stays as it is. Raises Unreachable, or
-        ControllerError if it is not in the log."""
-        await self._log.cancel(request)
-
-    async def keep_conversation(self, name: str, conversation: bytes) -> None:
-        """Keep what a later request may continue, for an hour and within a bound, in the log.
-        Raises Unreachable."""
-        await self._log.keep_conversation(name, conversation)
-
-    async def conversation(self, name: str) -> bytes | None:
-        """What was kept under a name; None: nothing, or not any more. Raises Unreachable."""
-        return await self._log.conversation(name)
-
-    async def forget_conversation(self, name: str) -> bool:
-        """Keep nothing under a name any more; whether there was anything. Raises Unreachable."""
-        return await self._log.forget_conversation(name)
-
     async def reports(self, request: int) -> list[Report]:
         """What every rank says of a finished request whose events were read, the head's first.
 
@@ -146,7 +118,7 @@ class AsyncClient:
         """
         count, partial = await self._reporters()
         timeout = LOST_REPORTS_S if partial else REPORTS_TIMEOUT_S
-        found = await self._log.reports(request, count, timeout, partial=partial)
+        found = await self.log.reports(request, count, timeout, partial=partial)
         head, *stages = (found.get(rank) or empty_report(rank) for rank in range(count))
         seen = self._first_seen.pop(request, None)
         if seen is not None and head["token_ns"]:
@@ -168,7 +140,7 @@ class AsyncClient:
         """Put a request, given as the fields of `Request`, in the queue and follow it; its
         number."""
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
-        log = self._log
+        log = self.log
         asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
         try:
             # Its number must be known, or it could not be cancelled.
@@ -176,7 +148,7 @@ class AsyncClient:
         except asyncio.CancelledError:
             self._meanwhile(self._cancel_late(log, asking))
             raise
-        if log is not self._log:  # meanwhile the cluster has become another
+        if log is not self.log:  # meanwhile the cluster has become another
             raise self._ended()
         await self.add_for(followed, request, known=True)
         return request
@@ -195,7 +167,7 @@ class AsyncClient:
         self._readers.pop(request, None)
         self._first_seen.pop(request, None)
         self._streams.drop(request)
-        self._meanwhile(self._cancel(self._log, request))
+        self._meanwhile(self._cancel(self.log, request))
 
     def _meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
         """Work for which only the end of this client waits."""
@@ -222,14 +194,12 @@ class AsyncClient:
 
     def _connect(self) -> None:
         running = self.running
-        self._log = AsyncRequestLog(
-            running.url, namespace=running.namespace, patience=self.patience
-        )
-        self._streams = AsyncStreams(running.url, self._log, namespace=running.namespace)
+        self.log = AsyncRequestLog(running.url, namespace=running.namespace, patience=self.patience)
+        self._streams = AsyncStreams(running.url, self.log, namespace=running.namespace)
 
     async def _disconnect(self) -> None:
         await self._streams.close()
-        await self._log.close()
+        await self.log.close()
 
     async def _read(self) -> None:
         """Read until the client is closed. What ends it earlier is raised to every task that
@@ -299,14 +269,14 @@ class AsyncClient:
         if self.running.owner.here:
             return self._ended() if self.running.owner.gone else None
         try:
-            return self._ended() if await self._log.look() is None else None
+            return self._ended() if await self.log.look() is None else None
         except Unreachable:
             return None  # the next read says so
 
     async def _reporters(self) -> tuple[int, bool]:
         if self._own is not None:
             return self._own.reporters()
-        now = await self._log.epoch()
+        now = await self.log.epoch()
         return self.running.num_ranks, now is not None and now > self.running.epoch
 
     async def _found_again(self) -> bool:
@@ -319,11 +289,11 @@ class AsyncClient:
             return False
         before, self.running = self.running, found
         if _log_of(found) == _log_of(before):
-            await self._log.move(found.url)
+            await self.log.move(found.url)
             await self._streams.move(found.url)
         else:
             self._fail([*self._readers], self._ended())
-            self._log.patience = 0
+            self.log.patience = 0
             await self._disconnect()
             self._connect()
         return True
@@ -342,7 +312,7 @@ class AsyncClient:
 
     async def _close(self) -> None:
         """Once no task follows anything: see to it that what was cancelled is, if Redis answers."""
-        self._log.patience = 0
+        self.log.patience = 0
         if self._leaving:
             _, late = await asyncio.wait(self._leaving, timeout=ANSWER_TIMEOUT_S)
             for task in late:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config, DecodeConfig
@@ -39,6 +41,16 @@ class RequestSettings:
     def params(self, fresh_seed: int) -> SamplingParams:
         """How tokens are drawn; by `fresh_seed` if no seed is set."""
         return replace(self.sampling.params(fresh_seed), grammar=self.grammar)
+
+    def fields(self, served: ModelInfo) -> dict[str, Any]:
+        """The lengths, ends and the like of a request, as `AsyncAnswer.submit` takes them."""
+        return {
+            "max_new_tokens": self.decode.max_new_tokens,
+            "stop": self.decode.stop,
+            "eos": () if self.decode.ignore_eos else served.eos,
+            "priority": self.decode.priority,
+            "policy": self.policy,
+        }
 
     @classmethod
     def of(cls, config: Config) -> RequestSettings:

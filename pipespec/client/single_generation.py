@@ -47,7 +47,7 @@ def ask(
     served = client.served
     sampling = settings.params(fresh_seed=answers.fresh_seed())
     enqueued = monotonic_ns()
-    request = client.ask(settings, prompt, sampling)
+    request = client.submit(prompt, sampling, **settings.fields(served))
     answer = answers.gather(
         client.events(request),
         FinalText(served.tokenizer, prompt, settings.decode.stop),

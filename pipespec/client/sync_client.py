@@ -12,7 +12,7 @@ another thread (`LoopThread`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ from pipespec.client.async_client import AsyncClient, OwnCluster
 from pipespec.client.loop_thread import LoopThread
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.client.request_settings import RequestSettings
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
@@ -46,18 +45,9 @@ class Client:
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
         """Put a request in the queue; its number. As `AsyncAnswer.submit`."""
-        return self._submit(lambda answers: answers.submit(prompt, sampling, **asked))
-
-    def ask(
-        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
-    ) -> int:
-        """`submit` with the lengths and ends that settings name."""
-        return self._submit(lambda answers: answers.ask(settings, prompt, sampling))
-
-    def _submit(self, submit: Callable[[Answers], int]) -> int:
         answers = self._answers()
         try:
-            request = submit(answers)
+            request = answers.submit(prompt, sampling, **asked)
             self._submitted[request] = answers
         except KeyboardInterrupt:  # it may be in the queue already, and its number unknown
             answers.leave()
@@ -94,7 +84,7 @@ class Client:
     def cancel(self, request: int) -> None:
         """End a request of any user. Raises Unreachable, or ControllerError if it is not in the
         log."""
-        self._thread.run(self._client.cancel(request))
+        self._thread.run(self._client.log.cancel(request))
 
     def reports(self, request: int) -> list[Report]:
         """As `AsyncClient.reports`."""
@@ -124,12 +114,6 @@ class Answers:
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
         """As `AsyncAnswer.submit`."""
         return self._thread.run(self._answer.submit(prompt, sampling, **asked))
-
-    def ask(
-        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
-    ) -> int:
-        """`submit` with the lengths and ends that settings name."""
-        return self._thread.run(self._answer.ask(settings, prompt, sampling))
 
     def add(self, request: int) -> None:
         """As `AsyncAnswer.add`."""
@@ -167,7 +151,7 @@ def connected(
     )
     try:
         try:
-            thread.run(thread.resource.look())
+            thread.run(thread.resource.log.look())
         except Unreachable as error:
             raise Unreachable(
                 f"The cluster {running.name!r} on {running.host} does not answer: {error}"

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.batch_times import RowTimes
 from pipespec.cluster import memory, rank_components
@@ -201,7 +202,7 @@ def join_and_run(
     links = held.assignment.links(deployment.config.transport.seal)
     hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
     spinning = should_spin(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
-    scheduling, wanted = deployment.config.scheduler, deployment.config.transport.backend
+    wanted = deployment.config.transport.backend
     with (
         meeting_store(held) as store,
         join_rank(
@@ -220,22 +221,15 @@ def join_and_run(
             while len(shared.attached(where.epoch)) < deployment.num_ranks:
                 held.heartbeat.check(where.epoch)
                 shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
-        transport = DistributedTransport.connect(
-            deployment.devices,
-            store=store,
-            rank=held.rank,
+        transport = connect_links(
+            deployment,
+            where,
+            held.rank,
+            store,
             links=links,
             # NCCL is for one host, and workers of others may have joined since the cluster started.
             nccl=wanted == NCCL and all(link.local for link in links[1:]),
             spins=spinning,
-            epoch=where.epoch,
-            secret=where.secret,
-            max_rows=deployment.max_rows,
-            max_finished=scheduling.max_num_seqs,
-            max_retained=scheduling.max_num_seqs + deployment.max_retained,
-            max_kept=deployment.kept_states,
-            hidden_size=deployment.target.hidden_size,
-            dtype=getattr(torch, deployment.dtype),
         )
         aborted = (transport,) if group is None else (transport, group)
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
@@ -245,6 +239,28 @@ def join_and_run(
                 # Before the links close, as the neighbours would report that first.
                 held.heartbeat.suspect(where.epoch, str(error))
                 raise
+
+
+def connect_links(
+    deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
+) -> DistributedTransport:
+    """The links of a rank to its neighbours, which connect at the same time; `how` they are linked
+    is described at `DistributedTransport.connect`. Raises RankFailed."""
+    scheduling = deployment.config.scheduler
+    return DistributedTransport.connect(
+        deployment.devices,
+        store=store,
+        rank=rank,
+        epoch=where.epoch,
+        secret=where.secret,
+        max_rows=deployment.max_rows,
+        max_finished=scheduling.max_num_seqs,
+        max_retained=scheduling.max_num_seqs + deployment.max_retained,
+        max_kept=deployment.kept_states,
+        hidden_size=deployment.target.hidden_size,
+        dtype=getattr(torch, deployment.dtype),
+        **how,
+    )
 
 
 @dataclass(frozen=True)

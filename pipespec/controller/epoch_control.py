@@ -35,8 +35,7 @@ def delete_namespace(url: str, namespace: str) -> None:
 
     Raises Unreachable.
     """
-    pipe = RedisConnection(url)
-    try:
+    with RedisConnection(url) as pipe:
         cursor = b"0"
         while True:
             cursor, names = pipe.call("SCAN", cursor, "MATCH", RedisKeys(namespace).everything)
@@ -44,8 +43,6 @@ def delete_namespace(url: str, namespace: str) -> None:
                 pipe.call("DEL", *names)
             if cursor == b"0":
                 return
-    finally:
-        pipe.close()
 
 
 def _next(url: str, namespace: str, assignment: str, most: int | str = "") -> int:
@@ -60,10 +57,7 @@ def _next(url: str, namespace: str, assignment: str, most: int | str = "") -> in
         keys.totals,
     )
     arguments = (keys.epochs, KEEP_STALE_S, assignment, most, FAILED, KEEP_FINISHED_S)
-    pipe = RedisConnection(url)
-    try:
+    with RedisConnection(url) as pipe:
         load(pipe)
         begun: int = pipe.call(*evalsha("new_epoch", names, *arguments))
         return begun
-    finally:
-        pipe.close()

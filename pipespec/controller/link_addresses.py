@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 from pipespec.controller.lua_scripts import evalsha, load
-from pipespec.controller.redis_connection import RedisConnection
-from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.redis_connection import RedisClient
 
 
-class LinkAddressTable:
+class LinkAddressTable(RedisClient):
     """Values by name, which are deleted with their epoch. Not for several threads.
 
     Raises Unreachable whenever Redis is gone.
     """
 
     def __init__(self, url: str, namespace: str, epoch: int):
-        keys = RedisKeys(namespace)
-        self._keys = (keys.epoch, keys.link_addresses(epoch))
+        super().__init__(url, namespace)
+        self._table = (self._keys.epoch, self._keys.link_addresses(epoch))
         self._epoch = epoch
-        self._pipe = RedisConnection(url)
         load(self._pipe)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._pipe.close()
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """The values of these names; None for a name that has no value yet."""
-        found: list[bytes | None] = self._pipe.call("HMGET", self._keys[-1], *names)
+        found: list[bytes | None] = self._pipe.call("HMGET", self._table[-1], *names)
         return found
 
     def write(self, name: str, value: bytes) -> None:
         """Set a value. Raises StaleEpoch."""
         # Fenced: what is written after the epoch has ended would stay for good.
-        self._pipe.call(*evalsha("set_epoch_fields", self._keys, self._epoch, name, value))
+        self._pipe.call(*evalsha("set_epoch_fields", self._table, self._epoch, name, value))

@@ -13,12 +13,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from pipespec.controller.cluster_status import numbers
 from pipespec.controller.lua_scripts import evalsha, load
-from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
-from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisClient
 
 # How long a lease lasts. That one has run out is no fault.
 LEASE_S = 2.0
@@ -48,7 +46,7 @@ class Suspicion:
     start_failed: bool = False
 
 
-class Membership:
+class Membership(RedisClient):
     """A client of the leases, suspicions and epochs of a namespace. Not for several threads.
 
     Raises Unreachable whenever Redis is gone.
@@ -56,19 +54,9 @@ class Membership:
 
     def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
         """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
-        self._keys = RedisKeys(namespace)
-        self._pipe = RedisConnection(url, answer_s)
+        super().__init__(url, namespace, answer_s)
         self._last_suspicion = "0"
         self._launcher_renewed_at = -math.inf
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._pipe.close()
 
     def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
         """Renew the lease of a worker, for LEASE_S seconds from now, with its `progress`

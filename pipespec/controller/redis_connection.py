@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import ssl
-from typing import Any
+from typing import Any, Self
 
 import redis
 from redis.backoff import NoBackoff
@@ -19,6 +19,7 @@ from redis.connection import (
 from redis.retry import Retry
 
 from pipespec.controller.lua_scripts import WritesRefused, translate
+from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.tls_client import PinnedConnection, is_pinned
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
@@ -55,13 +56,13 @@ class RedisConnection:
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
-            raise self._explained(error) from None
+            raise explain(self._url, error, self._timeout) from None
 
     def send(self, *command: Any) -> None:
         """Sends a command; `drain` or `call` will see its reply."""
         # A connection that was lost would silently be made anew, its replies gone.
         if not self._connection.is_connected:
-            raise lost(self._url)
+            raise _lost(self._url)
         try:
             packed = self._connection.pack_command(*command)
             self._connection.send_packed_command(packed, check_health=False)
@@ -116,9 +117,30 @@ class RedisConnection:
         self._owed = 0
 
     def _explained(self, error: Exception) -> Unreachable:
-        if self._answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
-            return lost(self._url)
-        return explain(self._url, error, self._timeout)
+        return explain(self._url, error, self._timeout, self._answered)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RedisClient:
+    """What has a connection of its own and the keys of a namespace. Not for several threads."""
+
+    def __init__(self, url: str, namespace: str, timeout: float = ANSWER_TIMEOUT_S):
+        self._keys = RedisKeys(namespace)
+        self._pipe = RedisConnection(url, timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pipe.close()
 
 
 def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | None = None) -> str:
@@ -129,21 +151,19 @@ def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | N
     Raises ConfigError (not a URL of Redis) or Unreachable (with the reason), within about
     `timeout` seconds. No message holds the password.
     """
-    pipe = RedisConnection(url, timeout)
     try:
-        info = pipe.call("INFO", "server").decode()
-        if namespace is not None:
-            key = f"{namespace}:probe:{secrets.token_hex(8)}"
-            pipe.call("SET", key, "", "EX", PROBE_S)
-            pipe.call("DEL", key)
+        with RedisConnection(url, timeout) as pipe:
+            info = pipe.call("INFO", "server").decode()
+            if namespace is not None:
+                key = f"{namespace}:probe:{secrets.token_hex(8)}"
+                pipe.call("SET", key, "", "EX", PROBE_S)
+                pipe.call("DEL", key)
     except Unreachable:
         raise
     except WritesRefused as error:
         raise Unreachable(f"Redis at {place(url)}{str(error).removeprefix('Redis')}") from None
     except ControllerError as error:
         raise Unreachable(f"Redis at {place(url)} refuses this user: {error}") from None
-    finally:
-        pipe.close()
     found = re.search(r"^redis_version:((\d+)\.(\d+)\S*)", info, re.MULTILINE)
     if not found:
         raise Unreachable(f"What answers at {place(url)} does not say that it is Redis.")
@@ -168,13 +188,15 @@ def password(url: str) -> str | None:
     return found
 
 
-def lost(url: str) -> Unreachable:
-    """One sentence for a connection that worked before."""
+def _lost(url: str) -> Unreachable:
     return Unreachable(f"The connection to Redis at {place(url)} was lost.")
 
 
-def explain(url: str, error: Exception, timeout: float) -> Unreachable:
-    """One sentence for a connection that did not come about."""
+def explain(url: str, error: Exception, timeout: float, answered: bool = False) -> Unreachable:
+    """One sentence for a connection that did not come about or, if Redis has `answered` on it, was
+    lost."""
+    if answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
+        return _lost(url)
     where = f"Redis at {place(url)}"
     secure = url.startswith("rediss:")
     cause = error.__context__

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
-from pipespec.controller.answer_stream import not_in_log
 from pipespec.controller.log_records import (
     CANCELLED,
     Accepted,
@@ -21,9 +20,10 @@ from pipespec.controller.log_records import (
     unpack_request,
 )
 from pipespec.controller.lua_scripts import evalsha, load
-from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_connection import RedisClient
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import PromptLogprobs, Request
+from pipespec.errors import UnknownRequest
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -34,7 +34,7 @@ MAX_CONVERSATION_BYTES = 64 * 2**20
 KEEP_TICKET_S = 600
 
 
-class RequestLog:
+class RequestLog(RedisClient):
     """The request log as the processes of a cluster use it, for one epoch. Not for several
     threads. (Users of a cluster have `pipespec.client`.)
 
@@ -45,13 +45,9 @@ class RequestLog:
     """
 
     def __init__(self, url: str, *, namespace: str, epoch: int):
-        self._keys = RedisKeys(namespace)
+        super().__init__(url, namespace)
         self._epoch = epoch
-        self._pipe = RedisConnection(url)
         load(self._pipe)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -60,9 +56,6 @@ class RequestLog:
                 self._pipe.flush()
         finally:
             self.close()
-
-    def close(self) -> None:
-        self._pipe.close()
 
     def enqueue(self, **fields: Any) -> int:
         """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
@@ -76,7 +69,7 @@ class RequestLog:
         """The request of a number. Raises ControllerError if it is not in the log."""
         spec = self._pipe.call("HGET", self._keys.request(request), "spec")
         if spec is None:
-            raise not_in_log(request)
+            raise Forgotten(request)
         return unpack_request(request, spec)
 
     def tokens(self, request: int) -> tuple[int, ...]:
@@ -157,6 +150,14 @@ class RequestLog:
 
     def _call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         return self._pipe.call(*evalsha(script, keys, *arguments))
+
+
+class Forgotten(UnknownRequest):
+    """A request that was never asked, or is in the log no more."""
+
+    def __init__(self, request: int):
+        super().__init__(f"Request {request} is not in the log.")
+        self.request = request
 
 
 # --- what users ask for, as commands that may run twice ----------------------------------------

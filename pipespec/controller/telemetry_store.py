@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 
-from pipespec.controller.answer_stream import block_ms
-from pipespec.controller.async_request_log import AsyncRedisConnection
+from pipespec.controller.async_request_log import AsyncRedisConnection, block_ms
 from pipespec.controller.log_records import entries_of
 from pipespec.controller.redis_keys import RedisKeys
 

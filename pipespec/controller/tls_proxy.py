@@ -3,7 +3,7 @@
     hosts ── TLS ── the proxy, a process of its own ── Unix socket ── Redis
 
 Redis itself then listens on no TCP port. A trip takes some 0.1 ms longer than with the TLS of
-redis-server, which is used where it has it (`pipespec.controller.embedded_redis`).
+the server, which is used where there is one (`pipespec.controller.embedded_redis`).
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Dashboard:
         if self._client.away:
             raise cluster_unavailable()
         try:
-            await self._client.cancel(request)
+            await self._client.log.cancel(request)
         except UnknownRequest:
             raise ApiError(
                 HTTPStatus.NOT_FOUND, f"There is no request {request}.", param="request"
@@ -131,7 +131,7 @@ class Dashboard:
         requests: list[dict[str, Any]] = []
         if status is not None:
             with suppress(Unreachable):
-                unfinished = await self._client.unfinished(MAX_LISTED)
+                unfinished = await self._client.log.unfinished(MAX_LISTED)
                 origins = self._open.origins(api_key_digest)
                 for each in unfinished:
                     watchable = self._open.may_watch(each.request, api_key_digest)

@@ -174,7 +174,7 @@ class OpenAIServing:
         """What is kept under an id and the request's API key. Raises ApiError."""
         name = conversation_name(response, request.state.api_key_digest)
         try:
-            found = await self.client.conversation(name)
+            found = await self.client.log.conversation(name)
         except PipespecError as error:
             raise api_error_of(error) from error
         return KeptResponse.unpacked(found) if found else None
@@ -239,7 +239,7 @@ class OpenAIServing:
         """Keep a response no longer: it cannot be fetched or continued."""
         name = conversation_name(response, request.state.api_key_digest)
         try:
-            deleted = await self.client.forget_conversation(name)
+            deleted = await self.client.log.forget_conversation(name)
         except PipespecError as error:
             raise api_error_of(error) from error
         if not deleted:
@@ -298,7 +298,7 @@ class OpenAIServing:
         if self.client.away:
             return None
         try:
-            return await self.client.look()
+            return await self.client.log.look()
         except Unreachable:
             return None
 

@@ -212,7 +212,7 @@ class ResponseStream:
         if kept is not None:
             response, conversation = kept
             name = conversation_name(response, self._api_key_digest)
-            await self._client.keep_conversation(name, conversation)
+            await self._client.log.keep_conversation(name, conversation)
 
     def fail(self, error: PipespecError) -> None:
         """Let `deltas` raise an error."""

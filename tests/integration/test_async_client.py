@@ -22,9 +22,9 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller import request_log
-from pipespec.controller.answer_stream import MOST_ENTRIES, Event
+from pipespec.controller.async_request_log import MOST_ENTRIES
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
@@ -152,7 +152,7 @@ def test_leaving_does_not_wait_for_a_cluster_that_is_away(
                     await ask(followed)
                     ending.close()
                 # Its cancellation finds no Redis, and tries again.
-                await soon(lambda: not client.connected)
+                await soon(lambda: not client.log.connected)
                 began = time.monotonic()
         return time.monotonic() - began
 
@@ -382,14 +382,16 @@ def test_conversations_are_kept_within_a_bound(
 
     async def run() -> None:
         async with attach(running, patience=LONG_S) as client:
-            assert await client.conversation("one") is None
-            await client.keep_conversation("one", b"a" * 40)
-            await client.keep_conversation("one", b"lost reply")  # sent again, kept once
-            await client.keep_conversation("two", b"b" * 40)
-            assert await client.conversation("one") == b"a" * 40
-            await client.keep_conversation("three", b"c" * 90)
-            await client.keep_conversation("four", b"d" * 101)
-            found = [await client.conversation(name) for name in ("one", "two", "three", "four")]
+            assert await client.log.conversation("one") is None
+            await client.log.keep_conversation("one", b"a" * 40)
+            await client.log.keep_conversation("one", b"lost reply")  # sent again, kept once
+            await client.log.keep_conversation("two", b"b" * 40)
+            assert await client.log.conversation("one") == b"a" * 40
+            await client.log.keep_conversation("three", b"c" * 90)
+            await client.log.keep_conversation("four", b"d" * 101)
+            found = [
+                await client.log.conversation(name) for name in ("one", "two", "three", "four")
+            ]
             assert found == [None, None, b"c" * 90, None]
 
     asyncio.run(run())

@@ -14,12 +14,12 @@ from pipespec.controller.async_request_log import (
     AsyncRedisConnection,
     AsyncRequestLog,
     AsyncStreams,
-    Forgotten,
 )
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.request_log import Forgotten
 from pipespec.errors import ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon

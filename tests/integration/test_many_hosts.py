@@ -32,6 +32,7 @@ AT = 8
 # Eight stages over three hosts, the draft on the first.
 DEVICES = {"a": 4, "b": 3, "c": 2}
 ENDS = 2  # of a link
+SERVER = b"-server"  # of Redis or Valkey
 GREEDY = [f"decode.max_new_tokens={TOKENS}", "sampling.temperature=0"]
 SAMPLED = [f"decode.max_new_tokens={TOKENS}", "sampling.temperature=1", "sampling.seed=5"]
 
@@ -67,7 +68,7 @@ def test_eight_stages_over_three_hosts_decode_what_hugging_face_decodes(texts):
 
 def is_redis(pid: int) -> bool:
     line = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b"redis-server" in line or b"tls_proxy" in line
+    return SERVER in line or b"tls_proxy" in line
 
 
 def test_unauthenticated_connections_from_the_network_are_rejected(cluster, texts, tmp_path):
@@ -75,7 +76,7 @@ def test_unauthenticated_connections_from_the_network_are_rejected(cluster, text
     bed = cluster.bed
 
     def ours() -> set[Listening]:
-        return listening(pid for host in bed.hosts for pid in leftovers(bed, host, b"redis-server"))
+        return listening(pid for host in bed.hosts for pid in leftovers(bed, host, SERVER))
 
     seen = ours()
     assert_private(seen, {LOOPBACK, *map(bed.address, bed.hosts)})

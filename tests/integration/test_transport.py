@@ -1,4 +1,4 @@
-"""Both transports keep one contract; the processes of the distributed one are real."""
+"""Links between processes, and between threads of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.errors import RankFailed
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.rendezvous_store import RendezvousStore
-from pipespec.transport.threads import thread_transports
 from pipespec.transport.transport import LinkKind, Transport
 from tests.helpers.interloper import Interloper
 from tests.helpers.matrix import some_of
@@ -174,12 +173,6 @@ def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, plac
     assert told == [[]] * num_ranks
 
 
-def test_batches_arrive_in_order_and_unchanged_between_threads():
-    transports = thread_transports(4)
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(run_pipeline, transports, [3] * 4)) == [[]] * 4
-
-
 LOST = "Rank 1 lost its link to rank 0"
 
 
@@ -279,51 +272,3 @@ def test_eavesdropper_between_ranks_reads_nothing_of_a_sealed_link():
         assert [batch.step for batch in received] == list(range(STEPS))
         assert len(between.seen) == STEPS
         assert (token_id in between.seen[0]) is readable
-
-
-def in_a_thread(call: Callable) -> tuple[threading.Thread, list]:
-    outcome: list = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except RankFailed as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, outcome
-
-
-def test_a_link_between_threads_holds_one_batch():
-    first, second = thread_transports(2)
-    first.send(Batch(0))
-    thread, _ = in_a_thread(lambda: first.send(Batch(1)))
-    assert second.recv().step == 0
-    assert second.recv().step == 1
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("waits_in", ["recv", "send"])
-def test_closing_wakes_the_neighbour_thread_that_waits(waits_in):
-    transports = thread_transports(3)
-    if waits_in == "recv":
-        thread, outcome = in_a_thread(transports[2].recv)
-    else:
-        transports[0].send(Batch(0))
-        thread, outcome = in_a_thread(lambda: transports[0].send(Batch(1)))
-    transports[1].close()
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-    assert isinstance(outcome[0], RankFailed)
-    assert "rank 1 ended" in str(outcome[0])
-
-
-def test_what_a_thread_sent_before_it_closed_still_arrives():
-    first, second = thread_transports(2)
-    first.send(Batch(7))
-    first.close()
-    assert second.recv().step == 7
-    with pytest.raises(RankFailed, match="rank 0 ended"):
-        second.recv()

@@ -21,7 +21,7 @@ from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, causal_plan
 from pipespec.engine.attention.launch_table import SHARED_KIB, Capability
 from pipespec.engine.attention.triton_backend import TritonBackend
-from tools.gpu_code.pretended_driver import LaunchedKernel, pretended_gpu
+from tools.gpu_code.pretended_driver import pretended_gpu
 
 NUM_SLOTS = 64
 
@@ -136,10 +136,7 @@ def compiled_for(case: Case, batches: Sequence[int]) -> list[Variant]:
         noted.setdefault(f"{name} {arguments} {arch}", variant)
         return True  # do not compile
 
-    def warm_up(function: JITFunction, launch: LaunchedKernel) -> None:
-        function.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants)
-
-    with knobs.runtime.scope(), pretended_gpu(case.capability, warm_up):
+    with knobs.runtime.scope(), pretended_gpu(case.capability):
         knobs.runtime.jit_cache_hook = note
         _attend(case, batches)
     return list(noted.values())

@@ -1,12 +1,11 @@
-"""Triton on a machine without a GPU: kernels are launched by our own code, and what Triton would
-compile for a GPU is noted, or compiled, in place of running."""
+"""Triton on a machine without a GPU: our own code launches kernels, and Triton prepares them for a
+GPU in place of running them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -34,43 +33,24 @@ class _Driver:
         return 0
 
 
-@dataclass(frozen=True)
-class LaunchedKernel:
-    """A launch of a kernel."""
-
-    name: str
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-# Called with every launch.
-Observer = Callable[[JITFunction, LaunchedKernel], None]
-
-
 class _Kernel:
     """Stands in for a kernel: `kernel[grid](...)`."""
 
-    def __init__(self, function: JITFunction, observe: Observer):
-        self._function, self._observe = function, observe
+    def __init__(self, function: JITFunction):
+        self._function = function
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        name = self._function.__name__
-
-        def launch(*args: Any, **constants: Any) -> None:
-            self._observe(self._function, LaunchedKernel(name, grid, args, constants))
-
-        return launch
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self._function.run, grid=grid, warmup=True)
 
 
 @contextmanager
-def pretended_gpu(capability: Capability, observe: Observer) -> Iterator[None]:
-    """Within, launches of our kernels are observed, and Triton compiles for such a GPU."""
+def pretended_gpu(capability: Capability) -> Iterator[None]:
+    """Within, launches of our kernels make Triton compile for such a GPU."""
     before = {name: getattr(kernels, name) for name in KERNELS}
     driver = triton.runtime.driver
     driver.set_active(_Driver(capability))
     for name, function in before.items():
-        setattr(kernels, name, _Kernel(function, observe))
+        setattr(kernels, name, _Kernel(function))
     try:
         yield
     finally:

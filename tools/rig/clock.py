@@ -5,7 +5,7 @@
     clock.step(3600)    # its wall clock is an hour ahead from now on; monotonic clocks are not
 
 Our own library (clock.c) is preloaded, because libfaketime 0.9.10 works with neither kind of
-process: redis-server, which uses jemalloc, does not start with it, and in Python 3.11 and later
+process: a redis-server that uses jemalloc does not start with it, and in Python 3.11 and later
 `time.sleep` raises EINVAL once the clock was stepped. Needs a C compiler; `missing()` returns what
 is missing.
 """

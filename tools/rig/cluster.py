@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
 from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
 from pipespec.cluster.rank_components import load_model
-from pipespec.cluster.worker import join_rank, rank_grammars
+from pipespec.cluster.worker import connect_links, join_rank, rank_grammars
 from pipespec.config.compose import compose
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.request_log import RequestLog
 from pipespec.stats import summarise
-from pipespec.transport.threads import thread_transports
 from tools.rig.log import events_of, reports_of
 
 NAMESPACE = "test"
@@ -46,7 +46,7 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
     """
     where = ControllerAddress(server.url, NAMESPACE, epoch)
     errors: list[BaseException] = []
-    links = thread_transports(deployment.num_ranks)
+    store = HashStore()
 
     def rank(number: int) -> None:
         try:
@@ -56,7 +56,7 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
             with (
                 rank_grammars(deployment, number) as grammars,
                 join_rank(deployment, where, number, model, mid, grammars) as joined,
-                closing(links[number]) as link,
+                closing(connect_links(deployment, where, number, store)) as link,
             ):
                 try:
                     joined.run_loop(link)

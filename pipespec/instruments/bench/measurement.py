@@ -137,6 +137,7 @@ def measure(
     served = client.served
     seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
     sampling = settings.params(fresh_seed=seed)
+    fields = settings.fields(served)
     scale = served.time_scale or 1.0
     arrivals = Arrivals.of(load, len(samples))
     asked: list[_Submitted] = []
@@ -151,7 +152,8 @@ def measure(
             if wait == 0:
                 now = monotonic_ns()
                 index = len(asked)
-                one = _Submitted(index, followed.ask(settings, prompts[index], sampling), now)
+                number = followed.submit(prompts[index], sampling, **fields)
+                one = _Submitted(index, number, now)
                 asked.append(one)
                 unfinished[one.number] = one
                 continue

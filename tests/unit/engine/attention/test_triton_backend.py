@@ -18,7 +18,7 @@ INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
 WINDOWED = LayerOptions(0.1, window=60, softcap=20.0)
 
 
-@pytest.mark.long  # `make check-gpu-code` executes the kernels too
+@pytest.mark.long  # `make check-gpu-code` runs it
 @pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter(long):
     pytest.importorskip("triton")

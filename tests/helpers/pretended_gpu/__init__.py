@@ -1,1 +1,0 @@
-"""A pretended GPU, which reports where the host waits for it and what mixes devices."""
