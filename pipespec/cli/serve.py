@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.server.api_server import ClusterWatch
 
-NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "uvloop")
+NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
 # Options that are numbers, as `ServerOptions` has them.
 LIMITS = (
