@@ -138,7 +138,8 @@ class LimitedProtocol(H11Protocol):
         self._options = options
         self._connections = connections
         self._refusals = refusals
-        self._awaited: tuple[str, Any] | None = None  # what has a deadline, of which request
+        # What has a deadline, and of which request.
+        self._awaited: tuple[str | None, Any] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     # --- the connection -----------------------------------------------------------------------

@@ -12,7 +12,13 @@ from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialects.ollama_models import ShowRequest, rfc3339, translate_show
-from pipespec.server.dialects.translation import Dialect, DialectBody, Translation, call_of
+from pipespec.server.dialects.translation import (
+    Dialect,
+    DialectBody,
+    Translation,
+    call_of,
+    schema_format,
+)
 from pipespec.server.message_schema import RequestModel, Tools
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Texts, refuse_fields
 
@@ -135,8 +141,7 @@ def shared_fields(body: OllamaRequest) -> dict[str, Any]:
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
-        schema = {"name": "output", "schema": body.format}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = schema_format(body.format)
     return fields
 
 
