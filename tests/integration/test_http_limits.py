@@ -51,8 +51,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def server(place: Sandbox) -> Iterator[Server]:
-    """A server that accepts large bodies, without a key."""
-    with serving(place, "--on", NAME, "--max-body-bytes", str(MEGABYTES * 2**20)) as server:
+    """A server that accepts large bodies, on busy machines too, without a key."""
+    limits = ("--max-body-bytes", str(MEGABYTES * 2**20), "--preparation-timeout", "60")
+    with serving(place, "--on", NAME, *limits) as server:
         yield server
 
 
