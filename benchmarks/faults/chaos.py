@@ -153,8 +153,8 @@ def run(options: argparse.Namespace, folder: Path) -> ChaosRun:
             f"scheduler.max_num_seqs={options.in_flight}",
         ]
         try:
-            # One process prepares requests from the start, so that resources can be compared.
-            flags = ("--preparation-processes", "1")
+            # One thread prepares requests, so that resources can be compared.
+            flags = ("--preparation-threads", "1")
             with HttpServer(folder, *flags, *settings, bed=bed, environment=environment) as server:
                 injector = FaultInjector(bed, stepped, options.patience)
                 work = partial(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.server.api_server import ClusterWatch
 
-NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "uvloop")
+NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
 # Options that are numbers, as `ServerOptions` has them.
 LIMITS = (
@@ -41,7 +41,7 @@ LIMITS = (
     ("max_queued_tokens", "N", "prompt tokens of the answers that wait"),
     ("patience", "S", "seconds for which requests wait for a cluster that does not answer"),
     ("shutdown_timeout", "S", "seconds in which answers may finish at shutdown"),
-    ("preparation_processes", "N", "processes that read requests, tokenize and compile grammars"),
+    ("preparation_threads", "N", "threads that read requests, tokenize and compile grammars"),
     ("preparation_timeout", "S", "seconds that this may take for one request"),
     ("max_connections", "N", "connections at a time"),
     ("max_connections_per_address", "N", "of these, from one address"),

@@ -84,8 +84,10 @@ def grammar_from_json_schema(schema: Any) -> str:
         raise GrammarFailed("it is no JSON object")
     # Where white space is allowed, small models may generate it endlessly.
     try:
+        text = json.dumps(schema)
+        _check_size(text)
         grammar: str = LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides={"whitespace_flexible": False}
+            text, overrides={"whitespace_flexible": False}
         )
     except RecursionError:
         raise GrammarFailed("it is nested too deeply") from None
@@ -99,6 +101,7 @@ def grammar_from_regex(regex: str) -> str:
     matches as a whole."""
     from llguidance import LLMatcher, regex_to_lark
 
+    _check_size(regex)
     grammar: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, use_ascii='d')}/")
     return grammar
 
@@ -107,13 +110,16 @@ def grammar_from_choice(choices: Sequence[str]) -> str:
     """The grammar of exactly these texts."""
     from llguidance import grammar_from
 
-    return grammar_from("choice", json.dumps([*choices]))
+    text = json.dumps([*choices])
+    _check_size(text)
+    return grammar_from("choice", text)
 
 
 def grammar_from_lark(text: str) -> str:
     """A grammar in Lark's or GBNF's notation, converted. Raises GrammarFailed."""
     from llguidance import grammar_from
 
+    _check_size(text)
     try:
         return grammar_from("grammar", text)
     except ValueError as error:
@@ -140,6 +146,8 @@ def validate(grammar: str) -> None:
 
 
 def _check_size(grammar: str) -> None:
+    """Raise GrammarFailed for a grammar, or what one is made of, that is too long: the library
+    lets no other thread run while it makes a grammar."""
     size = len(json.dumps(grammar))
     if size > MAX_GRAMMAR:
         raise GrammarFailed(f"it takes {size} bytes, but may take {MAX_GRAMMAR}")

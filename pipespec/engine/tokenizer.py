@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -221,6 +221,11 @@ def render(template: str, **names: Any) -> str:
 
     Raises whatever the template raises.
     """
+    return str(_compiled(template).render(**names))
+
+
+@lru_cache(maxsize=4)  # compiling takes longer than rendering
+def _compiled(template: str) -> Any:
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -248,4 +253,4 @@ def render(template: str, **names: Any) -> str:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template).render(**names)
+    return environment.from_string(template)

@@ -45,7 +45,7 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """A request is refused, or fails. It can be pickled.
+    """A request is refused, or fails.
 
     Attributes:
         status: of HTTP.
@@ -62,9 +62,6 @@ class ApiError(Exception):
         self.message = message[:MAX_MESSAGE]
         self.param = param
         self.code = code
-
-    def __reduce__(self) -> tuple[type[ApiError], tuple[int, str, str | None, str | None]]:
-        return ApiError, (self.status, self.message, self.param, self.code)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pipespec.server.http_protocol import protocol_factory
 from pipespec.server.middleware import RequestIds
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.options import ServerOptions
-from pipespec.server.preparation_workers import PreparationWorkers
+from pipespec.server.preparation import PreparationPool
 from pipespec.system.exit_codes import OutputClosedError
 from pipespec.system.network_interfaces import address_infos
 
@@ -32,6 +33,8 @@ from pipespec.system.network_interfaces import address_infos
 SHUTDOWN_NOTICE_S = 2.0
 # Signals that end the server; after the second one it does not wait.
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How long the event loop waits at most for a thread that runs Python.
+SWITCH_S = 0.001
 # How often the server checks whether the cluster is ready, and whether its launcher lives.
 WATCH_S = 0.1
 
@@ -89,9 +92,9 @@ async def run_api_server(
     """
     capacity, backlog = connection_capacity(options.max_connections)
     listener.listen(backlog)  # from now on clients wait instead of being refused
-    workers = PreparationWorkers(options.preparation_processes, options.preparation_timeout)
-    with closing(workers):
-        workers.start_one()  # while the cluster loads
+    sys.setswitchinterval(SWITCH_S)
+    pool = PreparationPool(options.preparation_threads, options.preparation_timeout)
+    with closing(pool):
         app = _AppSwitch(make_loading_app(options))
         server = _UvicornServer(_uvicorn_config(app, options, capacity, backlog))
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -101,7 +104,7 @@ async def run_api_server(
             if running is None:
                 return server.ended_by
             async with attach(running, options.patience) as client:
-                server.service = OpenAIServing(client, options, workers)
+                server.service = OpenAIServing(client, options, pool)
                 app.current = make_app(server.service)
                 try:
                     on_ready(running)

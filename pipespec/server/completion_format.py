@@ -18,7 +18,6 @@ from pipespec.server.response_schema import (
     CompletionLogprobs,
     CompletionReply,
     FinishReason,
-    Usage,
 )
 from pipespec.server.response_stream import OutputDelta
 from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
@@ -52,14 +51,7 @@ class CompletionFormat(OpenAIFormat):
             )
             for i, texts in enumerate(self._texts)
         ]
-        return CompletionReply(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=self.usage,
-            system_fingerprint=self._fingerprint,
-        )
+        return CompletionReply(**self.shared, choices=choices, usage=self.usage)
 
     def add(self, delta: OutputDelta) -> None:
         super().add(delta)
@@ -86,7 +78,7 @@ class CompletionFormat(OpenAIFormat):
 
     def last_chunks(self) -> Iterator[BaseModel]:
         if self._usage:
-            yield self._chunk([], self.usage)
+            yield CompletionChunk(**self.shared, choices=[], usage=self.usage)
 
     def _echo(self, choice: int) -> str:
         texts = self.request.echo_texts
@@ -122,17 +114,7 @@ class CompletionFormat(OpenAIFormat):
             prompt_token_ids=prompt,
             token_ids=token_ids,
         )
-        return self._chunk([part], self._continuous_usage())
-
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> BaseModel:
-        return CompletionChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=usage,
-            system_fingerprint=self._fingerprint,
-        )
+        return CompletionChunk(**self.shared, choices=[part], usage=self._continuous_usage())
 
     def _all_logprobs(self, choice: int) -> CompletionLogprobs | None:
         if not self.wants_logprobs(choice):

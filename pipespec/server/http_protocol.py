@@ -1,8 +1,8 @@
-"""HTTP/1.1 by uvicorn, with limits on what a client may send before its key is checked.
+"""HTTP/1.1 by uvicorn and h11, with limits on what a client may send before its key is checked.
 
-uvicorn's protocol for httptools limits neither the bytes of headers and trailers nor the time that
-they take, and its `limit_concurrency` does not close the connections that it refuses. This module
-adds both.
+h11 bounds the bytes of incomplete headers and trailers, and reads a pipelined request only when the
+one before it is answered. uvicorn bounds neither the time that headers and bodies take nor, in a
+way that lets further clients in, the number of connections. This module adds that.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
-import httptools
+import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from pipespec.server.api_errors import RETRY_AFTER_S, ApiError
@@ -30,13 +26,16 @@ from pipespec.server.connections import ConnectionTable
 from pipespec.server.middleware import new_request_id
 from pipespec.server.options import ServerOptions
 
-# Requests that a client may send on one connection before the reply to the first.
-MAX_PIPELINED = 8
+# Chunks that a body may have, beside one for so many bytes: each takes some microseconds to parse.
+MAX_CHUNKS, CHUNK_BYTES = 1024, 64
 # How long a client may take to read the last bytes of a connection that ends.
 LINGER_S = 30.0
 # How often the log reports refused connections.
 REPORT_EVERY_S = 60.0
 logger = logging.getLogger("uvicorn.error")  # its lines go to standard error
+# What uvicorn's protocol logs: errors, and no line for each refused connection.
+errors = logging.Logger(logger.name, logging.ERROR)
+errors.parent = logger
 
 
 class RefusalLog:
@@ -56,24 +55,72 @@ class RefusalLog:
         self._counts[status] += 1
 
     def _report(self) -> None:
-        counts = ", ".join(
-            f"{count} with {status} ({HTTPStatus(status).phrase})"
-            for status, count in sorted(self._counts.items())
-        )
+        counts = ", ".join(f"{count} with {status}" for status, count in self._counts.items())
         logger.warning("Connections that were refused within %g s: %s.", self._every, counts)
         self._counts.clear()
 
 
-class _RequestRefused(Exception):
-    """Raised in the parser's callbacks: the connection ends with this reply."""
+class _Parser(h11.Connection):
+    """h11's parser, with limits also on what arrives at once; `status` is that of its error."""
 
-    def __init__(self, error: ApiError):
-        super().__init__(error.message)
-        self.error = error
+    def __init__(self, max_header_bytes: int):
+        super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
+        self._num_chunks = 0.0  # less those that long ones make up for
+        self.status = HTTPStatus.BAD_REQUEST
+
+    def next_event(self) -> Any:
+        try:
+            return self._checked(super().next_event())
+        except h11.RemoteProtocolError as error:
+            self.status = HTTPStatus(error.error_status_hint)
+            raise
+
+    def _checked(self, event: Any) -> Any:
+        if isinstance(event, h11.Request):
+            size = len(event.target) + sum(
+                len(name) + len(text) + 4 for name, text in event.headers
+            )
+            if size > self._max_header_bytes:
+                too_large = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+                raise h11.RemoteProtocolError("too large", too_large)
+            self._num_chunks = 0.0
+        while isinstance(event, h11.Data):
+            self._num_chunks += 1 - len(event.data) / CHUNK_BYTES
+            if self._num_chunks > MAX_CHUNKS:
+                raise h11.RemoteProtocolError("too many chunks")
+            if self.our_state is not h11.CLOSED:
+                break
+            event = super().next_event()  # nothing reads this body
+        return event
 
 
-class LimitedProtocol(HttpToolsProtocol):
+class _Transport:
+    """A transport that `close` leaves open while a request's body arrives.
+
+    A client that still sends would not see the reply if the connection ended then.
+    """
+
+    def __init__(self, transport: asyncio.Transport, parser: _Parser):
+        self._transport = transport
+        self._parser = parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if self._parser.their_state is not h11.SEND_BODY:
+            self.end()
+
+    def end(self) -> None:
+        self._transport.close()
+
+
+class LimitedProtocol(H11Protocol):
     """One connection."""
+
+    transport: _Transport  # type: ignore[assignment]
+    conn: _Parser
 
     def __init__(
         self,
@@ -86,39 +133,60 @@ class LimitedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ):
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = _Parser(options.max_header_bytes)
+        self.logger = errors
         self._options = options
         self._connections = connections
         self._refusals = refusals
-        self._num_unparsed = 0  # bytes since the parser completed headers or gave part of a body
-        self._in_body = False  # whether a request's headers are complete, and its body is not
-        self._answered = False  # whether the last reply was sent before its body had arrived
-        self._upgraded = False  # whether what arrives is meant for another protocol
-        self._cycles: list[RequestResponseCycle] = []  # requests without a complete reply
-        self._refusal: _RequestRefused | None = None
+        # What has a deadline, and of which request.
+        self._awaited: tuple[str | None, Any] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     # --- the connection -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if not self._connections.admit(self, self.client[0] if self.client else ""):
+        super().connection_made(_Transport(transport, self.conn))  # type: ignore[arg-type]
+        if self._connections.admit(self, self.client[0] if self.client else ""):
+            self._update()
+        else:
             self._refuse(_too_many_connections())
-            return
-        self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
-        self._clear_deadline()
-        self._disconnect_requests()
+        self._set_deadline(None)
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        # After a last request nothing is read.
+        if not self.transport.is_closing() and self.conn.their_state is not h11.MUST_CLOSE:
+            if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+                data = data.lstrip(b"\r\n")  # some clients send a line more than they should
+            if data:  # none would mean the end
+                super().data_received(data)
+                self._update()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+        self._update()
+
+    def shutdown(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._close()
+        else:
+            self.cycle.keep_alive = False
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._update_evictable()
+        self._update()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._update_evictable()
+        self._update()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
 
     def evict(self) -> None:
         """End this connection, to make room for another."""
@@ -127,211 +195,86 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._refuse(_too_many_connections())
 
-    # --- input --------------------------------------------------------------------------------
-
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing() or self._upgraded:
-            return
-        if self.timeout_keep_alive_task is not None:  # the next request begins
-            self._unset_keepalive_if_required()
-            self._await_headers()
-        step = self._options.max_header_bytes
-        for at in range(0, len(data), step):
-            if not self._parse(data[at : at + step]):
-                return
-
-    def _parse(self, data: bytes) -> bool:
-        """Parse some bytes; False: the connection ends."""
-        self._num_unparsed += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # The server speaks HTTP/1.1 alone, and answers the request without an upgrade.
-            self.cycle.keep_alive = False
-            self._upgraded = True
-            return False
-        except httptools.HttpParserError:
-            self._refuse(self._refusal.error if self._refusal else _malformed())
-            return False
-        if self._num_unparsed > self._options.max_header_bytes:
-            self._refuse(_headers_too_large(self._options.max_header_bytes))
-            return False
-        return not self.transport.is_closing()
-
-    def on_headers_complete(self) -> None:
-        self._num_unparsed = 0
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self._options.max_header_bytes:
-            self._refuse_from_parser(_headers_too_large(self._options.max_header_bytes))
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._refuse_from_parser(
-                ApiError(
-                    HTTPStatus.BAD_REQUEST,
-                    f"More than {MAX_PIPELINED} requests wait on one connection for the reply to "
-                    "the first.",
-                )
-            )
-        if self.parser.should_upgrade() and self._get_upgrade() == b"websocket":
-            self._refuse_from_parser(
-                ApiError(
-                    HTTPStatus.BAD_REQUEST,
-                    "This server does not speak WebSocket; send a request of HTTP, with stream: "
-                    "true for an answer as it comes.",
-                    code="no_websocket",
-                )
-            )
-        self._in_body = True
-        super().on_headers_complete()
-        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
-        self._cycles.append(self.cycle)
-        self._announce_close(self.cycle)
-        self._await_body()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # after the headers these are trailers, which are ignored
-            super().on_header(name, value)
-
-    def on_body(self, body: bytes) -> None:
-        self._num_unparsed = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._num_unparsed = 0
-        self._in_body = False
-        self._clear_deadline()
-        super().on_message_complete()
-        if self._answered:
-            self._close()
-        self._update_evictable()
-
-    def on_response_complete(self) -> None:
-        if self._in_body:
-            # A client that still sends would not see the reply if the connection ended now. So
-            # the rest of the body is read, up to the body's deadline; then the connection ends.
-            self.server_state.total_requests += 1
-            self._answered = True
-            self.flow.resume_reading()
-            self._update_evictable()
-            return
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self._close()
-        self._update_evictable()
-
-    def timeout_keep_alive_handler(self) -> None:
-        self._close()
-
     # --- limits -------------------------------------------------------------------------------
 
-    def _update_evictable(self) -> None:
-        """Protect this connection from eviction while the client reads a reply."""
-        writing = self.cycle is not None and not self.cycle.response_complete
-        if writing and not self._in_body and not self.flow.write_paused:
+    def _update(self) -> None:
+        """Set the deadline of what is awaited, and protect this connection from eviction while the
+        client reads a reply."""
+        if self.transport.is_closing():
+            return
+        theirs = self.conn.their_state
+        awaited = None
+        if theirs is h11.SEND_BODY:
+            awaited = "body"
+        elif self.conn.our_state is h11.CLOSED:  # the body of the last request has arrived
+            self._close()
+            return
+        elif theirs is h11.IDLE and self.timeout_keep_alive_task is None:
+            awaited = "headers"
+        if self._awaited != (awaited, self.cycle):
+            self._awaited = awaited, self.cycle
+            self._set_deadline(awaited)
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and awaited != "body" and not self.flow.write_paused:
             self._connections.mark_busy(self)
         else:
             self._connections.mark_evictable(self)
 
-    def _await_headers(self) -> None:
-        seconds = self._options.header_timeout
-        self._set_deadline(seconds, f"No complete request has come within {seconds:g} s.")
-
-    def _await_body(self) -> None:
-        seconds = self._options.body_timeout
-        self._set_deadline(
-            seconds,
-            f"The body has not come within {seconds:g} s; send it faster, or start the server with "
-            "--body-timeout.",
-        )
-
-    def _set_deadline(self, seconds: float, message: str) -> None:
-        """Refuse the request with `message` after so many seconds."""
-        self._clear_deadline()
-        error = ApiError(HTTPStatus.REQUEST_TIMEOUT, message)
-        self._deadline = self.loop.call_later(seconds, self._refuse, error)
-
-    def _clear_deadline(self) -> None:
+    def _set_deadline(self, awaited: str | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        if awaited is None:
+            return
+        seconds, message = self._options.header_timeout, "No complete request has come within {} s."
+        if awaited == "body":
+            seconds = self._options.body_timeout
+            message = (
+                "The body has not come within {} s; send it faster, or start the server with "
+                "--body-timeout."
+            )
+        error = ApiError(HTTPStatus.REQUEST_TIMEOUT, message.format(f"{seconds:g}"))
+        self._deadline = self.loop.call_later(seconds, self._refuse, error)
 
-    def _refuse_from_parser(self, error: ApiError) -> None:
-        """Stop the parser from within one of its callbacks, and refuse the request."""
-        self._refusal = _RequestRefused(error)
-        raise self._refusal
+    def _should_upgrade(self) -> bool:
+        return self._get_upgrade() == b"websocket"  # offers of HTTP/2 are ignored
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._refuse(
+            ApiError(
+                HTTPStatus.BAD_REQUEST,
+                "This server does not speak WebSocket; send a request of HTTP, with stream: true "
+                "for an answer as it comes.",
+                code="no_websocket",
+            )
+        )
+
+    def send_400_response(self, msg: str) -> None:
+        message = "This is no request of HTTP/1.1."
+        if self.conn.status is HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            message = (
+                f"The URL and the headers have more than {self._options.max_header_bytes} bytes; "
+                "send less, or start the server with --max-header-bytes."
+            )
+        self._refuse(ApiError(self.conn.status, message))
 
     def _refuse(self, error: ApiError) -> None:
-        """End the connection, with a reply unless another is being sent."""
+        """End the connection, with a reply unless another one has begun."""
         if self.transport.is_closing():
             return
         self._refusals.count(error.status)
-        if self._may_reply:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_reply_bytes(error, self.server_state.default_headers))
         self._close()
 
-    @property
-    def _may_reply(self) -> bool:
-        """Whether a reply would not be mixed up with another one."""
-        if not self.cycle:
-            return True
-        if self._answered or self.pipeline:
-            return False
-        return self.cycle.response_complete or not self.cycle.response_started
-
     def _close(self) -> None:
         """End the connection once the client has read what was written, or after `LINGER_S`."""
-        self._clear_deadline()
-        self._disconnect_requests()
-        self.transport.close()
+        self._set_deadline(None)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.end()
         self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
-
-    def _announce_close(self, cycle: RequestResponseCycle) -> None:
-        """Announce the end of the connection in a reply that begins before the body has arrived.
-
-        Otherwise a client would send its next request into the connection that is about to end.
-        """
-        send = cycle.send
-
-        async def send_with_notice(message: Any) -> None:
-            if self._body_incomplete(cycle):
-                cycle.keep_alive = False
-            await send(message)
-
-        cycle.send = send_with_notice  # type: ignore[method-assign]
-        cycle.transport = cast("asyncio.Transport", _UnclosableTransport(self, cycle))
-
-    def _body_incomplete(self, cycle: RequestResponseCycle) -> bool:
-        """Whether a part of this request's body has not arrived."""
-        return self._in_body and cycle is self.cycle
-
-    def _disconnect_requests(self) -> None:
-        """Let requests without a complete reply write nothing more.
-
-        uvicorn reports a lost client only to the newest of several pipelined requests.
-        """
-        for cycle in self._cycles:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self._cycles.clear()
-
-
-class _UnclosableTransport:
-    """The transport of a connection as one request uses it: `close` is ignored while the request's
-    body is being read."""
-
-    def __init__(self, protocol: LimitedProtocol, cycle: RequestResponseCycle):
-        self._protocol = protocol
-        self._cycle = cycle
-
-    def write(self, data: bytes) -> None:
-        self._protocol.transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._protocol.transport.is_closing()
-
-    def close(self) -> None:
-        if not self._protocol._body_incomplete(self._cycle):
-            self._protocol.transport.close()
 
 
 def protocol_factory(options: ServerOptions, capacity: int) -> Callable[..., LimitedProtocol]:
@@ -352,19 +295,8 @@ def _reply_bytes(error: ApiError, default_headers: list[tuple[bytes, bytes]]) ->
         *((name.lower().encode(), value.encode()) for name, value in error.headers.items()),
     ]
     lines = [name + b": " + value + b"\r\n" for name, value in headers]
-    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
-
-
-def _malformed() -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, "This is no request of HTTP/1.1.")
-
-
-def _headers_too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-        f"The URL and the headers have more than {max_bytes} bytes; send less, or start the server "
-        "with --max-header-bytes.",
-    )
+    status = b"HTTP/1.1 %d %b\r\n" % (error.status, STATUS_PHRASES[error.status])
+    return b"".join([status, *lines, b"\r\n", body])
 
 
 def _too_many_connections() -> ApiError:

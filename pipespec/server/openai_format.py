@@ -86,6 +86,16 @@ class OpenAIFormat(ReplyFormat):
         self._chunk_frames: dict[int, tuple[str, str]] = {}
 
     @property
+    def shared(self) -> dict[str, Any]:
+        """The fields that all replies and chunks have."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    @property
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt, cached = self.request.prompt_tokens, self.num_cached
@@ -221,12 +231,9 @@ class ChatFormat(OpenAIFormat):
             for i in range(len(self.request.sampling_params))
         ]
         return ChatReply(
-            id=self.id,
-            created=self.created,
-            model=self.model,
+            **self.shared,
             choices=choices,
             usage=self.usage,
-            system_fingerprint=self._fingerprint,
             prompt_logprobs=self._prompt_report(0),
             prompt_token_ids=self._ids(self.request.prompts[0]),
         )
@@ -264,14 +271,7 @@ class ChatFormat(OpenAIFormat):
 
     def last_chunks(self) -> Iterator[BaseModel]:
         if self._usage:
-            yield ChatChunk(
-                id=self.id,
-                created=self.created,
-                model=self.model,
-                choices=[],
-                usage=self.usage,
-                system_fingerprint=self._fingerprint,
-            )
+            yield ChatChunk(**self.shared, choices=[], usage=self.usage)
 
     def _message(self, choice: int) -> ChatMessage:
         answer = self._answers[choice]
@@ -310,12 +310,9 @@ class ChatFormat(OpenAIFormat):
             token_ids=token_ids,
         )
         return ChatChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
+            **self.shared,
             choices=[part],
             usage=self._continuous_usage(),
-            system_fingerprint=self._fingerprint,
             prompt_token_ids=prompt_token_ids,
         )
 

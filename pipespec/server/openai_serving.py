@@ -8,6 +8,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -44,12 +45,12 @@ from pipespec.server.openai_format import ChatFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
     ConversationWanted,
-    PreparationContext,
+    PreparationPool,
     PreparedRequest,
+    Preparer,
     check_model,
     not_a_json_object,
 )
-from pipespec.server.preparation_workers import PreparationWorkers
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
 from pipespec.server.response_stream import (
@@ -85,26 +86,17 @@ class OpenAIServing:
     and cannot be compared with what another server has written there.
     """
 
-    def __init__(self, client: AsyncClient, options: ServerOptions, workers: PreparationWorkers):
+    def __init__(self, client: AsyncClient, options: ServerOptions, pool: PreparationPool):
         self.client = client
         self.options = options
         self.queue = AdmissionQueue(options.max_queued_requests, options.max_queued_tokens)
         self.metrics = Metrics(options.names[0])
         self._salt_secret = secrets.token_bytes(32) if options.private_prefixes else None
-        self._workers = workers
+        self._pool = pool
         self._running = client.running
-        self._context = self._context_of(client.running)
-        workers.start_one(self._context)
+        self._newest_preparer = self._build_preparer()
         self._open = OpenRequests()
         self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
-
-    @property
-    def context(self) -> PreparationContext:
-        """What requests to the current cluster are prepared with."""
-        if self._running is not self.client.running:
-            self._running = self.client.running
-            self._context = self._context_of(self._running)
-        return self._context
 
     @property
     def max_body_bytes(self) -> int:
@@ -147,7 +139,7 @@ class OpenAIServing:
         return reply
 
     async def _prepare(self, path: str, request: Request) -> PreparedRequest | bytes:
-        """Let a worker prepare the body, which has a place in the queue meanwhile. Raises
+        """Let a thread prepare the body, which has a place in the queue meanwhile. Raises
         ApiError."""
         # A browser sends any other type on behalf of pages of every origin without a preflight.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -155,11 +147,11 @@ class OpenAIServing:
             raise not_a_json_object()
         body = await request.body()
         with self.queue.admit(1):
-            prepared = await self._workers.prepare(self.context, path, body)
+            prepared = await self._pool.prepare(self._preparer, path, body)
             if not isinstance(prepared, ConversationWanted):
                 return prepared
             conversation = await self._conversation(request, prepared.id)
-            prepared = await self._workers.prepare(self.context, path, body, conversation)
+            prepared = await self._pool.prepare(self._preparer, path, body, conversation)
             assert not isinstance(prepared, ConversationWanted)
             return prepared
 
@@ -211,13 +203,21 @@ class OpenAIServing:
         digest: bytes = request.state.api_key_digest  # of fixed length (`ApiKeyCheck`)
         return hmac.new(self._salt_secret, digest + cache_salt.encode(), hashlib.sha256).hexdigest()
 
-    def _context_of(self, running: RunningCluster) -> PreparationContext:
-        return PreparationContext(
-            running.served,
-            RequestDefaults.of_cluster(running),
+    @property
+    def _preparer(self) -> Future[Preparer]:
+        """What prepares requests to the current cluster."""
+        if self._running is not self.client.running:
+            self._running = self.client.running
+            self._newest_preparer = self._build_preparer()
+        return self._newest_preparer
+
+    def _build_preparer(self) -> Future[Preparer]:
+        return self._pool.build(
+            self._running.served,
+            RequestDefaults.of_cluster(self._running),
             self.options.names,
             self.options.tool_call_parser,
-            _fingerprint(running),
+            _fingerprint(self._running),
         )
 
     # --- responses that are kept --------------------------------------------------------------

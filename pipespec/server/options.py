@@ -12,7 +12,7 @@ from pipespec.server.tool_parsers.parser_families import FAMILIES
 # The size of a body: of fields, tools and schemas, and for each token of a prompt.
 FIELDS_BYTES = 2**20
 TOKEN_BYTES = 64
-MAX_PROCESSES = 64
+MAX_THREADS = 64
 # Clients' usual headers need so many bytes.
 MIN_HEADER_BYTES = 1024
 
@@ -29,7 +29,7 @@ class ServerOptions:
         patience: seconds for which requests wait for a cluster that does not answer.
         shutdown_timeout: seconds in which open requests may finish at shutdown.
         max_body_bytes: of a request; None: `body_limit` of the model's context.
-        preparation_processes: the number of processes that prepare requests.
+        preparation_threads: the number of threads that prepare requests.
         preparation_timeout: seconds that a request may take to prepare: its JSON, the chat
             template, the tokenizer, the grammar.
         max_connections, max_connections_per_address: how many may be open at a time. An address
@@ -56,7 +56,7 @@ class ServerOptions:
     patience: float = 600.0
     shutdown_timeout: float = 30.0
     max_body_bytes: int | None = None
-    preparation_processes: int = 4
+    preparation_threads: int = 4
     preparation_timeout: float = 10.0
     max_connections: int = 2048
     max_connections_per_address: int = 1024
@@ -74,7 +74,7 @@ class ServerOptions:
         check_whole("--max-queued-tokens", self.max_queued_tokens, 1, MAX_COUNT)
         if self.max_body_bytes is not None:
             check_whole("--max-body-bytes", self.max_body_bytes, 1, MAX_COUNT)
-        check_whole("--preparation-processes", self.preparation_processes, 1, MAX_PROCESSES)
+        check_whole("--preparation-threads", self.preparation_threads, 1, MAX_THREADS)
         check_number("--preparation-timeout", self.preparation_timeout, 0.1, MAX_SECONDS)
         check_whole("--max-connections", self.max_connections, 1, MAX_COUNT)
         per_address = self.max_connections_per_address

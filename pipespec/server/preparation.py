@@ -1,14 +1,18 @@
 """From the body of a request to a `ParsedRequest`: validated fields, token ids, a grammar.
 
 A client decides how long this takes: the JSON and its validation, the chat template, the tokenizer,
-the compilation of a grammar. So it runs in processes of its own (`preparation_workers`), and the
-event loop, which serves every stream, only receives the result.
+the compilation of a grammar. So it runs in threads of its own (`PreparationPool`), and the event
+loop, which serves every stream, only receives the result. Tokenizers and llguidance release the
+GIL; templates and validators take turns with the loop. What does not, is bounded: one call parses a
+body, whose values are counted first (`MAX_VALUES`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -40,35 +44,13 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     **{path: dialect.body for path, dialect in DIALECTS.items()},
 }
+# Commas and brackets of a body, and brackets that open something, beside so many per token of the
+# context: a call that parses JSON lets no other thread run.
+MAX_VALUES, MAX_CONTAINERS = 2**18, 2**15
+TOO_COMPLEX = "request_too_complex"
 # Characters, and tokens of a prompt without text, that a preview has at most.
 PREVIEW_LENGTH = 120
 PREVIEW_TOKENS = 40
-
-
-@dataclass(frozen=True)
-class PreparationContext:
-    """What all requests to one server are prepared with.
-
-    Attributes:
-        served: the model.
-        defaults: the values of fields that a request leaves out.
-        names: under which the model is served.
-        tool_parser: parses tool calls; None: the chat template determines which.
-        fingerprint: of the cluster's model and settings, for OpenAI's clients.
-    """
-
-    served: ModelInfo
-    defaults: RequestDefaults
-    names: tuple[str, ...]
-    tool_parser: str | None
-    fingerprint: str = ""
-
-    def without_built_tokenizer(self) -> PreparationContext:
-        """A copy for another process, which builds the tokenizer from the backend's text."""
-        backend = self.served.backend
-        return replace(
-            self, served=replace(self.served, backend=replace(backend) if backend else None)
-        )
 
 
 @dataclass(frozen=True)
@@ -101,15 +83,74 @@ class ConversationWanted:
 Prepared = PreparedRequest | ConversationWanted | bytes
 
 
-class Preparer:
-    """Prepares the requests to one server, one after the other."""
+class PreparationPool:
+    """Up to `most` threads, each of which prepares one request at a time.
 
-    def __init__(self, context: PreparationContext):
-        self._names = context.names
-        self._served = context.served
-        self._fingerprint = context.fingerprint
-        self._parser = RequestParser(context.served, context.defaults, context.tool_parser)
-        context.served.tokenizer.encode("a")  # builds it, before any request is timed
+    A request that takes more than `limit_s` seconds is refused. Its thread goes on to its end.
+    """
+
+    def __init__(self, most: int, limit_s: float):
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="preparation")
+        self._free = asyncio.Semaphore(most)
+
+    def build(self, *arguments: Any) -> Future[Preparer]:
+        """A `Preparer` of these arguments, which takes a while to build."""
+        return self._threads.submit(Preparer, *arguments)
+
+    async def prepare(
+        self, preparer: Future[Preparer], path: str, body: bytes, conversation: bytes = b""
+    ) -> Prepared:
+        """What `Preparer.prepare` returns. Raises ApiError."""
+        ready = await asyncio.shield(asyncio.wrap_future(preparer))
+        await self._free.acquire()
+        work = asyncio.get_running_loop().run_in_executor(
+            self._threads, ready.prepare, path, body, conversation
+        )
+        work.add_done_callback(self._finished)
+        if not (await asyncio.wait({work}, timeout=self._limit_s))[0]:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"The request takes more than {self._limit_s:g} s to prepare; shorten it, or "
+                "simplify the structured output.",
+                code=TOO_COMPLEX,
+            )
+        return work.result()
+
+    def close(self) -> None:
+        """End the threads once they are done; requests that no thread has begun fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _finished(self, work: asyncio.Future[Prepared]) -> None:
+        self._free.release()
+        if not work.cancelled():
+            work.exception()  # no longer awaited, if it took too long
+
+
+class Preparer:
+    """Prepares the requests to one server, also several at a time.
+
+    Args:
+        served: the model.
+        defaults: the values of fields that a request leaves out.
+        names: under which the model is served.
+        tool_parser: parses tool calls; None: the chat template determines which.
+        fingerprint: of the cluster's model and settings, for OpenAI's clients.
+    """
+
+    def __init__(
+        self,
+        served: ModelInfo,
+        defaults: RequestDefaults,
+        names: tuple[str, ...],
+        tool_parser: str | None,
+        fingerprint: str = "",
+    ):
+        self._names = names
+        self._served = served
+        self._fingerprint = fingerprint
+        self._parser = RequestParser(served, defaults, tool_parser)
+        served.tokenizer.encode("a")  # builds it, before any request is timed
 
     def prepare(self, path: str, body: bytes, conversation: bytes = b"") -> Prepared:
         """Prepare the body of a request to a route, and the conversation that it continues; if
@@ -129,13 +170,13 @@ class Preparer:
         return self._translated(DIALECTS[path], body, conversation)
 
     def _chat(self, body: bytes) -> PreparedRequest:
-        fields = _parse_body(ChatRequest, body)
+        fields = self._fields(ChatRequest, body)
         self._check(fields)
         return self._prepared(fields, _without_required(self._parser.chat(fields)))
 
     def _translated(self, dialect: Dialect, body: bytes, conversation: bytes) -> Prepared:
         """A request of another dialect, as one of ours."""
-        fields = _parse_body(dialect.body, body)
+        fields = self._fields(dialect.body, body)
         if fields.continues is not None:
             if not conversation:
                 return ConversationWanted(fields.continues)
@@ -166,7 +207,7 @@ class Preparer:
         return PreparedRequest(parsed, asked.model, made.stream, made.options, preview)
 
     def _completion(self, body: bytes) -> PreparedRequest:
-        fields = _parse_body(CompletionRequest, body)
+        fields = self._fields(CompletionRequest, body)
         self._check(fields)
         return self._prepared(fields, self._parser.completion(fields))
 
@@ -195,13 +236,37 @@ class Preparer:
             text = self._parser.decode(text[:PREVIEW_TOKENS])
         return text[:PREVIEW_LENGTH]
 
+    def _fields(self, kind: type[Body], body: bytes) -> Body:
+        """The fields of a body. Raises ApiError."""
+        if not body:
+            raise not_a_json_object()
+        context = self._served.context
+        num_values = sum(map(body.count, (b",", b"{", b"[")))
+        num_containers = body.count(b"{") + body.count(b"[")
+        if num_values > MAX_VALUES + 2 * context or num_containers > MAX_CONTAINERS + context // 4:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"The body holds too many values: {num_values} commas and brackets; send less.",
+                code=TOO_COMPLEX,
+            )
+        try:
+            return validated(kind, json.loads(body))
+        except json.JSONDecodeError as error:
+            raise validation_failed(
+                [{"type": "json_invalid", "loc": (), "msg": error.msg}]
+            ) from None
+        except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
+            ) from None
+
     def _check(self, fields: GenerationRequest) -> None:
         check_model(self._names, fields.model)
         fields.check_supported()
         fields.check_num_answers()
 
     def _tokenize(self, body: bytes) -> bytes:
-        fields = _parse_body(TokenizeRequest, body)
+        fields = self._fields(TokenizeRequest, body)
         check_model(self._names, fields.model)
         served = self._served
         given = [n for n in ("prompt", "content", "messages") if getattr(fields, n) is not None]
@@ -225,7 +290,7 @@ class Preparer:
         return reply.model_dump_json().encode()
 
     def _detokenize(self, body: bytes) -> bytes:
-        fields = _parse_body(DetokenizeRequest, body)
+        fields = self._fields(DetokenizeRequest, body)
         check_model(self._names, fields.model)
         for token in fields.tokens:
             self._parser.check_token(token, "tokens")
@@ -247,20 +312,6 @@ def check_model(names: Sequence[str], name: str | None) -> None:
 def not_a_json_object() -> ApiError:
     """The error for a body that is not a JSON object, or is not declared as JSON."""
     return validation_failed([{"type": "missing", "loc": (), "msg": ""}])
-
-
-def _parse_body(kind: type[Body], body: bytes) -> Body:
-    """The fields of a body. Raises ApiError."""
-    if not body:
-        raise not_a_json_object()
-    try:
-        return validated(kind, json.loads(body))
-    except json.JSONDecodeError as error:
-        raise validation_failed([{"type": "json_invalid", "loc": (), "msg": error.msg}]) from None
-    except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
-        raise ApiError(
-            HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
-        ) from None
 
 
 def validated(kind: type[Body], fields: Any) -> Body:

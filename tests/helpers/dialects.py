@@ -11,7 +11,7 @@ from typing import Any
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import SamplingParams
 from pipespec.server.dialects.routes import DIALECTS
-from pipespec.server.preparation import PreparationContext, PreparedRequest, Preparer
+from pipespec.server.preparation import PreparedRequest, Preparer
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_stream import OutputDelta
 
@@ -21,11 +21,11 @@ DEFAULTS = RequestDefaults(
 
 
 def preparer(served: ModelInfo) -> Preparer:
-    return Preparer(PreparationContext(served, DEFAULTS, ("demo",), None))
+    return Preparer(served, DEFAULTS, ("demo",), None)
 
 
 def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedRequest:
-    """A request that generates text, as a worker prepares it."""
+    """A request that generates text, as a server prepares it."""
     result = preparer.prepare(path, json.dumps(body).encode())
     assert isinstance(result, PreparedRequest)
     return result

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
 from pipespec.client.model_info import ModelInfo
@@ -111,72 +111,6 @@ def test_whole_reply_has_tool_calls(
             message = (await asking).choices[0].message
         assert message.content == "It is sunny."
         assert message.tool_calls is None
-
-    play(redis, served, story)
-
-
-def test_stream_has_tool_calls(redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]]) -> None:
-    served, ids = scripted
-
-    async def story(scene: Scene) -> None:
-        async with client_of(scene) as client:
-            asking = asyncio.ensure_future(
-                client.chat.completions.create(
-                    stream=True, stream_options={"include_usage": True}, **ASKED
-                )
-            )
-            telling = asyncio.ensure_future(answer(scene, ids))
-            chunks = [chunk async for chunk in await asking]
-            await telling
-        for chunk in chunks:
-            strictly(ChatCompletionChunk, chunk.to_dict())
-        *_, last, usage = chunks
-        assert last.choices[0].delta.to_dict() == {}
-        assert last.choices[0].finish_reason == "tool_calls"
-        assert usage.usage.completion_tokens == len(ids)
-        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
-        assert "".join(delta.content or "" for delta in deltas) == "I look."
-        calls: list[list[str]] = []
-        seen = set()
-        for delta in deltas:
-            for call in delta.tool_calls or []:
-                if call.index == len(calls):
-                    assert (call.type, call.function.arguments) == ("function", "")
-                    calls.append([call.function.name, ""])
-                    seen.add(call.id)
-                else:
-                    assert (call.id, call.type, call.function.name) == (None, None, None)
-                    calls[call.index][1] += call.function.arguments
-        assert [tuple(call) for call in calls] == CALLS
-        assert len(seen) == 2
-        # The arguments came as they grew.
-        assert sum(bool(delta.tool_calls) for delta in deltas) > 6
-
-    play(redis, served, story)
-
-
-def test_each_choice_has_its_own_calls_and_finish_reason(
-    redis: EmbeddedRedis, demo: ModelInfo
-) -> None:
-    served = calling(demo, HERMES)
-    text = STORIES["hermes"][2]
-    cut = text[: text.index("Z")]
-    broken = "<tool_call>no call</tool_call>"
-
-    async def story(scene: Scene) -> None:
-        body = ASKED | {"n": 3, "parallel_tool_calls": False, "logprobs": False}
-        asking = asyncio.ensure_future(scene.http.post(CHAT, json=body))
-        for said, reason in ((text, "stop"), (cut, "length"), (broken, "stop")):
-            await answer(scene, served.tokenizer.encode(said, add_special_tokens=False), reason)
-        reply = strictly(ChatCompletion, (await asking).raise_for_status().json())
-        first, second, third = reply.choices
-        # One call at most was asked for.
-        assert [call.function.name for call in first.message.tool_calls] == ["get_weather"]
-        assert first.finish_reason == "tool_calls"
-        assert second.finish_reason == "length"
-        assert ARGUMENTS.startswith(second.message.tool_calls[0].function.arguments)
-        assert (third.message.content, third.finish_reason) == (broken, "stop")
-        assert third.message.tool_calls is None
 
     play(redis, served, story)
 

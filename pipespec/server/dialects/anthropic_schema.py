@@ -19,6 +19,9 @@ from pipespec.server.dialects.translation import (
     add_turn,
     call_of,
     joined,
+    named_function,
+    schema_format,
+    tool_of,
 )
 from pipespec.server.message_schema import FUNCTION_NAME, MAX_TOOLS, RequestModel
 from pipespec.server.request_schema import LATER, Texts
@@ -196,19 +199,11 @@ def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
         fields["continue_final_message"] = True
     if body.tools:
         fields["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "parameters": tool.input_schema,
-                    **({"description": tool.description} if tool.description else {}),
-                },
-            }
-            for tool in body.tools
+            tool_of(tool.name, tool.input_schema, tool.description or None) for tool in body.tools
         ]
     if (choice := body.tool_choice) is not None:
-        named = {"type": "function", "function": {"name": choice.name}}
-        fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+        chosen = {"any": "required", "tool": named_function(choice.name)}
+        fields["tool_choice"] = chosen.get(choice.type, choice.type)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     config = body.output_config or OutputConfig()
     if body.thinking is not None and body.thinking.type == "disabled":
@@ -216,8 +211,7 @@ def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
     elif body.thinking is not None or config.effort is not None:
         fields["reasoning_effort"] = config.effort or "medium"
     if config.format is not None:
-        schema = {"name": "output", "schema": config.format.schema_}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = schema_format(config.format.schema_)
     return fields
 
 

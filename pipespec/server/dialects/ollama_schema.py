@@ -12,7 +12,13 @@ from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.dialects.ollama_models import ShowRequest, rfc3339, translate_show
-from pipespec.server.dialects.translation import Dialect, DialectBody, Translation, call_of
+from pipespec.server.dialects.translation import (
+    Dialect,
+    DialectBody,
+    Translation,
+    call_of,
+    schema_format,
+)
 from pipespec.server.message_schema import RequestModel, Tools
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Texts, refuse_fields
 
@@ -135,8 +141,7 @@ def shared_fields(body: OllamaRequest) -> dict[str, Any]:
     if body.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(body.format, dict):
-        schema = {"name": "output", "schema": body.format}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = schema_format(body.format)
     return fields
 
 
@@ -153,7 +158,7 @@ def translate_chat(body: OllamaChatRequest) -> Translation:
     """A request for the next message of a chat."""
     if not body.messages:
         message = {"message": {"role": "assistant", "content": ""}}
-        return Translation({"model": body.model}, reply=_LoadReply(body.model, message))
+        return _load_reply(body.model, message)
     fields = shared_fields(body) | chat_only_fields(body)
     fields["messages"] = translated_messages(body.messages)
     fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
@@ -163,7 +168,7 @@ def translate_chat(body: OllamaChatRequest) -> Translation:
 def translate_generate(body: OllamaGenerateRequest) -> Translation:
     """A request for a text that follows a prompt: in the chat template, unless it is raw."""
     if not body.prompt:
-        return Translation({"model": body.model}, reply=_LoadReply(body.model, {"response": ""}))
+        return _load_reply(body.model, {"response": ""})
     fields = shared_fields(body)
     if body.raw:
         if body.system:
@@ -212,15 +217,11 @@ def call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-class _LoadReply:
+def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     """The reply to a request without a prompt, with which clients have a model loaded."""
-
-    def __init__(self, model: str, empty: dict[str, Any]):
-        self._model, self._empty = model, empty
-
-    def __call__(self, _: Any) -> bytes:
-        made = {"model": self._model, "created_at": rfc3339(time.time()), **self._empty}
-        return json.dumps(made | {"done": True, "done_reason": "load"}).encode()
+    made = {"model": model, "created_at": rfc3339(time.time()), **empty}
+    reply = json.dumps(made | {"done": True, "done_reason": "load"}).encode()
+    return Translation({"model": model}, reply=lambda _: reply)
 
 
 IGNORED = frozenset(("keep_alive",))

@@ -29,6 +29,9 @@ from pipespec.server.dialects.translation import (
     add_turn,
     call_of,
     joined,
+    named_function,
+    schema_format,
+    tool_of,
 )
 from pipespec.server.message_schema import FUNCTION_NAME, MAX_TOOLS, RequestModel
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort
@@ -247,7 +250,7 @@ def translate(body: ResponsesRequest) -> Translation:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
-        "tools": [tool_of(tool) for tool in body.tools or ()],
+        "tools": [tool_of(t.name, t.parameters, t.description) for t in body.tools or ()],
         "tool_choice": choice_of(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
@@ -283,19 +286,13 @@ def text_of(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else joined([part.text for part in content])
 
 
-def tool_of(tool: FunctionTool) -> dict[str, Any]:
-    """A tool as OpenAI's chats have it."""
-    given = tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
-    return {"type": "function", "function": given}
-
-
 def choice_of(choice: str | dict[str, Any] | None) -> Any:
     """The choice of a tool as OpenAI's chats have it."""
     if not isinstance(choice, dict):
         return choice
     if choice["type"] == "function":
-        return {"type": "function", "function": {"name": choice["name"]}}
-    tools = [{"type": "function", "function": {"name": t["name"]}} for t in choice["tools"]]
+        return named_function(choice["name"])
+    tools = [named_function(tool["name"]) for tool in choice["tools"]]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
@@ -303,8 +300,7 @@ def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
     """What the answer must match, as OpenAI's chats have it."""
     if wanted is None or wanted.type != "json_schema":
         return None if wanted is None else {"type": wanted.type}
-    schema = {"name": wanted.name or "output", "schema": wanted.schema_}
-    return {"type": "json_schema", "json_schema": schema}
+    return schema_format(wanted.schema_, wanted.name or "output")
 
 
 def echo_of(body: ResponsesRequest) -> dict[str, Any]:

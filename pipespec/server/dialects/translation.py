@@ -119,6 +119,23 @@ def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def tool_of(name: str, parameters: dict[str, Any] | None, description: str | None) -> Any:
+    """A tool as OpenAI's chats have it."""
+    given = {"name": name, "parameters": parameters, "description": description}
+    function = {field: value for field, value in given.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def named_function(name: str | None) -> dict[str, Any]:
+    """The choice of one function as OpenAI's chats have it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def schema_format(schema: dict[str, Any] | None, name: str = "output") -> dict[str, Any]:
+    """What an answer of this schema must match, as OpenAI's chats have it."""
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
 def add_turn(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Add a message to a conversation, as part of the last one if that is of the same user or
     model: templates may demand that they take turns."""

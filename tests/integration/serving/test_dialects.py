@@ -132,12 +132,6 @@ def test_anthropic_tools_go_round(claude: anthropic.Anthropic) -> None:
     assert claude.messages.create(**asked).content[0].type == "text"
 
 
-def test_anthropic_structured_output_matches_its_schema(claude: anthropic.Anthropic) -> None:
-    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    told = claude.messages.create(**ASKED | {"max_tokens": 100, "output_config": config})
-    jsonschema.validate(json.loads(told.content[0].text), SCHEMA)  # type: ignore[union-attr]
-
-
 def test_anthropic_package_raises_its_errors(server: Server, claude: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="container") as refused:
         claude.messages.create(**ASKED, extra_body={"container": "a"})
@@ -210,14 +204,6 @@ def test_response_tools_go_round(gpt: openai.OpenAI) -> None:
     asked |= {"input": [{"role": "user", "content": "The weather?"}, call.to_dict(), output]}
     by_hand = gpt.responses.create(**asked)
     assert by_id.usage.input_tokens == by_hand.usage.input_tokens  # type: ignore[union-attr]
-
-
-def test_response_text_matches_its_schema(gpt: openai.OpenAI) -> None:
-    form = {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}
-    told = gpt.responses.create(
-        model=MODEL, input="Who is Tom?", temperature=0, text={"format": form}
-    )  # type: ignore[call-overload]
-    jsonschema.validate(json.loads(told.output_text), SCHEMA)
 
 
 # --- OpenAI's package for Node ----------------------------------------------------------------

@@ -18,7 +18,7 @@ from pipespec.client import registry
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
-from tests.helpers.serving import MODEL, NAME, Server, serving
+from tests.helpers.serving import NAME, Server, serving
 
 pytestmark = pytest.mark.slow
 FIRST, SECOND = "first-key", "second-key"
@@ -154,22 +154,6 @@ def test_reachable_server_without_api_key_warns_in_one_line(
 # --- forms and seeds --------------------------------------------------------------------------
 
 
-def test_json_object_with_schema_matches_it(server: Server) -> None:
-    form = {"type": "json_object", "schema": SCHEMA}
-    for seed in range(3):
-        body = {"messages": HELLO, "response_format": form, "seed": seed, "max_tokens": 100}
-        reply = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-        assert reply["choices"][0]["finish_reason"] == "stop"
-        jsonschema.validate(json.loads(reply["choices"][0]["message"]["content"]), SCHEMA)
-
-
-def test_json_object_with_empty_schema_is_any_object(server: Server) -> None:
-    form = {"type": "json_object", "schema": {}}
-    body = {"prompt": "Once", "response_format": form, "max_tokens": 1, "temperature": 0}
-    reply = server.http.post("/v1/completions", json=body).raise_for_status().json()
-    assert reply["choices"][0]["text"].startswith("{")
-
-
 def test_older_name_of_a_constraint_is_honoured_with_a_warning(server: Server) -> None:
     body = {"prompt": "Once", "guided_regex": "[ab]{3}", "max_tokens": 8}
     for stream in (False, True):
@@ -192,16 +176,6 @@ def test_chat_continues_its_last_message(server: Server) -> None:
     same = completed(server, **prompt, return_token_ids=True)["choices"][0]
     assert same["text"] == told["choices"][0]["message"]["content"]
     assert same["token_ids"] == told["choices"][0]["token_ids"]
-
-
-def test_negative_seed_is_reproducible(server: Server) -> None:
-    asked = {"prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 8}
-    texts = {}
-    for seed in (-(2**63), -(2**63) + 1, -1, 0, 2**63 - 1):
-        result = [completed(server, seed=seed, **asked)["choices"][0]["text"] for _ in range(2)]
-        assert result[0] == result[1]
-        texts[result[0]] = seed
-    assert len(texts) == 5, "every seed is another one"
 
 
 # --- X-Request-Id -----------------------------------------------------------------------------
@@ -228,8 +202,6 @@ def test_every_reply_has_a_request_id(server: Server, private: Server) -> None:
     ]
     codes = [reply.status_code for reply in replies]
     assert codes == [200] * 4 + [404, 405, 200, 200, 400, 400, 413, 403, 403, 401]
-    # Its body is not read, so the next request needs another connection.
-    assert replies[10].headers["connection"] == "close"
     ids = [reply.headers["x-request-id"] for reply in replies]
     assert len(set(ids)) == len(ids)
     assert all(re.fullmatch("req_[0-9a-f]{32}", each) for each in ids)
@@ -245,12 +217,6 @@ def test_only_valid_request_ids_of_clients_are_sent_back(server: Server) -> None
         assert id_of(given.encode()) == given
     for wrong in (b"", b"x" * 129, b"a b", b"<script>", b"\xe9", b"-a", b'"', b"a,b"):
         assert id_of(wrong).startswith("req_")
-
-
-def test_openai_package_finds_the_request_id(server: Server) -> None:
-    with server.openai() as client:
-        result = client.completions.create(model=MODEL, prompt="a", max_tokens=1)
-        assert (result._request_id or "").startswith("req_")
 
 
 # --- the page ---------------------------------------------------------------------------------

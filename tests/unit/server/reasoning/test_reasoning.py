@@ -27,7 +27,7 @@ from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.ollama_format import OllamaChatFormat
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.openai_format import ChatFormat
-from pipespec.server.preparation import PreparationContext, Preparer
+from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning.harmony import SPECIAL
 from pipespec.server.reasoning.reasoning_use import Family, ReasoningUse, reasoning_use
 from pipespec.server.tool_parsers.parser_families import FAMILIES
@@ -201,7 +201,7 @@ def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) 
     grammar = grammar_from_regex("[0-9]+")
     defaults = replace(dialects.DEFAULTS, sampling=SamplingParams(grammar=grammar))
     served = calling(demo, R1)
-    preparer = Preparer(PreparationContext(served, defaults, ("demo",), None))
+    preparer = Preparer(served, defaults, ("demo",), None)
     body: dict[str, Any] = {"messages": HELLO}
     (sampling,) = dialects.prepared(preparer, CHATS, body).parsed.sampling_params
     matcher = served.grammars().compile(sampling.grammar)
