@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint_parts.cache_listing import entries
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
-from pipespec.engine.checkpoint_parts.repository import MAIN, ranges_of, read_repository
+from pipespec.engine.checkpoint_parts.repository import MAIN, read_repository
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.partial_checkpoint import index_is_met
@@ -103,7 +103,7 @@ def _is_whole(file: Path) -> bool:
     try:
         if not is_partial(file):
             return file.is_file()
-        return not PartsFile(file).absent(ranges_of(file).values())
+        return not PartsFile(file).absent()
     except ModelError:
         return False
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from pipespec.engine.cached_models import cached_models
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
 from pipespec.instruments.model_choice.choose_for_hosts import choose_settings

@@ -206,4 +206,4 @@ def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     name = f"../../../other/resolve/{COMMIT}/{NAME}"
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.location(COMMIT, name)
+        client.signed_url(COMMIT, name)
