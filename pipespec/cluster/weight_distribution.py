@@ -149,7 +149,7 @@ def distribute_weights(
                 offered |= {kind for _, needs in far for kind in needs}
                 asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
                 blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
-                list(pool.map(lambda each: work.prepare(*each, blueprints), asked))
+                list(pool.map(lambda each: work.prepare(each[0], each[1], blueprints), asked))
                 owned = lock_folders(asked, on_warning)
                 list(pool.map(lambda name: work.offer(name, owned[name]), owned))
                 work.connect(pool)

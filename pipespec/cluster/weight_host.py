@@ -1,22 +1,8 @@
 """`python -m pipespec.cluster.weight_host`: fetches the weights that a host computes, on that host.
 
 The launcher starts it over SSH and talks to it through its standard input and output
-(`byte_channel`); the launcher's own host is a `WeightHost` of its process. It calls:
-
-    hello()                                            the version of pipespec
-    describe(path)                                     the blueprint of a checkpoint, if it is here
-    holds(path, shared, parts)                         whether the host has all that it needs
-    prepare(kind, path, blueprint, parts)              finds the folder of a model
-    lock(kind, run, host)                              the host that fetches into that folder
-    unlock()                                           lets other runs fetch into its folders
-    offer(kind, parts)                                 what it has and lacks of the model
-    listen(address, interface, cert, key)              lets other hosts read; the address and port
-    fetch(kind, sources)                               fetch what is lacking; the pieces' hashes
-    forget(kind, wrong)                                drop pieces
-    check(kind)                                        compare whole files with the hub's hashes
-    read(kind, file, start, stop)                      a stream of bytes, for another host
-
-and answers, to this process:
+(`byte_channel`); the launcher's own host is a `WeightHost` of its process. It calls the functions
+in CALLS, in their order, and answers, to this process:
 
     locate(kind, file, fresh)                          where the hub has a file, as a signed URL
     read(kind, source, file, start, stop)              a stream of bytes, of `source`
@@ -65,6 +51,11 @@ LAUNCHER_NAME = "the launcher"
 PROGRESS_S, WAIT_S = 0.2, 5.0
 
 
+# What the launcher calls.
+CALLS = (
+    *("hello", "describe", "holds", "prepare", "lock", "unlock", "offer"),
+    *("listen", "fetch", "forget", "check", "read"),
+)
 # Pieces with what else is known of them, by file.
 Pieces = Mapping[str, Sequence[Sequence[Any]]]
 
@@ -105,21 +96,7 @@ class WeightHost:
 
     def handlers(self) -> dict[str, Any]:
         """The functions that the launcher calls."""
-        functions = (
-            self.hello,
-            self.describe,
-            self.holds,
-            self.prepare,
-            self.lock,
-            self.unlock,
-            self.offer,
-            self.listen,
-            self.fetch,
-            self.forget,
-            self.check,
-            self.read,
-        )
-        return {each.__name__: each for each in functions}
+        return {name: getattr(self, name) for name in CALLS}
 
     def hello(self) -> str:
         """The version of pipespec."""

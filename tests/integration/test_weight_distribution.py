@@ -297,13 +297,13 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
             children: list[psutil.Process] = []
 
             def kill(
-                moment: int = moment,
+                moment: int = moment + (0 if kills else headers),
                 seen: list[int] = seen,
                 process: subprocess.Popen[bytes] = process,
                 children: list[psutil.Process] = children,
             ) -> None:
                 seen.append(1)
-                if len(seen) == moment + (0 if kills else headers):
+                if len(seen) == moment:
                     with suppress(psutil.NoSuchProcess):
                         children += psutil.Process(process.pid).children(recursive=True)
                         os.kill(process.pid, signal.SIGKILL)

@@ -103,8 +103,8 @@ def fetch_parts(
                 wanted[file.name] = header + own.pieces(own.ranges[each] for each in names.values())
         source = HubSource(HubClient(repository.repo), repository)
         fetched = fetch(files, [(source, wanted)], on_progress)
-        for name, file in files.items():
-            file.compare(repository.weights[name].sha256)
+        for name, own in files.items():
+            own.compare(repository.weights[name].sha256)
     return fetched
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from pipespec.engine.checkpoint_parts.parts_file import Range
@@ -32,6 +32,7 @@ LONGEST_ASKED_S = 300.0
 # Of one small file, such as a tokenizer.
 MOST_FILE_BYTES = 64 * 2**20
 PASSING = (408, 425, 429, 500, 502, 503, 504)
+TOKEN = "authorization"  # the header that holds it
 _COMMIT = re.compile("[0-9a-f]{40}")
 T = TypeVar("T")
 
@@ -94,9 +95,11 @@ class HubClient:
         hub cannot be reached."""
         from huggingface_hub import HfApi
 
-        ask = HfApi(endpoint=self.endpoint).model_info
-        arguments = {"revision": name, "files_metadata": True, "timeout": CONNECT_S}
-        info = self._tried(lambda: ask(self.repo, **arguments), "its files", max_tries)
+        def ask() -> Any:
+            api = HfApi(endpoint=self.endpoint)
+            return api.model_info(self.repo, revision=name, files_metadata=True, timeout=CONNECT_S)
+
+        info = self._tried(ask, "its files", max_tries)
         if not _COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
             raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
         files = {
@@ -135,7 +138,7 @@ class HubClient:
         """Where a file is read without a token; None: nowhere. `fresh`: one that was named before
         is refused. Raises ModelError."""
         url = self._tried(lambda: self._locate(commit, name, fresh=fresh), name, MAX_TRIES)
-        return None if self._needs_token(url) else url
+        return None if TOKEN in self._headers(url) else url
 
     def _locate(self, commit: str, name: str, *, fresh: bool) -> str:
         """Where a file is read: at the hub, or at a signed URL, which is used until it expires."""
@@ -153,30 +156,28 @@ class HubClient:
                 self._located[commit, name] = url
             return self._located[commit, name]
 
-    def _needs_token(self, url: str) -> bool:
-        return urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+    def _headers(self, url: str) -> dict[str, str]:
+        """With the token, if there is one, which must not leave the hub."""
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        own = self._ask is None and urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+        return {**(build_hf_headers() if own else {}), "Accept-Encoding": "identity"}
 
     def _range(
         self, commit: str, name: str, part: Range, size: int, *, fresh: bool
     ) -> Iterator[bytes]:
-        from huggingface_hub.utils import (
-            build_hf_headers,
-            get_session,
-            hf_raise_for_status,
-        )
+        from huggingface_hub import utils
 
         start, stop = part
         url = self._locate(commit, name, fresh=fresh)
-        signed = not self._needs_token(url)
-        headers = {} if signed else build_hf_headers()  # the token must not leave the hub
-        headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
+        headers = {**self._headers(url), "Range": f"bytes={start}-{stop - 1}"}
         timeout = (CONNECT_S, READ_S, READ_S, None)  # connect, read, write, a free connection
-        with get_session().stream(
+        with utils.get_session().stream(  # type: ignore[attr-defined]
             "GET", url, headers=headers, timeout=timeout, follow_redirects=False
         ) as answer:
-            if signed and answer.status_code in (401, 403):
+            if TOKEN not in headers and answer.status_code in (401, 403):
                 raise _Again(f"its signed URL is refused ({answer.status_code})")
-            hf_raise_for_status(answer)
+            utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             whole = answer.status_code == 200
             if whole and part != (0, size):
                 raise _Again("it does not send parts of files (range requests)")
