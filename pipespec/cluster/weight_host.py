@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel
 from pipespec.cluster.host_weights import own_path
 from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
 from pipespec.cluster.weight_plan import HUB
-from pipespec.cluster.weight_sources import Channel, LinkedSource, RelayedSource, located_by
+from pipespec.cluster.weight_sources import Channel, LinkedSource, RelayedSource
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint_parts.blueprint import Blueprint, holdings, repository_of
 from pipespec.engine.checkpoint_parts.fetching import HubSource, Source, fetch
@@ -263,8 +264,8 @@ class WeightHost:
         # The launcher's own host has nothing to gain from a URL.
         if name == HUB and isinstance(self.channel, ByteChannel):
             found = self._model(kind).blueprint.repository
-            locate = located_by(self.channel, kind)
-            direct = HubSource(HubClient(found.repo, locate=locate), found)
+            ask = partial(self.channel.call, "locate", kind=kind)
+            direct = HubSource(HubClient(found.repo, locate=ask), found)
         elif at is not None:
             assert self._certificate is not None, "`listen` comes before `fetch`"
             direct = LinkedSource(WeightLink((at[0], at[1]), self._certificate), kind, name)

@@ -5,7 +5,7 @@ What cannot be read directly comes through the launcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipespec.cluster.byte_channel import ByteChannel, LocalChannel
@@ -84,15 +84,3 @@ class LinkedSource:
     def stop(self) -> None:
         """End what is read, soon."""
         self.link.close()
-
-
-def located_by(channel: Channel, kind: str) -> Callable[[str, bool], str]:
-    """Asks the launcher for the signed URLs of a model, see `HubClient`."""
-
-    def locate(file: str, fresh: bool) -> str:
-        found: str | None = channel.call("locate", kind=kind, file=file, fresh=fresh)
-        if found is None:
-            raise Unavailable("the hub sends this file to holders of the token alone")
-        return found
-
-    return locate

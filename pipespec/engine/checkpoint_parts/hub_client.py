@@ -74,12 +74,13 @@ class HubClient:
         repo: str,
         *,
         wait: Callable[[float], object] | None = None,
-        locate: Callable[[str, bool], str] | None = None,
+        locate: Callable[..., str | None] | None = None,
     ) -> None:
         """
         Args:
             wait: called with the seconds between two tries; None: wait so long.
-            locate: the signed URL of a file, or a fresh one; None: this host has the token.
+            locate: the signed URL of a `file`, or a `fresh` one, or None; None: this host has the
+                token.
         """
         from huggingface_hub import constants
 
@@ -146,13 +147,16 @@ class HubClient:
 
         with self._locating:
             if fresh or (commit, name) not in self._located:
+                url: str | None
                 if self._ask is None:
                     # Files are of the top folder, so a "/" is part of the name and leads nowhere.
                     file = quote(name, safe="")
-                    url = f"{self.endpoint}/{self.repo}/resolve/{commit}/{file}"
-                    url = get_hf_file_metadata(url, timeout=CONNECT_S).location
+                    at_hub = f"{self.endpoint}/{self.repo}/resolve/{commit}/{file}"
+                    url = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
                 else:
-                    url = self._ask(name, fresh)
+                    url = self._ask(file=name, fresh=fresh)
+                if url is None:
+                    raise Unavailable("the hub sends this file to holders of the token alone")
                 self._located[commit, name] = url
             return self._located[commit, name]
 
