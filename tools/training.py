@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.checkpoint_parts.repository import read_repository
 from pipespec.engine.model_path import resolve
 from pipespec.engine.slice_tensors import parts_of

@@ -24,7 +24,7 @@ from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.checkpoint_parts.repository import SharedName
+from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_path import refuse_unread
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
@@ -63,7 +63,7 @@ class Deployment:
     hosts: tuple[Host, ...]
     mid: CheckpointInfo | None = None
     sizes: tuple[int, ...] = ()
-    shared: Mapping[str, SharedName] = field(default_factory=dict)
+    shared: Mapping[str, Repository] = field(default_factory=dict)
     fetched: bool = False
     open_to: str | None = None
     joined: tuple[Host, ...] = ()

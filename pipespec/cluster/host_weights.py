@@ -10,7 +10,7 @@ from pathlib import Path
 from pipespec.cluster.deployment import Deployment
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.checkpoint_parts.repository import SharedName, parts_cache, read_repository
+from pipespec.engine.checkpoint_parts.repository import Repository, read_repository
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.model_path import cached_model
 from pipespec.engine.partial_checkpoint import clause, missing
@@ -40,30 +40,27 @@ def _parts(info: CheckpointInfo, layers: range) -> set[str]:
 
 
 def own_path(
-    path: Path, given: str | None, shared: SharedName | None, parts: Collection[str]
+    path: Path, given: str | None, shared: Repository | None, parts: Collection[str]
 ) -> Path | None:
     """Where a host has a checkpoint of the launcher's; None: nowhere. Called on that host.
 
     Args:
         path: where the launcher has it.
         given: what the hosts file says for this host.
-        shared: its name in the parts cache.
+        shared: what other hosts call it.
         parts: what the host computes of it.
     """
     if given:
         return Path(given).expanduser()
-    found = []
-    if shared is None or not shared.on_hub:
-        found.append(path if shared is None or shared.path is None else Path(shared.path))
+    found = [path] if shared is None else []
     if shared is not None:
+        found += [] if shared.path is None else [Path(shared.path)]
+        file = path.name if is_gguf(path) else None
         if shared.on_hub:
-            repo, _, commit = shared.name.rpartition("/")
-            hub_id = "/".join(repo.split("--")[1:])
-            cached = cached_model(hub_id, commit, shared.file)
+            cached = cached_model(shared.repo, shared.commit, file)
             found += [] if cached is None else [cached]
-        folder = parts_cache() / shared.name
-        if read_repository(folder) is not None:
-            found.append(folder if shared.file is None else folder / shared.file)
+        if read_repository(shared.folder) is not None:
+            found.append(shared.folder if file is None else shared.folder / file)
     here = [each for each in found if each.is_dir() or (is_gguf(each) and each.is_file())]
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 

@@ -44,24 +44,22 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
             peer.require_version()
             return {kind: _description(peer, kind, path) for kind, path in absent.items()}
 
-        found: dict[str, Path] = {}
-        incomplete: dict[str, ModelError] = {}
         try:
             answers = [*pool.map(describe, peers)]
         except BaseException:
             for peer in peers:  # threads wait for them
                 peer.end()
             raise
-        for described in answers:
-            for kind, blueprint in described.items():
-                if isinstance(blueprint, ModelError):
-                    incomplete.setdefault(kind, blueprint)
-                elif blueprint is not None and kind not in found:
-                    found[kind] = blueprint.build()
-        for kind, error in incomplete.items():
-            if kind not in found:
-                raise error
-        return found
+    found = {}
+    for kind in absent:
+        described = [each[kind] for each in answers]
+        plans = [each for each in described if isinstance(each, Blueprint)]
+        errors = [each for each in described if isinstance(each, ModelError)]
+        if plans:
+            found[kind] = plans[0].build()
+        elif errors:
+            raise errors[0]
+    return found
 
 
 def _description(peer: WeightPeer, kind: str, path: str) -> Blueprint | ModelError | None:

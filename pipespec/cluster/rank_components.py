@@ -23,7 +23,7 @@ from pipespec.engine import tokenizer
 from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
 from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
+from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.runner import SliceRunner

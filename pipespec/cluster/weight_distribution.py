@@ -4,44 +4,55 @@
               │                        ├─ each reads from the hub and from the others
               └─ weight_host on gamma ─┘
 
-The launcher, one of the hosts itself, learns which tensors each host needs and has, decides who
-gets what from where (`weight_plan`), and names the sources' addresses. Bytes go from host to host
-(`weight_links`), or from the hub, at URLs that the launcher has resolved. What a host cannot read
-itself comes through the launcher's SSH connection to it.
+The launcher, one of the hosts itself, learns which pieces of the weight files (`parts_file`) each
+host needs and has, decides who gets what from where (`weight_plan`), and names the sources'
+addresses. Bytes go from host to host (`weight_links`), or from the hub, at URLs that the launcher
+has resolved. What a host cannot read itself comes through the launcher's SSH connection to it.
 
 At the end each host states the hashes of what it got. Where they differ from those of the host
-that has them from the hub, or had them before, their source is named and left out, and the tensors
+that has them from the hub, or had them before, their source is named and left out, and the pieces
 come from another one.
 """
 
 from __future__ import annotations
 
+import random
+import secrets
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
 from pipespec.cluster.running_work import RunningWork
-from pipespec.cluster.source_model import SourceModel, shared_name_of
 from pipespec.cluster.weight_host import LAUNCHER_NAME
-from pipespec.cluster.weight_locks import lock_folders
 from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
-from pipespec.cluster.weight_plan import HUB, Key, NoSource, Transfer, by_file, plan_transfers
+from pipespec.cluster.weight_plan import HUB, Key, Transfer, by_file, plan_transfers
 from pipespec.config.hosts import Host
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint, repository_of
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
-from pipespec.engine.checkpoint_parts.repository import Repository, SharedName, read_repository
+from pipespec.engine.checkpoint_parts.repository import (
+    Repository,
+    cached_commit,
+    folder_of_checkpoint,
+    read_repository,
+)
 from pipespec.engine.partial_checkpoint import missing
 from pipespec.errors import ModelError, PipespecError, RankFailed
 
 # Seconds within which the end of a host's process is known once its connections have broken.
 ENDED_S = 1.0
+# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
+# for good.
+PAUSE_S = (0.2, 1.0)
 # Called with a host's name, the bytes that it has of those it needs, and how many it needs.
 OnProgress = Callable[[str, int, int], None]
 # Called with a sentence on a host that is left out, or cannot be reached by another one.
@@ -54,16 +65,40 @@ class Distribute(Protocol):
     def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
 
 
-def shared_names(deployment: Deployment) -> dict[str, SharedName]:
-    """The names, in the parts cache of other hosts, of the models that these can get from here."""
-    found: dict[str, SharedName] = {}
+class SourceModel:
+    """A model as the launcher has it.
+
+    Attributes:
+        client: of its repository on the hub; None: it is a folder of a host.
+        shared: what other hosts call it; None: this host lacks files, so that they cannot get
+            theirs from here.
+    """
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.kind, self.path = kind, path
+        self.folder = folder_of_checkpoint(path)
+        found = cached_commit(self.folder)
+        self.client = HubClient(found.repo) if found is not None and found.on_hub else None
+
+    @cached_property
+    def shared(self) -> Repository | None:
+        try:
+            return replace(repository_of(self.path), weights={})
+        except ModelError:
+            return None
+
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        """For hosts without its folder. Raises ModelError."""
+        return Blueprint.of(self.path)
+
+
+def shared_names(deployment: Deployment) -> dict[str, Repository]:
+    """What other hosts call the models that they can get from here."""
     if deployment.open_to is None and all(map(shares_caches, deployment.hosts)):
-        return found
-    for kind, info in deployment.models:
-        name = shared_name_of(info.path)
-        if name is not None:
-            found[kind] = name
-    return found
+        return {}
+    models = [SourceModel(kind, info.path) for kind, info in deployment.models]
+    return {each.kind: each.shared for each in models if each.shared is not None}
 
 
 def distribute_weights(
@@ -104,7 +139,7 @@ def distribute_weights(
         asked = [(work.peers[host.name], needs) for host, needs in far]
         with ThreadPoolExecutor(max(len(work.peers), 1)) as pool, work.stopped_by_errors():
             list(pool.map(lambda each: each[0].require_version(), asked))
-            held = list(pool.map(lambda each: each[0].holds(models, each[1]), asked))
+            held = list(pool.map(lambda each: work.holds(*each), asked))
             offered = {
                 kind
                 for kind, model in models.items()
@@ -114,13 +149,46 @@ def distribute_weights(
                 offered |= {kind for _, needs in far for kind in needs}
                 asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
                 blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
-                list(pool.map(lambda each: each[0].prepare(models, blueprints, each[1]), asked))
-                lock_folders(asked, on_warning)
-                list(pool.map(lambda each: each[0].offer(owned=True), asked))
-                list(pool.map(lambda each: each[0].offer(owned=False), asked))
+                list(pool.map(lambda each: work.prepare(each[0], each[1], blueprints), asked))
+                owned = lock_folders(asked, on_warning)
+                list(pool.map(lambda name: work.offer(name, owned[name]), owned))
                 work.connect(pool)
                 work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
+
+
+def lock_folders(
+    asked: Sequence[tuple[WeightPeer, Mapping[str, set[str]]]],
+    on_warning: OnWarning,
+    pause: Callable[[float], object] = time.sleep,
+) -> dict[str, dict[str, set[str]]]:
+    """Be the only start that fetches into the folders of these models, by host; the parts of each
+    model that a host fetches into its own, also for hosts that share it. A sentence says what is
+    waited for. Raises ModelError, HostFailed.
+
+    Two starts may have folders in common, under different names of hosts and in any order. So a
+    start that holds some locks waits for no other one: it gives them back, and tries again later.
+    """
+    run = secrets.token_hex(8)
+    warned = False
+    while True:
+        owned: dict[str, dict[str, set[str]]] = {}
+        taken = None
+        for peer, kind in [(peer, kind) for peer, needs in asked for kind in needs]:
+            found = peer.call("lock", kind=kind, run=run, host=peer.name)
+            if found["owner"] is None:
+                taken = f"{peer.name}: {found['holder']}"
+                break
+            owned.setdefault(found["owner"], {}).setdefault(kind, set())
+            owned[found["owner"]][kind] |= dict(asked)[peer][kind]
+        if taken is None:
+            return owned
+        for peer, _ in asked:
+            peer.call("unlock")
+        if not warned:
+            on_warning(f"{taken}; waiting until it has ended.")
+            warned = True
+        pause(random.uniform(*PAUSE_S))
 
 
 def _needs(
@@ -129,12 +197,13 @@ def _needs(
     """The parts of each model that a host is asked about."""
     needs = {kind: set(parts) for kind, parts in parts_needed(deployment, host).items()}
     for kind, model in models.items():
-        given, origin = getattr(host, kind), model.elsewhere_at
+        given, found = getattr(host, kind), read_repository(model.folder)
         if given is not None:  # the model is there
             needs.pop(kind, None)
         elif kind == "target":  # whose config every host reads
             needs.setdefault(kind, set())
-        if origin is not None and given in (None, origin):  # it may have all of it to send
+        # It may have all of it to send.
+        if found is not None and found.path is not None and given in (None, found.path):
             needs.setdefault(kind, set())
     return needs
 
@@ -170,14 +239,36 @@ class _Distribution:
             "unreachable": partial(self._cannot_reach, host),
         }
 
+    def holds(self, peer: WeightPeer, needs: Mapping[str, set[str]]) -> bool:
+        """Whether a host has all that it needs of the models."""
+        for kind, parts in needs.items():
+            model = self._models[kind]
+            assert model.shared is not None, "only such models are offered"
+            arguments = {"path": str(model.path), "parts": sorted(parts)}
+            if not peer.call("holds", shared=model.shared.as_json(), **arguments):
+                return False
+        return True
+
+    def prepare(
+        self, peer: WeightPeer, needs: Mapping[str, set[str]], blueprints: Mapping[str, Any]
+    ) -> None:
+        """Have a host find the folders of the models. `blueprints`: as JSON."""
+        for kind, parts in needs.items():
+            arguments = {"path": str(self._models[kind].path), "parts": sorted(parts)}
+            peer.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
+
+    def offer(self, name: str, needs: Mapping[str, set[str]]) -> None:
+        """Learn what a host has and lacks of the models."""
+        peer = self.peers[name]
+        for kind, parts in needs.items():
+            found = peer.call("offer", kind=kind, parts=sorted(parts))
+            peer.has |= _hashes(kind, found["has"])
+            peer.lacks += [
+                (kind, file, *each) for file, some in found["lacks"].items() for each in some
+            ]
+
     def connect(self, pool: ThreadPoolExecutor) -> None:
         """Let the hosts read from one another, if one lacks what another may have."""
-        lacks: dict[str, dict[Key, None]] = {name: {} for name in self.peers}
-        for peer in self.peers.values():
-            for key in peer.lacks:  # of hosts that share a folder one fetches
-                lacks[peer.owners[key[0]]][key] = None
-        for name, peer in self.peers.items():
-            peer.lacks = list(lacks[name])
         if len(self.peers) == 1 or not any(peer.lacks for peer in self.peers.values()):
             return
         certificate = Certificate.make()
@@ -197,20 +288,11 @@ class _Distribution:
 
     def run(self) -> None:
         """Fetch for all hosts until all that they got is right."""
-        while any(peer.lacks for peer in self.peers.values()):
+        while lacking := [peer for peer in self.peers.values() if peer.lacks]:
             transfers = self._plan()
-            # Hosts may be asked for tensors before they are told to fetch them.
-            self._at_once({peer: partial(self._expect, peer) for peer in self.peers.values()})
-            found = self._at_once(
-                {
-                    peer: partial(self._fetch_for, peer, transfers)
-                    for peer in self.peers.values()
-                    if peer.lacks
-                }
-            )
-            self._compare(transfers, found)
-        checks = {peer: partial(self._check, peer) for peer in self.peers.values()}
-        self._at_once(checks)
+            tasks = {peer: partial(self._fetch_for, peer, transfers) for peer in lacking}
+            self._compare(transfers, self._at_once(tasks))
+        self._at_once({peer: partial(self._check, peer) for peer in self.peers.values()})
 
     def _at_once(
         self, tasks: Mapping[WeightPeer, Callable[[], dict[Key, str]]]
@@ -254,7 +336,7 @@ class _Distribution:
             peer.end()
 
     def _plan(self) -> list[Transfer]:
-        """The transfers of what the hosts lack. Raises ModelError if a tensor has no source."""
+        """The transfers of what the hosts lack. Raises ModelError if a piece has no source."""
         holders = {
             name: [key for key, sha in peer.has.items() if self._agrees(key, sha)]
             for name, peer in self.peers.items()
@@ -262,30 +344,11 @@ class _Distribution:
         }
         lacks = {name: peer.lacks for name, peer in self.peers.items() if peer.lacks}
         on_hub = {kind for kind, model in self._models.items() if model.client is not None}
-        try:
-            return plan_transfers(
-                lacks,
-                holders,
-                lambda key: self._models[key[0]].num_bytes(*key[1:]),
-                on_hub,
-            )
-        except NoSource as error:
-            kind, file, name = error.key
-            raise ModelError(
-                f"{error.host} needs {name} of the {kind}, which no host has whole; copy {file} to "
-                "one of them"
-            ) from None
+        return plan_transfers(lacks, holders, on_hub)
 
     def _agrees(self, key: Key, sha: str | None) -> bool:
-        """Whether a host states the hash of a tensor that the first one has stated."""
+        """Whether a host states the hash of a piece that the first one has stated."""
         return sha is None or self._hashes.setdefault(key, sha) == sha
-
-    def _expect(self, peer: WeightPeer) -> dict[Key, str]:
-        """Tell a host what it will fetch."""
-        kinds = {key[0] for key in peer.lacks}
-        wanted = {kind: by_file([key for key in peer.lacks if key[0] == kind]) for kind in kinds}
-        peer.call("expect", wanted=wanted)
-        return {}
 
     def _fetch_for(self, peer: WeightPeer, transfers: list[Transfer]) -> dict[Key, str]:
         """Have a host fetch what it lacks; the hashes."""
@@ -302,45 +365,34 @@ class _Distribution:
                 for each in own
                 if each.kind == kind
             ]
-            for file, hashes in peer.call("fetch", kind=kind, sources=sources).items():
-                found |= {(kind, file, name): sha for name, sha in hashes.items()}
+            found |= _hashes(kind, peer.call("fetch", kind=kind, sources=sources))
         return found
 
     def _check(self, peer: WeightPeer) -> dict[Key, str]:
-        for kind, owner in peer.owners.items():
-            if owner == peer.name:
-                peer.call("check", kind=kind)
+        for kind in {kind for kind, *_ in peer.has}:
+            peer.call("check", kind=kind)
         return {}
 
     def _compare(self, transfers: list[Transfer], found: Mapping[str, Mapping[Key, str]]) -> None:
         """Compare the hashes of what each host got with the right ones, and have it drop the
-        tensors that differ."""
+        pieces that differ."""
         wrong: defaultdict[tuple[str, str], list[Key]] = defaultdict(list)
-        for (
-            each
-        ) in transfers:  # by depth: those that pass a tensor on come before those that get it
-            peer = self.peers[each.to]
-            peer.fetched |= dict.fromkeys(each.keys)
-            for key in each.keys:
-                got = found[each.to][key]
-                if each.source == HUB:
-                    self._hashes[key] = got
-                if got == self._hashes.setdefault(key, got):
-                    peer.has[key] = got
-                    continue
-                peer.has.pop(key, None)
-                wrong[each.to, each.kind].append(key)
-                if key in self.peers[each.source].has:
-                    self._leave_out(each.source, each.to, each.kind)
+        # By depth: those that pass a piece on come before those that get it.
+        for each, key in ((some, key) for some in transfers for key in some.keys):
+            got = found[each.to][key]
+            if each.source == HUB:
+                self._hashes[key] = got
+            if self._agrees(key, got):
+                self.peers[each.to].has[key] = got
+                continue
+            wrong[each.to, each.kind].append(key)
+            if key in self.peers[each.source].has:
+                self._leave_out(each.source, each.to, each.kind)
         for peer in self.peers.values():
             peer.lacks = []
         for (name, kind), keys in wrong.items():
-            peer = self.peers[name]
-            fetched = by_file([key for key in peer.fetched if key[0] == kind])
-            lacks = peer.call("forget", kind=kind, wrong=by_file(keys), fetched=fetched)
-            peer.lacks += [(kind, file, tensor) for file, some in lacks.items() for tensor in some]
-            for key in peer.lacks:
-                peer.has.pop(key, None)
+            self.peers[name].call("forget", kind=kind, wrong=by_file(keys))
+            self.peers[name].lacks += keys
 
     def _leave_out(self, source: str, to: str, kind: str) -> None:
         if source not in self._left_out:
@@ -352,10 +404,9 @@ class _Distribution:
 
     # --- what hosts ask -----------------------------------------------------------------------
 
-    def _locate(self, kind: str, file: str, fresh: bool) -> dict[str, Any] | None:
+    def _locate(self, kind: str, file: str, fresh: bool) -> str | None:
         repository, client = self._on_hub(kind, file)
-        found = client.location(repository.commit, file, fresh=fresh)
-        return None if found.has_token else {"url": found.url, "headers": dict(found.headers)}
+        return client.signed_url(repository.commit, file, fresh=fresh)
 
     def _read(self, kind: str, source: str, file: str, start: int, stop: int) -> Iterator[bytes]:
         if source != HUB:
@@ -382,9 +433,12 @@ class _Distribution:
 
     def _cannot_reach(self, host: str, source: str, why: str, reached: bool) -> None:
         peer = self._peer(source)
-        if peer.channel.closed.wait(ENDED_S) or self._failed or (host, source) in self._unreachable:
+        if peer.channel.closed.wait(ENDED_S) or self._failed:
             return  # that host has ended, which is reported by itself
-        self._unreachable.add((host, source))
+        with self._stopping:
+            if (host, source) in self._unreachable:
+                return
+            self._unreachable.add((host, source))
         at = "" if peer.address is None else f" at {peer.address[0]}"
         advice = (
             "look at the network between them"
@@ -395,3 +449,10 @@ class _Distribution:
             f"{host} cannot read weights from {source}{at} ({why}), so they pass through the "
             f"launcher; {advice}."
         )
+
+
+def _hashes(kind: str, pieces: Mapping[str, Sequence[Sequence[Any]]]) -> dict[Key, Any]:
+    """The hashes of pieces, as a host states them."""
+    return {
+        (kind, file, start, stop): sha for file, each in pieces.items() for start, stop, sha in each
+    }

@@ -1,23 +1,8 @@
 """`python -m pipespec.cluster.weight_host`: fetches the weights that a host computes, on that host.
 
 The launcher starts it over SSH and talks to it through its standard input and output
-(`byte_channel`); the launcher's own host is a `WeightHost` of its process. It calls:
-
-    hello()                                            the version of pipespec
-    describe(path)                                     the blueprint of a checkpoint, if it is here
-    holds(path, shared, parts)                         whether the host has all that it needs
-    prepare(kind, path, blueprint, parts)              finds the folder of a model
-    lock(kind, run, host)                              the host that fetches into that folder
-    unlock()                                           lets other runs fetch into its folders
-    offer(kind)                                        what it has and lacks of the model
-    listen(address, interface, cert, key)              lets other hosts read; the address and port
-    expect(wanted)                                     what `fetch` will be called for
-    fetch(kind, sources)                               fetch what is lacking; the tensors' hashes
-    forget(kind, wrong, fetched)                       drop tensors; all that are then lacking
-    check(kind)                                        compare whole files with the hub's hashes
-    read(kind, file, start, stop)                      a stream of bytes, for another host
-
-and answers, to this process:
+(`byte_channel`); the launcher's own host is a `WeightHost` of its process. It calls the functions
+in CALLS, in their order, and answers, to this process:
 
     locate(kind, file, fresh)                          where the hub has a file, as a signed URL
     read(kind, source, file, start, stop)              a stream of bytes, of `source`
@@ -33,32 +18,29 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel
 from pipespec.cluster.host_weights import own_path
-from pipespec.cluster.weight_arrivals import Arrivals
 from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
 from pipespec.cluster.weight_plan import HUB
-from pipespec.cluster.weight_sources import Channel, Direct, DirectHost, DirectHub, RelayedSource
+from pipespec.cluster.weight_sources import Channel, LinkedSource, RelayedSource
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint_parts.blueprint import (
-    Blueprint,
-    folder_name,
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint, holdings, repository_of
+from pipespec.engine.checkpoint_parts.fetching import HubSource, Source, fetch
+from pipespec.engine.checkpoint_parts.folder_lock import FolderLock
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, Range, is_partial, reported
+from pipespec.engine.checkpoint_parts.repository import (
+    Repository,
     folder_of_checkpoint,
-    holdings,
-    repository_of,
+    parts_cache,
 )
-from pipespec.engine.checkpoint_parts.fetching import check_whole, fetch
-from pipespec.engine.checkpoint_parts.folder_lock import RunLock
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.checkpoint_parts.ranges import RangeSet
-from pipespec.engine.checkpoint_parts.repository import SharedName, parts_cache, ranges_of
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
 from pipespec.errors import ModelError
@@ -70,13 +52,23 @@ LAUNCHER_NAME = "the launcher"
 PROGRESS_S, WAIT_S = 0.2, 5.0
 
 
+# What the launcher calls.
+CALLS = (
+    *("hello", "describe", "holds", "prepare", "lock", "unlock", "offer"),
+    *("listen", "fetch", "forget", "check", "read"),
+)
+# Pieces with what else is known of them, by file.
+Pieces = Mapping[str, Sequence[Sequence[Any]]]
+
+
 @dataclass(frozen=True)
 class _Model:
-    """A model of which this host has, or fetches, parts."""
+    """A model of which this host has, or fetches, parts; `own`: in a folder of its own, and whole
+    for its purpose."""
 
     path: Path
     blueprint: Blueprint
-    parts: Sequence[str] | None = None  # None: of another folder than the parts cache's
+    own: bool
 
     @property
     def folder(self) -> Path:
@@ -95,33 +87,17 @@ class WeightHost:
     def __init__(self, channel: Channel | None = None) -> None:
         self.channel = channel
         self._models: dict[str, _Model] = {}
-        self._arrivals = Arrivals()
+        self._files: dict[Path, PartsFile] = {}  # of two models it may be the same
         self._server: WeightServer | None = None
         self._certificate: Certificate | None = None
         self._sources: list[RelayedSource] = []
-        self._locks: list[RunLock] = []
-        self._guest_of: dict[str, str] = {}  # by model, the host that fetches into its folder
+        self._locks: list[FolderLock] = []
         self._before = 0  # bytes of the fetches that are done
         self._reported_at = 0.0
 
     def handlers(self) -> dict[str, Any]:
         """The functions that the launcher calls."""
-        functions = (
-            self.hello,
-            self.describe,
-            self.holds,
-            self.prepare,
-            self.lock,
-            self.unlock,
-            self.offer,
-            self.listen,
-            self.expect,
-            self.fetch,
-            self.forget,
-            self.check,
-            self.read,
-        )
-        return {each.__name__: each for each in functions}
+        return {name: getattr(self, name) for name in CALLS}
 
     def hello(self) -> str:
         """The version of pipespec."""
@@ -137,7 +113,7 @@ class WeightHost:
 
     def holds(self, path: str, shared: Mapping[str, Any], parts: Sequence[str]) -> bool:
         """Whether parts of a model are here, which the launcher has at `path`."""
-        own = own_path(Path(path), None, SharedName(**shared), parts)
+        own = own_path(Path(path), None, Repository.from_json(shared), parts)
         return own is not None and not missing(own, parts)
 
     def prepare(
@@ -146,51 +122,46 @@ class WeightHost:
         """Find the folder of a model: in the parts cache, unless the host has another that lacks
         none of these parts. Raises ModelError."""
         plan = Blueprint.from_json(blueprint)
-        own = own_path(Path(path), None, plan.shared, parts)
+        own = own_path(Path(path), None, plan.repository, parts)
         if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
-            self._models[kind] = _Model(own, plan)
+            self._models[kind] = _Model(own, plan, own=True)
         else:
-            self._models[kind] = _Model(plan.path, plan, tuple(parts))
+            self._models[kind] = _Model(plan.path, plan, own=False)
 
     def lock(self, kind: str, run: str, host: str) -> dict[str, Any]:
         """The "owner" that fetches into the folder of a model in this `run`: this `host`, or
         another that shares the file system; None: a process of another run does, which "holder"
         says. Raises ModelError."""
         model = self._model(kind)
-        if model.parts is None:
+        if model.own:
             return {"owner": host}
-        lock = RunLock(model.folder, run, host)
-        self._locks.append(lock)
-        if lock.owner is None:
-            return {"owner": None, "holder": f"{lock.holder} fetches into {model.folder}"}
-        if lock.owner != host:
-            self._guest_of[kind] = lock.owner
-        return {"owner": lock.owner}
+        self._locks.append(FolderLock(model.folder, run, host))
+        return {"owner": self._locks[-1].owner, "holder": self._locks[-1].holder}
 
     def unlock(self) -> None:
         """Let other runs fetch into the folders of this host."""
-        self._guest_of.clear()
         while self._locks:
             self._locks.pop().release()
 
-    def offer(self, kind: str) -> dict[str, Any]:
-        """What of a model is here: hashes by file and tensor, and the tensors that are lacking.
-        What is in the folder of another host is for that host to offer, and before this one is
-        asked. Raises ModelError."""
+    def offer(self, kind: str, parts: Sequence[str]) -> dict[str, Any]:
+        """What of a model is here: its pieces with their hashes, and those of these parts that are
+        lacking, by file. Raises ModelError."""
         model = self._model(kind)
         plan = model.blueprint
-        if model.parts is None:
-            same = plan.repository.on_hub or _name_of(model.path) == plan.name
-            return {"has": holdings(model.folder, plan.headers) if same else {}, "lacks": {}}
-        if kind in self._guest_of:
-            return {"has": {}, "lacks": self._lacks(model)}
+        if model.own:
+            same = plan.repository.on_hub or _name_of(model.path) == plan.repository.folder_name
+            return {"has": dict(holdings(model.folder, plan.headers)) if same else {}, "lacks": {}}
         plan.build()
-        if self._verify(model):
-            plan.build()  # again, as a header may have been wrong
-        for name in plan.headers:
-            if is_partial(model.file(name)):
-                self._arrivals.set(model.file(name), PartsFile(model.file(name)).here)
-        return {"has": holdings(model.folder, plan.headers), "lacks": self._lacks(model)}
+        for path in (model.file(name) for name in plan.headers):
+            if is_partial(path) and path not in self._files:
+                self._files[path] = PartsFile(path)
+                self._files[path].verify()
+        lacks = {}
+        for path, names in tensors_by_file(model.path, parts).items():
+            if (file := self._files.get(path)) is not None:
+                lacks[path.name] = file.absent(file.ranges[each] for each in names.values())
+                file.expect(lacks[path.name])
+        return {"has": dict(holdings(model.folder, plan.headers)), "lacks": lacks}
 
     def listen(
         self, address: str | None, interface: str | None, cert: str, key: str
@@ -207,87 +178,60 @@ class WeightHost:
             raise ModelError(error.strerror or str(error)) from error
         return self._server.address
 
-    def expect(self, wanted: Mapping[str, Mapping[str, Collection[str]]]) -> None:
-        """Have hosts that read these tensors (by model and file) wait until they are here. Raises
-        ModelError."""
-        expected: defaultdict[Path, RangeSet] = defaultdict(RangeSet)
-        for kind, files in wanted.items():
-            for name, tensors in files.items():
-                path = self._model(kind).file(name)  # of two models it may be the same
-                ranges = ranges_of(path)
-                for tensor in tensors:
-                    expected[path].add(ranges[tensor])
-        self._arrivals.expect(expected)
-
-    def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-        """Fetch tensors, from all sources at once; their hashes, by file.
+    def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> Pieces:
+        """Fetch pieces, from all sources at once; the same with their hashes.
 
         Args:
-            sources: of each "from", its address in "at" (or null), and "wanted" (tensors by file).
+            sources: of each "from", its address in "at" (or null), and "wanted" (pieces by file).
         """
         model = self._model(kind)
-        asked = []
-        for each in sources:
-            direct = self._direct(kind, model, each["from"], each["at"])
-            asked.append(
-                (RelayedSource(self._launcher, kind, each["from"], direct), each["wanted"])
-            )
+        files = {
+            name: file for name in model.blueprint.headers if (file := self._file(model, name))
+        }
+        asked = [
+            (self._source(kind, each["from"], each["at"]), _ranges(each["wanted"]))
+            for each in sources
+        ]
         self._sources += [source for source, _ in asked]
         try:
-            self._before += fetch(
-                model.folder,
-                asked,
-                self._moved,
-                lambda file, part: self._arrivals.came(model.folder / file, part),
-                locked=True,
-            )
+            self._before += fetch(files, asked, self._moved)
         finally:
             for source, _ in asked:
                 source.stop()
                 self._sources.remove(source)
-        found: dict[str, dict[str, str]] = {}
-        for _, wanted in asked:
-            for file, names in wanted.items():
-                hashes = PartsFile(model.folder / file).hashes
-                found.setdefault(file, {}).update({name: hashes[name] for name in names})
-        return found
+        return {
+            name: [
+                (*each, file.hashes[each]) for _, wanted in asked for each in wanted.get(name, ())
+            ]
+            for name, file in files.items()
+        }
 
-    def forget(
-        self, kind: str, wrong: Mapping[str, Collection[str]], fetched: Mapping[str, Sequence[str]]
-    ) -> dict[str, list[str]]:
-        """Drop the pieces in which tensors are, whose bytes are wrong; all tensors of this host's
-        parts, or that it has `fetched`, that are then lacking, by file."""
-        model = self._model(kind)
-        for name, tensors in wrong.items():
-            path = model.folder / name
-            file, ranges = PartsFile(path), ranges_of(path)
-            with reported(path):
-                file.forget([ranges[tensor] for tensor in tensors], ranges)
-            self._arrivals.set(path, file.here)
-        lacks = self._lacks(model)
-        for name, tensors in fetched.items():  # some for hosts that share the folder
-            known = PartsFile(model.folder / name).hashes
-            gone = [tensor for tensor in tensors if tensor not in known]
-            lacks[name] = list(dict.fromkeys([*lacks.get(name, ()), *gone]))
-        return lacks
+    def forget(self, kind: str, wrong: Pieces) -> None:
+        """Drop pieces whose bytes are wrong, which will be fetched again."""
+        for name, pieces in _ranges(wrong).items():
+            file = self._files[self._model(kind).file(name)]
+            with reported(file.path):
+                file.forget(pieces)
+            file.expect(pieces)
 
     def check(self, kind: str) -> None:
         """Raise ModelError if a whole file has another hash than the hub states."""
         model = self._model(kind)
-        hub = RelayedSource(self._launcher, kind, HUB, self._direct(kind, model, HUB, None))
-        check_whole(model.folder, model.blueprint.repository, hub)
+        for name, stated in model.blueprint.repository.weights.items():
+            if (file := self._file(model, name)) is not None:
+                file.compare(stated.sha256)
 
     def read(self, kind: str, file: str, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of a part of a file of this host, which waits for those that it fetches itself
         and then yields empty chunks. Raises ModelError, also for bytes that do not come."""
         path = self._model(kind).file(file)
-        partial = is_partial(path)
+        own = self._files.get(path)
         # Without a buffer, which might hold bytes from before they came.
         with reported(path), path.open("rb", buffering=0) as stream:
             stream.seek(start)
             while start < stop:
                 part = start, min(start + CHUNK_BYTES, stop)
-                while partial and not self._arrivals.wait_for(path, part, WAIT_S):
+                while own is not None and not own.wait_for(part, WAIT_S):
                     yield b""
                 chunk = stream.read(part[1] - start)
                 if not chunk:
@@ -312,33 +256,20 @@ class WeightHost:
             raise ModelError(f"{kind!r} is no model of this start")
         return self._models[kind]
 
-    def _verify(self, model: _Model) -> int:
-        """Forget bytes that differ from what was recorded; how many."""
-        files = [model.file(name) for name in model.blueprint.headers]
-        return sum(PartsFile(file).verify(ranges_of(file)) for file in files if is_partial(file))
+    def _file(self, model: _Model, name: str) -> PartsFile | None:
+        return self._files.get(model.file(name))
 
-    def _direct(
-        self, kind: str, model: _Model, source: str, at: tuple[str, int] | None
-    ) -> Direct | None:
-        if source == HUB:
-            # The launcher's own host has nothing to gain from a URL.
-            far = isinstance(self.channel, ByteChannel)
-            return DirectHub(self._launcher, kind, model.blueprint) if far else None
-        if at is None:
-            return None
-        assert self._certificate is not None, "`listen` comes before `fetch`"
-        return DirectHost(WeightLink((at[0], at[1]), self._certificate), kind)
-
-    def _lacks(self, model: _Model) -> dict[str, list[str]]:
-        """The tensors of its parts that are not here, by file."""
-        found = {}
-        for file, names in tensors_by_file(model.path, model.parts or ()).items():
-            if is_partial(file):
-                known = PartsFile(file).hashes
-                lacking = [each for each in dict.fromkeys(names.values()) if each not in known]
-                if lacking:
-                    found[file.name] = lacking
-        return found
+    def _source(self, kind: str, name: str, at: Sequence[Any] | None) -> RelayedSource:
+        direct: Source | None = None
+        # The launcher's own host has nothing to gain from a URL.
+        if name == HUB and isinstance(self.channel, ByteChannel):
+            found = self._model(kind).blueprint.repository
+            ask = partial(self.channel.call, "locate", kind=kind)
+            direct = HubSource(HubClient(found.repo, locate=ask), found)
+        elif at is not None:
+            assert self._certificate is not None, "`listen` comes before `fetch`"
+            direct = LinkedSource(WeightLink((at[0], at[1]), self._certificate), kind, name)
+        return RelayedSource(self._launcher, kind, name, direct)
 
     def _moved(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -347,10 +278,15 @@ class WeightHost:
             self._launcher.call("progress", done=self._before + done, total=self._before + total)
 
 
+def _ranges(pieces: Pieces) -> dict[str, list[Range]]:
+    """Pieces as they come from JSON."""
+    return {name: [(start, stop) for start, stop in each] for name, each in pieces.items()}
+
+
 def _name_of(path: Path) -> str | None:
     """The name of a folder of this host in the parts cache of others."""
     with suppress(ModelError):
-        return folder_name(repository_of(path, as_folder=True))
+        return repository_of(path, as_folder=True).folder_name
     return None
 
 

@@ -6,12 +6,10 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import IO, Any, BinaryIO, cast
 
 from pipespec.cluster import ssh
 from pipespec.cluster.byte_channel import ByteChannel, ChannelClosed, LocalChannel
-from pipespec.cluster.source_model import SourceModel
 from pipespec.cluster.weight_host import WeightHost
 from pipespec.cluster.weight_links import Address
 from pipespec.cluster.weight_plan import Key
@@ -36,9 +34,8 @@ class WeightPeer:
         failure: the error for its process, which has ended.
 
     Attributes:
-        has: the tensors that it has, with their hashes; None: it has them in a whole file.
-        lacks, fetched: the tensors that it is to fetch, and those that it has fetched.
-        owners: the host that fetches into its folder of a model.
+        has: the pieces that it has, with their hashes; None: it has them in a whole file.
+        lacks: the pieces that it is to fetch.
         address: where other hosts can read from it; None: through the launcher.
     """
 
@@ -54,8 +51,6 @@ class WeightPeer:
         self._failure = failure
         self.has: dict[Key, str | None] = {}
         self.lacks: list[Key] = []
-        self.fetched: dict[Key, None] = {}
-        self.owners: dict[str, str] = {}
         self.address: Address | None = None
 
     def call(self, function: str, **arguments: Any) -> Any:
@@ -91,47 +86,6 @@ class WeightPeer:
                 f"{self.name}: pipespec there is {version}, but that of the launcher is "
                 f"{own_version()}; install the same on all hosts"
             )
-
-    def holds(self, models: Mapping[str, SourceModel], needs: Mapping[str, set[str]]) -> bool:
-        """Whether the host has all that it needs of the models."""
-        for kind, parts in needs.items():
-            shared = models[kind].shared
-            assert shared is not None, "only such models are offered"
-            arguments = {"path": str(models[kind].path), "parts": sorted(parts)}
-            if not self.call("holds", shared=asdict(shared), **arguments):
-                return False
-        return True
-
-    def prepare(
-        self,
-        models: Mapping[str, SourceModel],
-        blueprints: Mapping[str, Any],
-        needs: Mapping[str, set[str]],
-    ) -> None:
-        """Have the host find the folders of the models. `blueprints`: as JSON."""
-        for kind, parts in needs.items():
-            arguments = {"path": str(models[kind].path), "parts": sorted(parts)}
-            self.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
-
-    def lock(self, kind: str, run: str) -> str | None:
-        """Have the host, or one that shares its folder, be the only one to fetch into it. A clause
-        if a process of another run does."""
-        found = self.call("lock", kind=kind, run=run, host=self.name)
-        if found["owner"] is None:
-            return str(found["holder"])
-        self.owners[kind] = found["owner"]
-        return None
-
-    def offer(self, *, owned: bool) -> None:
-        """Learn what the host has and lacks of the models, of which it has the folder, or of which
-        another host does."""
-        for kind, owner in self.owners.items():
-            if (owner == self.name) != owned:
-                continue
-            found = self.call("offer", kind=kind)
-            for file, hashes in found["has"].items():
-                self.has |= {(kind, file, name): sha for name, sha in hashes.items()}
-            self.lacks += [(kind, file, n) for file, names in found["lacks"].items() for n in names]
 
     def listen(self, certificate: Certificate) -> None:
         """Let other hosts read from it, and it from them. Raises ModelError, whose message is a

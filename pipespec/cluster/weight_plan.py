@@ -1,28 +1,30 @@
-"""Decides which host gets which tensors from where. Pure.
+"""Decides which host gets which pieces of weight files from where. Pure.
 
-Every tensor that no host has comes from the hub once, and every other one from the hosts that have
-it; a host that gets a tensor passes it on to others while it arrives. Of those that can send
-tensors, the host that sends least so far does, so one host does not send the same bytes to several
-if others can.
+Every piece that no host has comes from the hub once, and every other one from the hosts that have
+it; a host that gets a piece passes it on to others once it is there. Of those that can send it, the
+host that sends least so far does, so one host does not send the same bytes to several if others
+can.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from pipespec.engine.checkpoint_parts.ranges import PIECE_BYTES
+from pipespec.errors import ModelError
 
-# A tensor: model, file, name in the file.
-Key = tuple[str, str, str]
+# A piece: model, file, start and stop.
+Key = tuple[str, str, int, int]
 # Among the names of sources, of which hosts' have no blanks.
 HUB = "the hub"
+# Of neighbours that the same hosts lack and have, which are sent together.
+RUN_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors of one model that a host gets from a source.
+    """Pieces of one model that a host gets from a source.
 
     Attributes:
         depth: how many hosts on their way get them in this plan too: 0 if the source has them now.
@@ -35,77 +37,68 @@ class Transfer:
     keys: list[Key] = field(default_factory=list)
 
 
-class NoSource(Exception):
-    """No host has a tensor, and the hub cannot be asked for it."""
-
-    def __init__(self, host: str, key: Key) -> None:
-        super().__init__(host, key)
-        self.host, self.key = host, key
-
-
 def plan_transfers(
     lacks: Mapping[str, Collection[Key]],
     holders: Mapping[str, Collection[Key]],
-    num_bytes: Callable[[Key], int],
     on_hub: Collection[str],
 ) -> list[Transfer]:
-    """The transfers after which all hosts have what they lack, by depth. Raises NoSource.
+    """The transfers after which all hosts have what they lack, by depth.
 
     Args:
         lacks: by host, in the order in which hosts are asked to fetch from the hub.
-        holders: the tensors that hosts have.
-        num_bytes: the size of a tensor.
-        on_hub: the models of which the hub has every tensor.
+        holders: the pieces that hosts have.
+        on_hub: the models of which the hub has every piece.
+
+    Raises ModelError if no host has a piece, and the hub cannot be asked for it.
     """
-    having: defaultdict[Key, list[str]] = defaultdict(list)
-    for host, keys in holders.items():
-        for key in keys:
-            having[key].append(host)
-    needed: defaultdict[Key, list[str]] = defaultdict(list)
-    for host, keys in lacks.items():
-        for key in keys:
-            needed[key].append(host)
+    having, needed = _by_key(holders), _by_key(lacks)
+    runs: list[list[Key]] = []
+    for key in sorted(needed):
+        run = runs[-1] if runs else [("", "", 0, 0)]
+        alike = all(by.get(key) == by.get(run[0]) for by in (having, needed))
+        if alike and key[:2] == run[0][:2] and _num_bytes(run) < RUN_BYTES:
+            run.append(key)
+        else:
+            runs.append([key])
     sent = Counter[str]()
     found: dict[tuple[str, str, str, int], Transfer] = {}
-    runs = [
-        (keys, needed[keys[0]], having[keys[0]])
-        for keys in _runs(sorted(needed), lambda key: (needed[key], having[key]), num_bytes)
-    ]
     # What can be sent by one host alone comes first; the others' work is divided accordingly.
-    for keys, needers, senders in sorted(runs, key=lambda run: len(run[1]) + len(run[2])):
-        size = sum(map(num_bytes, keys))
-        ready = {host: 0 for host in senders if host not in needers}
-        if not ready and keys[0][0] not in on_hub:
-            raise NoSource(needers[0], keys[0])
+    for run in sorted(
+        runs, key=lambda run: sum(len(by.get(run[0], ())) for by in (needed, having))
+    ):
+        (kind, file, *_), needers = run[0], needed[run[0]]
+        ready = {host: 0 for host in having.get(run[0], ()) if host not in needers}
+        if not ready and kind not in on_hub:
+            raise ModelError(
+                f"{needers[0]} needs bytes of {file} of the {kind} that no host has; copy {file} "
+                "to one of them"
+            )
         for host in sorted(needers, key=lambda each: sent[each]):
             source = min(ready, key=lambda each: (sent[each], ready[each]), default=HUB)
             depth = ready.get(source, 0)
-            sent[source] += size
+            sent[source] += _num_bytes(run)
             ready[host] = depth + 1
-            place = host, source, keys[0][0], depth
-            found.setdefault(place, Transfer(*place)).keys.extend(keys)
+            place = host, source, kind, depth
+            found.setdefault(place, Transfer(*place)).keys.extend(run)
     return sorted(found.values(), key=lambda each: each.depth)
 
 
-def _runs(
-    keys: Sequence[Key], hosts: Callable[[Key], object], num_bytes: Callable[[Key], int]
-) -> Iterator[list[Key]]:
-    """Neighbours that the same hosts lack and have, of about a piece of a file."""
-    run: list[Key] = []
-    size = 0
-    for key in keys:
-        if run and (size >= PIECE_BYTES or key[:2] != run[0][:2] or hosts(key) != hosts(run[0])):
-            yield run
-            run, size = [], 0
-        run.append(key)
-        size += num_bytes(key)
-    if run:
-        yield run
-
-
-def by_file(keys: Collection[Key]) -> dict[str, list[str]]:
-    """Their names, by file."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for _, file, name in keys:
-        found[file].append(name)
+def by_file(keys: Collection[Key]) -> dict[str, list[tuple[int, int]]]:
+    """The pieces, by file."""
+    found: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for _, file, start, stop in keys:
+        found[file].append((start, stop))
     return found
+
+
+def _by_key(keys: Mapping[str, Collection[Key]]) -> dict[Key, list[str]]:
+    """The hosts of each piece."""
+    found: defaultdict[Key, list[str]] = defaultdict(list)
+    for host, each in keys.items():
+        for key in each:
+            found[key].append(host)
+    return dict(found)
+
+
+def _num_bytes(keys: Collection[Key]) -> int:
+    return sum(stop - start for *_, start, stop in keys)

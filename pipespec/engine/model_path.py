@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipespec.engine.checkpoint_parts import repository
+from pipespec.engine.checkpoint_parts.blueprint import open_repository
 from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
 from pipespec.engine.formats.gguf_parts import first_part, part_names, parts_of
@@ -99,7 +100,7 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     for name in () if file is None else part_names(file):
         if name not in revision.files:
             raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
-    folder = repository.open_repository(client, revision, file)
+    folder = open_repository(client, revision, file)
     return folder if file is None else first_part(folder / file)
 
 
@@ -121,8 +122,8 @@ def _here(hub_id: str, file: str | None) -> Path | None:
     commit = repository.known_commit(hub_id)
     if commit is None:
         return None
-    folder = repository.folder_of(hub_id, commit)
-    if not repository.is_begun(folder, repository.read_repository(folder), file):
+    folder = repository.Repository(hub_id, commit).folder
+    if not repository.is_begun(folder, file):
         return None
     return folder if file is None else first_part(folder / file)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
-from pipespec.engine.checkpoint_parts.repository import ranges_of
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_parts import parts_of
@@ -139,8 +138,8 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
         if not os.path.isfile(file):
             lacking = list(names)
         elif is_partial(file):
-            here, ranges = PartsFile(file).here, ranges_of(file)
-            lacking = [name for name, stored in names.items() if ranges[stored] not in here]
+            own = PartsFile(file)
+            lacking = [name for name, stored in names.items() if own.absent([own.ranges[stored]])]
         else:
             continue
         if lacking:

@@ -177,7 +177,7 @@ class JoinableCluster:
         """The tensors of the target that host b has got."""
         found: set[str] = set()
         for file in (self._home("b") / "CACHE").glob("pipespec/parts/*/*/*.safetensors"):
-            found |= {name for name in PartsFile(file).hashes if name}
+            found |= PartsFile(file).tensors
         return found
 
     def status(self) -> ClusterStatus:

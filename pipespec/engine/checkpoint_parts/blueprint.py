@@ -1,4 +1,7 @@
-"""What a host needs to make the folder of a checkpoint without its tensors."""
+"""Checkpoints without their tensors: what a host needs to make the folder of one.
+
+That of a repository is fetched from the hub, that of a folder is made by the host that has it.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,56 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint_parts.hub_client import MOST_FILE_BYTES, HubFile
-from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.checkpoint_parts.hub_client import (
+    MOST_FILE_BYTES,
+    HubClient,
+    HubFile,
+    Revision,
+)
+from pipespec.engine.checkpoint_parts.parts_file import (
+    RECORDS,
+    PartsFile,
+    cuts,
+    is_partial,
+    pieces,
+    reported,
+)
 from pipespec.engine.checkpoint_parts.repository import (
-    SMALL_FILES,
+    NUM_CONNECTIONS,
     Repository,
-    SharedName,
     cached_commit,
-    name_of,
-    parts_cache,
-    ranges_of,
+    cached_file,
+    folder_of_checkpoint,
+    is_begun,
     read_repository,
-    remember,
-    unlink_if_dangling,
     write_repository,
 )
+from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import parts_of
-from pipespec.engine.safetensors_headers import WEIGHTS, read_index
+from pipespec.engine.formats.gguf_file import header_ends
+from pipespec.engine.formats.gguf_parts import part_names, parts_of
+from pipespec.engine.safetensors_headers import (
+    INDEX,
+    WEIGHTS,
+    header_length,
+    read_index,
+    weight_map,
+)
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
-from pipespec.system.validation import Unreadable, read_bytes
+from pipespec.system.validation import Unreadable, parse_json, read_bytes
 
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+# The first bytes of a GGUF file that are read; of a longer header, twice as many each time. Its
+# first tensor is aligned, which takes fewer bytes than these.
+GGUF_PREFIX, ALIGNING = 2**18, 2**10
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -42,40 +67,51 @@ class Blueprint:
     """A checkpoint without its tensors.
 
     Attributes:
-        name: of its folder in the parts cache of any host, relative to it.
         file: the GGUF file; None: a safetensors checkpoint.
-        repository: its commit on the hub, or a name that stands for a folder of another host.
         small: the small files.
-        headers: the first bytes of each weight file, up to its first tensor.
+        headers: the first bytes of each weight file, at least up to its first tensor.
     """
 
-    name: str
-    file: str | None
     repository: Repository
+    file: str | None
     small: Mapping[str, bytes]
     headers: Mapping[str, bytes]
-
-    @property
-    def shared(self) -> SharedName:
-        """What any host calls the checkpoint."""
-        return shared_name(self.repository, self.file)
 
     @property
     def path(self) -> Path:
         """Where the checkpoint is in the parts cache of this host, once `build` has made it. Raises
         ConfigError."""
-        folder = parts_cache() / self.name
-        return folder if self.file is None else folder / _plain(self.file)
+        folder = self.repository.folder
+        return folder if self.file is None else folder / self.file
 
     @classmethod
     def of(cls, path: Path, *, as_folder: bool = False) -> Blueprint:
         """That of a checkpoint here, which has all headers; see `repository_of`. Raises
         ModelError."""
-        repository = repository_of(path, as_folder=as_folder)
-        headers = {name: _header(folder_of_checkpoint(path) / name) for name in repository.weights}
-        small = {} if is_gguf(path) else _small_files(path)
-        file = path.name if is_gguf(path) else None
-        return cls(folder_name(repository), file, repository, small, headers)
+        found = repository_of(path, as_folder=as_folder)
+        headers = {name: _header(folder_of_checkpoint(path) / name) for name in found.weights}
+        gguf_file = path.name if is_gguf(path) else None
+        return cls(found, gguf_file, {} if gguf_file else _small_files(path), headers)
+
+    @classmethod
+    def of_hub(cls, client: HubClient, revision: Revision, file: str | None) -> Blueprint:
+        """That of a commit on the hub, or of a GGUF `file` of it. Raises ModelError."""
+        sizes = {name: each.size for name, each in revision.files.items()}
+        names = [name for name in sizes if _is_small(name)]
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:  # a signal ends them soon
+            try:
+                read = client.read_file
+                data = pool.map(lambda name: read(revision.commit, name, sizes[name]), names)
+                small = dict(zip(names, data, strict=True))
+                weights = part_names(file) if file else _weight_files(revision, small.get(INDEX))
+                headers = pool.map(lambda name: _hub_header(client, revision, name), weights)
+                found = dict(zip(weights, headers, strict=True))
+            except BaseException as error:
+                if not isinstance(error, ModelError):
+                    client.stopped.set()
+                raise
+        files = {name: revision.files[name] for name in weights}
+        return cls(Repository(revision.repo, revision.commit, None, files), file, small, found)
 
     @classmethod
     def of_other_host(cls, value: Any) -> Blueprint:
@@ -90,7 +126,9 @@ class Blueprint:
                 "pipespec on that host"
             ) from error
         if not safe:
-            raise ModelError(f"{found.name!r} is no folder of one checkpoint; look at that host")
+            raise ModelError(
+                f"{found.repository.repo!r} is no folder of one checkpoint; look at that host"
+            )
         return found
 
     def _has_own_folder(self) -> bool:
@@ -101,10 +139,8 @@ class Blueprint:
         return (
             all(each == os.path.basename(each) and each.strip(".") for each in files)
             and RECORDS not in files
-            and not found.on_hub
             and "/" not in found.repo
             and isinstance(found.path, str)
-            and self.name == folder_name(found)
             and _COMMIT.fullmatch(found.commit) is not None
             and self.headers.keys() == found.weights.keys()
             and all(len(self.headers[name]) <= each.size for name, each in found.weights.items())
@@ -113,86 +149,109 @@ class Blueprint:
     def build(self) -> Path:
         """Make the folder in the parts cache of this host, unless it is there; the checkpoint's
         path. Raises ModelError."""
-        folder = parts_cache() / self.name
+        found = self.repository
+        folder = found.folder
         with reported(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, data in self.small.items():
-            if not (folder / _plain(name)).exists():
-                with reported(folder):
+            for name, data in self.small.items():
+                if not (folder / name).exists():
                     write_atomically(folder / name, data)
-        for name, header in self.headers.items():
-            unlink_if_dangling(folder / _plain(name))
-            if not (folder / name).is_symlink():
-                PartsFile.create(folder / name, self.repository.weights[name].size, header)
+            for name, header in self.headers.items():
+                path = folder / name
+                if path.is_symlink() and not path.exists():  # to a cache that has lost it
+                    path.unlink(missing_ok=True)
+                whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
+                if whole is not None and not path.exists():
+                    os.symlink(os.path.realpath(whole), path)
+                if not path.is_symlink():
+                    PartsFile.create(path, found.weights[name].size, header)
         known = read_repository(folder)
-        weights = {**({} if known is None else known.weights), **self.repository.weights}
-        write_repository(folder, replace(self.repository, weights=weights))
-        if self.repository.on_hub:
-            remember(self.repository.repo, self.repository.commit)
+        weights = {**({} if known is None else known.weights), **found.weights}
+        write_repository(folder, replace(found, weights=weights))
         return self.path
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON values."""
-        return {
-            "name": self.name,
-            "file": self.file,
-            "repository": self.repository.as_json(),
-            "small": {name: _text(data) for name, data in self.small.items()},
-            "headers": {name: _text(data) for name, data in self.headers.items()},
+        encoded = {
+            key: {name: base64.b64encode(data).decode() for name, data in files.items()}
+            for key, files in (("small", self.small), ("headers", self.headers))
         }
+        return {"repository": self.repository.as_json(), "file": self.file, **encoded}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Blueprint:
         """The inverse of `as_json`."""
-        return cls(
-            value["name"],
-            value["file"],
-            Repository.from_json(value["repository"]),
-            {name: base64.b64decode(text) for name, text in value["small"].items()},
-            {name: base64.b64decode(text) for name, text in value["headers"].items()},
+        small, headers = (
+            {name: base64.b64decode(text) for name, text in value[key].items()}
+            for key in ("small", "headers")
         )
+        return cls(Repository.from_json(value["repository"]), value["file"], small, headers)
 
 
-def folder_of_checkpoint(path: Path) -> Path:
-    """The folder of a checkpoint, which is `path` unless that is a GGUF file."""
-    return path.parent if is_gguf(path) else path
+def open_repository(client: HubClient, revision: Revision, file: str | None = None) -> Path:
+    """The folder of a commit without its tensors, made unless it is there.
 
+    Args:
+        file: the GGUF file that is wanted; None: a safetensors checkpoint.
 
-def shared_name(repository: Repository, file: str | None) -> SharedName:
-    """What any host calls a checkpoint, or a GGUF file of it."""
-    name = folder_name(repository)
-    return SharedName(name, file, repository.on_hub, repository.path)
-
-
-def folder_name(repository: Repository) -> str:
-    """The name of a checkpoint's folder in the parts cache of any host."""
-    return f"{name_of(repository.repo, on_hub=repository.on_hub)}/{repository.commit}"
+    Raises ModelError.
+    """
+    folder = Repository(revision.repo, revision.commit).folder
+    known = read_repository(folder)
+    if known is not None and is_begun(folder, file):
+        write_repository(folder, known)
+    else:
+        Blueprint.of_hub(client, revision, file).build()
+    return folder
 
 
 def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
     """What a checkpoint here is of: a commit on the hub, unless it is to be described `as_folder`,
     or this host's folder. No header is read. Raises ModelError if it lacks files, so that other
     hosts cannot get theirs from here."""
-    files = _weight_files(path)
-    known = None if as_folder else cached_commit(folder_of_checkpoint(path))
-    found = _of_folder(path, files) if known is None else known
-    weights = {
-        each.name: found.weights.get(each.name, HubFile(each.stat().st_size)) for each in files
-    }
-    return replace(found, weights=weights)
+    files = _files_of(path)
+    found = None if as_folder else cached_commit(folder_of_checkpoint(path))
+    if found is None:  # its name for other hosts changes with the files
+        stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+        text = repr((str(path.absolute()), stats)).encode()
+        name = folder_of_checkpoint(path).absolute().name
+        commit = hashlib.sha256(text).hexdigest()[:40]
+        found = Repository(name, commit, str(path.absolute()))
+    sizes = {e.name: found.weights.get(e.name, HubFile(e.stat().st_size)) for e in files}
+    return replace(found, weights=sizes)
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
+def holdings(
+    folder: Path, files: Collection[str]
+) -> Iterable[tuple[str, list[tuple[int, int, str | None]]]]:
+    """The pieces that are here, by weight file, with their hashes; None: that of a file that is
+    here as a whole, which has no record. Raises ModelError."""
+    for path in (folder / name for name in files):
+        if is_partial(path):
+            own = PartsFile(path)
+            here = [each for each in own.pieces() if each in own.hashes]
+            yield path.name, [(*each, own.hashes[each]) for each in here]
+        elif path.is_file():
+            yield path.name, [(*each, None) for each in pieces(cuts(path))]
 
 
-def _plain(name: str) -> str:
-    """The name of a file, which must not lead out of its folder."""
-    assert name not in ("", ".", "..") and os.sep not in name, name
-    return name
+def _is_small(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _small_files(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for each in sorted(folder.iterdir()):
+        if each.is_file() and _is_small(each.name):
+            try:
+                found[each.name] = read_bytes(each, most=MOST_FILE_BYTES)
+            except Unreadable as error:
+                raise ModelError(f"{each} cannot be read ({error})") from error
+    return found
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The weight files of a checkpoint here. Raises ModelError if it lacks one."""
     if is_gguf(path):
         return list(parts_of(path))
     shard_of = read_index(path)
@@ -210,40 +269,63 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _header(file: Path) -> bytes:
     """The bytes of a weight file before its first tensor. Raises ModelError."""
-    ranges = ranges_of(file)
-    begin = min((start for start, _ in ranges.values()), default=file.stat().st_size)
+    begin = pieces(cuts(file))[0][1]
     with file.open("rb") as stream:
         return stream.read(begin)
 
 
-def _small_files(folder: Path) -> dict[str, bytes]:
-    found = {}
-    for each in sorted(folder.iterdir()):
-        if each.is_file() and any(fnmatch(each.name, pattern) for pattern in SMALL_FILES):
-            try:
-                found[each.name] = read_bytes(each, most=MOST_FILE_BYTES)
-            except Unreadable as error:
-                raise ModelError(f"{each} cannot be read ({error})") from error
-    return found
+# --- repositories of the hub ----------------------------------------------------------------------
 
 
-def _of_folder(path: Path, files: list[Path]) -> Repository:
-    """The name of a local checkpoint for other hosts: it changes with the files."""
-    stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    text = repr((str(path.absolute()), stats)).encode()
-    folder = folder_of_checkpoint(path)
-    commit = hashlib.sha256(text).hexdigest()[:40]
-    return Repository(folder.absolute().name, commit, {}, False, str(path.absolute()))
+def _weight_files(revision: Revision, index: bytes | None) -> list[str]:
+    """The safetensors files of a checkpoint. Raises ModelError."""
+    if "config.json" not in revision.files:
+        raise ModelError(
+            f"{revision.repo} holds no config.json; name a checkpoint of Transformers, or one of "
+            f"its GGUF files as {revision.repo}/FILE.gguf"
+        )
+    # As Transformers: one file goes before an index.
+    if WEIGHTS in revision.files:
+        return [WEIGHTS]
+    if index is None:
+        raise ModelError(
+            f"{revision.repo} holds neither {WEIGHTS} nor {INDEX}; only safetensors checkpoints "
+            "can be loaded, so take another, or convert it with save_pretrained"
+        )
+    try:
+        content = parse_json(index)
+    except Unreadable as error:
+        raise ModelError(f"{INDEX} of {revision.repo} cannot be read ({error})") from error
+    names = sorted(set(weight_map(Path(revision.repo) / INDEX, content).values()))
+    absent = [name for name in names if name not in revision.files]
+    if absent:
+        raise ModelError(
+            f"{INDEX} of {revision.repo} names {absent[0]}, which the repository does not hold; "
+            "take another checkpoint"
+        )
+    return names
 
 
-def holdings(folder: Path, files: Collection[str]) -> dict[str, dict[str, str | None]]:
-    """The tensors that are here, by weight file, with their hashes; None: that of a file that is
-    here as a whole, which has no record. Raises ModelError."""
-    found: dict[str, dict[str, str | None]] = {}
-    for name in files:
-        path = folder / name
-        if is_partial(path):
-            found[name] = {tensor: sha for tensor, sha in PartsFile(path).hashes.items() if tensor}
-        elif path.is_file():
-            found[name] = dict.fromkeys(ranges_of(path))
-    return found
+def _hub_header(client: HubClient, revision: Revision, name: str) -> bytes:
+    """The first bytes of a weight file, with its whole header. Raises ModelError."""
+    cached = cached_file(revision.repo, revision.commit, name)
+    if cached is not None:
+        return _header(Path(cached))
+    path, size = Path(revision.repo, name), revision.files[name].size
+
+    def read(start: int, stop: int) -> bytes:
+        return b"".join(client.read(revision.commit, name, (start, min(stop, size)), size))
+
+    return (_gguf_header if is_gguf(path) else _safetensors_header)(path, size, read)
+
+
+def _safetensors_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
+    prefix = read(0, 8)
+    return prefix + read(8, 8 + header_length(path, prefix, size))
+
+
+def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
+    block_sizes, prefix = gguf.block_sizes(path), read(0, GGUF_PREFIX)
+    while len(prefix) < size and not header_ends(path, prefix[:-ALIGNING], size, block_sizes):
+        prefix += read(len(prefix), 2 * len(prefix))
+    return prefix

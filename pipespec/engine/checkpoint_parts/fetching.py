@@ -1,6 +1,6 @@
-"""Fetches tensors into a folder of the parts cache, several pieces at once.
+"""Fetches pieces of weight files into a folder of the parts cache, over several connections.
 
-A tensor counts as here once its bytes are on the disk and its SHA-256 is in the file's record. One
+A piece counts as here once its bytes are on the disk and its SHA-256 is in the file's record. One
 process at a time fetches into a folder (`folder_lock`). Memory: one chunk per connection.
 """
 
@@ -11,45 +11,41 @@ import os
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pipespec.engine.checkpoint_parts.folder_lock import sole_fetcher
-from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.checkpoint_parts.ranges import MAX_GAP_BYTES, Range, RangeSet, pieces
-from pipespec.engine.checkpoint_parts.repository import NUM_CONNECTIONS, Repository, ranges_of
+from pipespec.engine.checkpoint_parts.hub_client import HubClient
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, Range, is_partial, reported
+from pipespec.engine.checkpoint_parts.repository import (
+    NUM_CONNECTIONS,
+    Repository,
+    folder_of_checkpoint,
+    read_repository,
+)
+from pipespec.engine.partial_checkpoint import clause, missing, tensors_by_file
 from pipespec.errors import ModelError
 
+# Of neighbours that are fetched by one request and recorded together: what each connection of a
+# process that is killed loses at most.
+REQUEST_BYTES = 16 * 2**20
 # Left free on the disk.
 SPARE_BYTES = 256 * 2**20
 GIB = 2**30
-# The hashes of so many bytes are recorded together.
-HASHED_BYTES = 256 * 2**20
 # Called with how many bytes are here, and of how many that are wanted.
 OnProgress = Callable[[int, int], None]
-# Called with a file and bytes of it that were written.
-OnBytes = Callable[[str, Range], None]
+# Pieces, by file.
+Wanted = Mapping[str, Iterable[Range]]
 
 
 class Source(Protocol):
-    """Where bytes of a checkpoint's files come from.
-
-    Attributes:
-        name: for messages.
-        max_gap: so many bytes between two wanted ranges may be fetched with them; 0 unless the
-            source has every byte.
-    """
+    """Where bytes of a checkpoint's files come from; `name` is for messages."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def max_gap(self) -> int: ...
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
         """The bytes of a part of a file, as they come. Raises ModelError."""
@@ -64,7 +60,6 @@ class HubSource:
 
     client: HubClient
     repository: Repository
-    max_gap: int = MAX_GAP_BYTES
 
     @property
     def name(self) -> str:
@@ -82,105 +77,52 @@ class _Stopped(Exception):
     """Another thread has failed."""
 
 
-# Names of tensors, by file.
-Wanted = Mapping[str, Collection[str]]
+def fetch_parts(
+    path: Path, parts: Collection[str], on_progress: OnProgress = lambda done, total: None
+) -> int:
+    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
+    fetched.
 
-
-@dataclass(frozen=True)
-class _File:
-    """A file of which tensors are wanted, and where each tensor of the file is."""
-
-    file: PartsFile
-    names: Collection[str]
-    ranges: Mapping[str, Range]
-
-    @property
-    def header(self) -> Range:
-        """It is here unless it was found wrong."""
-        return 0, min((start for start, _ in self.ranges.values()), default=0)
-
-    @property
-    def parts(self) -> list[Range]:
-        return [self.header, *(self.ranges[name] for name in self.names)]
+    Raises ModelError if it lacks some and is of no repository of the hub, or they cannot be
+    fetched.
+    """
+    lacking = missing(path, parts)
+    if not lacking:
+        return 0
+    folder = folder_of_checkpoint(path)
+    repository = read_repository(folder)
+    if repository is None or not repository.on_hub:
+        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
+    with sole_fetcher(folder):
+        files, wanted = {}, {}
+        for file, names in tensors_by_file(path, parts).items():
+            if is_partial(file):
+                own = files[file.name] = PartsFile(file)
+                own.verify()
+                header = own.pieces()[:1]  # it is here unless it was found wrong
+                wanted[file.name] = header + own.pieces(own.ranges[each] for each in names.values())
+        source = HubSource(HubClient(repository.repo), repository)
+        fetched = fetch(files, [(source, wanted)], on_progress)
+        for name, own in files.items():
+            own.compare(repository.weights[name].sha256)
+    return fetched
 
 
 def fetch(
-    folder: Path,
+    files: Mapping[str, PartsFile],
     sources: Sequence[tuple[Source, Wanted]],
     on_progress: OnProgress = lambda done, total: None,
-    on_bytes: OnBytes = lambda file, part: None,
-    *,
-    locked: bool = False,
 ) -> int:
-    """Fetch tensors, unless they are here, from all their sources at once; the number of bytes
-    fetched.
+    """Fetch pieces, unless they are here, from all their sources at once; the bytes fetched. The
+    caller holds the lock of the folder.
 
     Args:
-        folder: of the parts cache.
-        sources: each with the tensors that it is asked for, in this order.
-        on_progress, on_bytes: called from several threads.
-        locked: whether the caller holds the lock of the folder.
+        sources: each with the pieces that it is asked for, in this order.
+        on_progress: called from several threads.
 
-    Raises ModelError: the disk is too small, a source failed, or bytes are wrong.
+    Raises ModelError: the disk is too small, a source failed, or it sent too much or too little.
     """
-    with nullcontext() if locked else sole_fetcher(folder):
-        wanted: dict[str, list[str]] = {}
-        for _, each in sources:
-            for name, tensors in each.items():
-                wanted.setdefault(name, []).extend(tensors)
-        files = {}
-        for name, tensors in wanted.items():
-            if is_partial(folder / name):
-                file, ranges = PartsFile(folder / name), ranges_of(folder / name)
-                file.verify(ranges)
-                files[name] = _File(file, tensors, ranges)
-        _require_room(folder, files.values())
-        return _Fetch(files, sources, on_progress, on_bytes).run()
-
-
-def check_whole(folder: Path, repository: Repository, source: Source) -> None:
-    """Compare the files whose tensors are all here with the hashes that the hub states.
-
-    Args:
-        source: has every byte; it is asked for those between tensors only where they are neither
-            here nor zeros.
-
-    Raises ModelError, and forgets the file, if one differs; ModelError of the source.
-    """
-    for name, stated in repository.weights.items():
-        _check_file(folder / name, stated, source)
-
-
-def _check_file(path: Path, stated: HubFile, source: Source) -> None:
-    if stated.sha256 is None or not is_partial(path):
-        return
-    file, ranges = PartsFile(path), ranges_of(path)
-    if _WHOLE in file.hashes or any(each not in file.here for each in ranges.values()):
-        return
-    # Hosts send one another no padding between tensors. It is read as zeros, which it should be.
-    padding = pieces([(0, stated.size)], file.here, max_gap=0)
-    right = file.hash((0, stated.size)) == stated.sha256
-    if padding and not right:
-        for part in padding:
-            _write_piece(source, file, part)
-        right = file.hash((0, stated.size)) == stated.sha256
-    elif padding:
-        with reported(path):
-            for part in padding:
-                file.commit(part, file.hash(part))
-    if not right:
-        with reported(path):
-            file.forget(ranges.values(), ranges)
-        raise ModelError(
-            f"{path.name} has another SHA-256 than the hub states, so its bytes are wrong; they "
-            "were dropped: start again to fetch them anew, or name another mirror (HF_ENDPOINT)"
-        )
-    with reported(path):
-        file.commit_tensors({_WHOLE: stated.sha256})
-
-
-# Stands for the whole file among the names of tensors in a record.
-_WHOLE = ""
+    return _Fetch(files, sources, on_progress).run()
 
 
 class _Fetch:
@@ -188,158 +130,115 @@ class _Fetch:
 
     def __init__(
         self,
-        files: Mapping[str, _File],
+        files: Mapping[str, PartsFile],
         sources: Sequence[tuple[Source, Wanted]],
         on_progress: OnProgress,
-        on_bytes: OnBytes,
     ):
-        self._files = files
-        self._sources = sources
-        self._on_progress, self._on_bytes = on_progress, on_bytes
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._fetched = 0
-        self._total = sum(RangeSet(each.parts).num_bytes for each in files.values())
-        self._done = self._total - sum(map(_absent_bytes, files.values()))
+        self._files, self._on_progress = files, on_progress
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._fetched = self._here = 0
+        self._work: list[tuple[Source, deque[tuple[str, list[Range]]]]] = []
+        for source, wanted in sources:
+            left = deque[tuple[str, list[Range]]]()
+            for name, pieces in wanted.items():
+                absent = sorted(each for each in pieces if each not in files[name].hashes)
+                self._here += sum(b - a for a, b in pieces if (a, b) in files[name].hashes)
+                left.extend((name, each) for each in _requests(absent))
+            self._work.append((source, left))
+        self._absent = sum(e[-1][1] - e[0][0] for _, left in self._work for _, e in left)
 
     def run(self) -> int:
-        self._on_progress(self._done, self._total)
+        self._require_room()
+        self._on_progress(self._here, self._here + self._absent)
         # Connections of its own for each source: none waits for another.
-        count = max(1, NUM_CONNECTIONS // max(1, len(self._sources)))
-        with ThreadPoolExecutor(count * max(1, len(self._sources))) as pool:
+        count = max(1, NUM_CONNECTIONS // max(1, len(self._work)))
+        with ThreadPoolExecutor(count * max(1, len(self._work))) as pool:
             try:
-                _await(
-                    [
-                        pool.submit(self._drain, source, left)
-                        for source, left in self._pieces()
-                        for _ in range(count)
-                    ]
-                )
-                _await([pool.submit(self._sum, *task) for task in self._unhashed()])
+                tasks = [pool.submit(self._drain, *work) for work in self._work * count]
+                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                errors = [error for each in done if (error := each.exception()) is not None]
+                for error in errors:
+                    if not isinstance(error, _Stopped):
+                        raise error
             except BaseException:
                 self._stop.set()
-                for source, _ in self._sources:
+                for source, _ in self._work:
                     source.stop()
-                pool.shutdown(cancel_futures=True)
                 raise
+        for file in self._files.values():
+            with reported(file.path):
+                file.end_fetch()
         return self._fetched
 
-    def _pieces(self) -> Iterator[tuple[Source, deque[tuple[_File, Range]]]]:
-        """What each source is asked for. The header of a file comes from the first one."""
-        begun = set[str]()
-        for source, wanted in self._sources:
-            left: deque[tuple[_File, Range]] = deque()
-            for name, tensors in wanted.items():
-                if (file := self._files.get(name)) is not None:
-                    parts = [file.ranges[tensor] for tensor in tensors]
-                    parts += [] if name in begun else [file.header]
-                    begun.add(name)
-                    here, gap = file.file.here, source.max_gap
-                    left += [(file, part) for part in pieces(parts, here, max_gap=gap)]
-            yield source, left
+    def _require_room(self) -> None:
+        """Raise ModelError unless the disk has room for what is fetched."""
+        if not self._absent:
+            return
+        folder = next(iter(self._files.values())).path.parent
+        free = shutil.disk_usage(folder).free
+        if self._absent + SPARE_BYTES > free:
+            raise ModelError(
+                f"{folder} needs {self._absent / GIB:.2f} GiB for weights, but {free / GIB:.2f} "
+                "GiB are free there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to "
+                "another disk"
+            )
 
-    def _drain(self, source: Source, left: deque[tuple[_File, Range]]) -> None:
-        """Fetch pieces of a source until none is left."""
+    def _drain(self, source: Source, left: deque[tuple[str, list[Range]]]) -> None:
+        """Fetch from a source until nothing is left."""
         while not self._stop.is_set():
             try:
-                file, part = left.popleft()
+                name, request = left.popleft()
             except IndexError:
                 return
-            self._piece(source, file, part)
+            self._get(source, self._files[name], request)
 
-    def _piece(self, source: Source, wanted: _File, part: Range) -> None:
-        """Fetch one piece and record it."""
-
-        def written(chunk: Range) -> None:
-            self._on_bytes(wanted.file.path.name, chunk)
-            self._moved(chunk[1] - chunk[0])
-
-        _write_piece(source, wanted.file, part, written, self._stop)
+    def _get(self, source: Source, file: PartsFile, request: list[Range]) -> None:
+        """Fetch neighbouring pieces and record them. Nothing is written outside them."""
+        at, stop = request[0][0], request[-1][1]
+        hashes: dict[Range, str] = {}
+        left, found = deque(request), hashlib.sha256()
+        with reported(file.path), file.opened() as descriptor:
+            for chunk in source.read(file.path.name, (at, stop)):
+                if self._stop.is_set():
+                    raise _Stopped
+                if at + len(chunk) > stop:
+                    raise _wrong_length(source, file, request, "more")
+                os.pwrite(descriptor, chunk, at)
+                rest = memoryview(chunk)
+                while rest:
+                    part = rest[: left[0][1] - at]
+                    found.update(part)
+                    at, rest = at + len(part), rest[len(part) :]
+                    if at == left[0][1]:
+                        hashes[left[0]], found = found.hexdigest(), hashlib.sha256()
+                        file.arrived(left.popleft())
+                self._moved(len(chunk))
+            if left:
+                raise _wrong_length(source, file, request, "fewer")
+            file.commit(hashes)
 
     def _moved(self, count: int) -> None:
         with self._lock:
             self._fetched += count
-            self._done = min(self._done + count, self._total)
-            done = self._done
-        self._on_progress(done, self._total)
-
-    def _unhashed(self) -> Iterator[tuple[_File, list[str]]]:
-        """Tensors without a hash, some at a time."""
-        for wanted in self._files.values():
-            some, size = list[str](), 0
-            for name in wanted.names:
-                if name not in wanted.file.hashes:
-                    some.append(name)
-                    size += wanted.ranges[name][1] - wanted.ranges[name][0]
-                if size > HASHED_BYTES:
-                    yield wanted, some
-                    some, size = [], 0
-            if some:
-                yield wanted, some
-
-    def _sum(self, wanted: _File, names: Collection[str]) -> None:
-        """Record the hashes of tensors."""
-        found = {}
-        with reported(wanted.file.path):
-            for name in names:
-                if self._stop.is_set():
-                    raise _Stopped
-                found[name] = wanted.file.hash(wanted.ranges[name])
-            wanted.file.commit_tensors(found)
+            done = self._here + self._fetched
+        self._on_progress(done, self._here + self._absent)
 
 
-def _write_piece(
-    source: Source,
-    file: PartsFile,
-    part: Range,
-    on_bytes: Callable[[Range], None] = lambda part: None,
-    stop: threading.Event | None = None,
-) -> None:
-    """Fetch one piece and record it, unless it is to `stop`. Nothing is written outside it: the
-    neighbours may be recorded, and would not be looked at again."""
-    found = hashlib.sha256()
-    at, name = part[0], file.path.name
-    with reported(file.path), file.opened() as descriptor:
-        for chunk in source.read(name, part):
-            if stop is not None and stop.is_set():
-                raise _Stopped
-            if at + len(chunk) > part[1]:
-                raise _wrong_length(source, name, part, "more")
-            found.update(chunk)
-            os.pwrite(descriptor, chunk, at)
-            on_bytes((at, at + len(chunk)))
-            at += len(chunk)
-        if at < part[1]:
-            raise _wrong_length(source, name, part, "fewer")
-        file.commit(part, found.hexdigest())
+def _requests(pieces: Iterable[Range]) -> list[list[Range]]:
+    """Neighbours that are fetched together."""
+    found: list[list[Range]] = []
+    for piece in pieces:
+        last = found[-1] if found else [(-1, -1)]
+        if last[-1][1] == piece[0] and piece[1] - last[0][0] <= REQUEST_BYTES:
+            last.append(piece)
+        else:
+            found.append([piece])
+    return found
 
 
-def _await(futures: Collection[Future[None]]) -> None:
-    """Wait for all; raise what the first one raised that failed."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    errors = [error for each in done if (error := each.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, _Stopped):
-            raise error
-
-
-def _wrong_length(source: Source, name: str, part: Range, what: str) -> ModelError:
+def _wrong_length(source: Source, file: PartsFile, request: list[Range], what: str) -> ModelError:
     return ModelError(
-        f"{source.name} sends {what} than the {part[1] - part[0]} bytes of {name} that were asked "
-        "for; look at pipespec and the disk there, and start again"
+        f"{source.name} sends {what} than the {request[-1][1] - request[0][0]} bytes of "
+        f"{file.path.name} that were asked for; look at pipespec and the disk there, and start "
+        "again"
     )
-
-
-def _absent_bytes(wanted: _File) -> int:
-    return sum(stop - start for start, stop in wanted.file.absent(RangeSet(wanted.parts)))
-
-
-def _require_room(folder: Path, files: Collection[_File]) -> None:
-    """Raise ModelError unless the disk has room for what is fetched."""
-    needed = sum(map(_absent_bytes, files))
-    free = shutil.disk_usage(folder).free
-    if needed and needed + SPARE_BYTES > free:
-        raise ModelError(
-            f"{folder} needs {needed / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are free "
-            "there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another disk"
-        )

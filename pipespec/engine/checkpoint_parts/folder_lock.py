@@ -20,28 +20,9 @@ from pipespec.system.validation import Unreadable, read_json
 log = logging.getLogger(__name__)
 
 
-@contextmanager
-def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into a folder; the lock ends with the process. Raises
-    ModelError if another one is and this must not `wait`."""
-    with reported(folder):
-        descriptor = _locked(folder, wait=False)
-        if descriptor is None and wait:
-            log.warning("%s fetches into %s; waiting until it has ended", _holder(folder), folder)
-            descriptor = _locked(folder, wait=True)
-    if descriptor is None:
-        raise ModelError(f"{_holder(folder)} fetches into {folder}; wait until it has ended")
-    try:
-        with reported(folder):
-            _note(folder, {})
-        yield
-    finally:
-        os.close(descriptor)
-
-
-class RunLock:
+class FolderLock:
     """The lock of a folder for all hosts of one run, as several may share a file system. It is held
-    until `release`, or the end of the process. Nothing is waited for. Raises ModelError.
+    until `release`, or the end of the process. Raises ModelError.
 
     Attributes:
         owner: the host that holds it: this one, or the first of the run that asked; None: a process
@@ -49,18 +30,21 @@ class RunLock:
         holder: that process, as a clause.
     """
 
-    def __init__(self, folder: Path, run: str, host: str) -> None:
+    def __init__(self, folder: Path, run: str = "", host: str = "", *, wait: bool = False) -> None:
         self.owner: str | None = host
-        self.holder = ""
+        self.holder, path = "", folder / RECORDS / "lock"
         with reported(folder):
-            self._descriptor = _locked(folder, wait=False)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = lock_file(path, wait=wait)
             if self._descriptor is None:
-                known = _noted(folder)
-                self.owner = known.get("host") if known.get("run") == run else None
-                self.holder = _holder(folder)
+                noted = _noted(folder)
+                self.owner = noted.get("host") if run and noted.get("run") == run else None
+                self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
                 return
+            process = f"process {os.getpid()} of {socket.gethostname()}"
+            data = json.dumps({"run": run, "host": host, "process": process}).encode()
             try:
-                _note(folder, {"run": run, "host": host})
+                write_atomically(_record(folder), data)
             except BaseException:
                 self.release()
                 raise
@@ -72,21 +56,20 @@ class RunLock:
             self._descriptor = None
 
 
-def _locked(folder: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the lock; None: another process does. Raises OSError."""
-    path = folder / RECORDS / "lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return lock_file(path, wait=wait)
-
-
-def _holder(folder: Path) -> str:
-    return str(_noted(folder).get("process") or "another process")
-
-
-def _note(folder: Path, whose: dict[str, str]) -> None:
-    process = f"process {os.getpid()} of {socket.gethostname()}"
-    data = json.dumps({**whose, "process": process}).encode()
-    write_atomically(_record(folder), data)
+@contextmanager
+def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into a folder; the lock ends with the process. Raises
+    ModelError if another one is and this must not `wait`."""
+    lock = FolderLock(folder)
+    if lock.owner is None and wait:
+        log.warning("%s; waiting until it has ended", lock.holder)
+        lock = FolderLock(folder, wait=True)
+    if lock.owner is None:
+        raise ModelError(f"{lock.holder}; wait until it has ended")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _noted(folder: Path) -> dict[str, Any]:

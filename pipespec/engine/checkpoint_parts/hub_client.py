@@ -2,7 +2,8 @@
 
 A part is read by a range request. What may pass (a cut connection, a slow answer, 429, 5xx, a body
 of the wrong length) is tried again, from the byte that was reached; what remains is one sentence.
-HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are those of huggingface_hub, whose HTTP session is used.
+Ids, tokens, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the HTTP session are those of
+huggingface_hub.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
-from pipespec.engine.checkpoint_parts.ranges import Range
+from pipespec.engine.checkpoint_parts.parts_file import Range
 from pipespec.errors import ModelError
 
 # Seconds to wait for a connection, and for the next bytes of an answer.
@@ -30,8 +31,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 LONGEST_ASKED_S = 300.0
 # Of one small file, such as a tokenizer.
 MOST_FILE_BYTES = 64 * 2**20
-MAX_REDIRECTS = 5
 PASSING = (408, 425, 429, 500, 502, 503, 504)
+TOKEN = "authorization"  # the header that holds it
 _COMMIT = re.compile("[0-9a-f]{40}")
 T = TypeVar("T")
 
@@ -53,19 +54,6 @@ class Revision:
     files: Mapping[str, HubFile]
 
 
-@dataclass(frozen=True)
-class Location:
-    """Where a file is read: the hub itself, or a signed URL that needs no token."""
-
-    url: str
-    headers: Mapping[str, str]
-
-    @property
-    def has_token(self) -> bool:
-        """Whether it is for the holder of a token alone."""
-        return any(name.lower() == "authorization" for name in self.headers)
-
-
 class Unavailable(ModelError):
     """The hub cannot be reached."""
 
@@ -81,22 +69,27 @@ class _Again(Exception):
 class HubClient:
     """Reads one repository. Several threads may use it at once."""
 
-    def __init__(self, repo: str, *, wait: Callable[[float], object] | None = None) -> None:
-        """`wait` is called with the seconds between two tries; None: wait so long."""
+    def __init__(
+        self,
+        repo: str,
+        *,
+        wait: Callable[[float], object] | None = None,
+        locate: Callable[..., str | None] | None = None,
+    ) -> None:
+        """
+        Args:
+            wait: called with the seconds between two tries; None: wait so long.
+            locate: the signed URL of a `file`, or a `fresh` one, or None; None: this host has the
+                token.
+        """
         from huggingface_hub import constants
-        from huggingface_hub.errors import HfHubHTTPError
 
-        self.repo = repo
-        self.endpoint = constants.ENDPOINT
+        self.repo, self.endpoint = repo, constants.ENDPOINT
         self.stopped = threading.Event()  # set by others, to end all reading soon
         self._wait = self.stopped.wait if wait is None else wait
-        self._locations: dict[tuple[str, str], Location] = {}
-        self._lock = threading.Lock()
-        # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
-        kinds = HfHubHTTPError.__mro__
-        self._http_error: type[Exception] = next(
-            each for each in kinds if each.__name__ == "HTTPError" and issubclass(each, Exception)
-        )
+        self._ask = locate
+        self._located: dict[tuple[str, str], str] = {}
+        self._locating = threading.Lock()
 
     def revision(self, name: str = "main", *, max_tries: int = MAX_TRIES) -> Revision:
         """What a branch or commit of the repository holds. Raises ModelError; Unavailable if the
@@ -107,14 +100,14 @@ class HubClient:
             api = HfApi(endpoint=self.endpoint)
             return api.model_info(self.repo, revision=name, files_metadata=True, timeout=CONNECT_S)
 
-        info = self._tried(ask, max_tries)
+        info = self._tried(ask, "its files", max_tries)
         if not _COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
             raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
-        files = {}
-        for each in info.siblings or ():
-            if "/" not in each.rfilename and each.size is not None:
-                sha256 = None if each.lfs is None else each.lfs["sha256"]
-                files[each.rfilename] = HubFile(each.size, sha256)
+        files = {
+            each.rfilename: HubFile(each.size, None if each.lfs is None else each.lfs["sha256"])
+            for each in info.siblings or ()
+            if "/" not in each.rfilename and each.size is not None
+        }
         return Revision(self.repo, info.sha, files)
 
     def read_file(self, commit: str, name: str, size: int) -> bytes:
@@ -124,8 +117,6 @@ class HubClient:
                 f"{name} of {self.repo} has {size} bytes, where at most {MOST_FILE_BYTES} are "
                 "expected; take another checkpoint"
             )
-        if size == 0:
-            return b""
         return b"".join(self.read(commit, name, (0, size), size))
 
     def read(self, commit: str, name: str, part: Range, size: int) -> Iterator[bytes]:
@@ -134,146 +125,118 @@ class HubClient:
         tries = 0
         while at < stop:
             try:
-                location = self.locate(commit, name)
-                with self._range(location, (at, stop), size) as chunks:
-                    for chunk in chunks:
-                        if len(chunk) > stop - at:
-                            raise _Again("it sends more bytes than were asked for")
-                        at += len(chunk)
-                        tries = 0
+                with self._translated():
+                    for chunk in self._range(commit, name, (at, stop), size, fresh=tries > 0):
+                        at, tries = at + len(chunk), 0
                         yield chunk
-                if at < stop:
-                    raise _Again("it ended the answer early")
+                    if at < stop:
+                        raise _Again("it ended the answer early")
             except _Again as error:
                 tries += 1
-                self.forget_location(commit, name)
-                self._pause(error, tries, name)
+                self._pause(error, tries, name, MAX_TRIES)
 
-    def location(self, commit: str, name: str, *, fresh: bool = False) -> Location:
-        """Where a file is read; `fresh`: a location that was named before is refused. Raises
-        ModelError."""
-        tries = 0
-        if fresh:
-            self.forget_location(commit, name)
-        while True:
-            try:
-                return self.locate(commit, name)
-            except _Again as error:
-                tries += 1
-                self._pause(error, tries, name)
+    def signed_url(self, commit: str, name: str, *, fresh: bool = False) -> str | None:
+        """Where a file is read without a token; None: nowhere. `fresh`: one that was named before
+        is refused. Raises ModelError."""
+        url = self._tried(lambda: self._locate(commit, name, fresh=fresh), name, MAX_TRIES)
+        return None if TOKEN in self._headers(url) else url
 
-    def locate(self, commit: str, name: str) -> Location:
-        """Where a file is read now; a signed URL is used until it is refused. Raises _Again."""
-        key = commit, name
-        with self._lock:
-            found = self._locations.get(key)
-        if found is None:
-            # Files are of the top folder, so a "/" is part of the name and leads nowhere.
-            file = quote(name, safe="")
-            found = self._resolve(f"{self.endpoint}/{self.repo}/resolve/{commit}/{file}")
-            with self._lock:
-                self._locations[key] = found
-        return found
+    def _locate(self, commit: str, name: str, *, fresh: bool) -> str:
+        """Where a file is read: at the hub, or at a signed URL, which is used until it expires."""
+        from huggingface_hub import get_hf_file_metadata
 
-    def forget_location(self, commit: str, name: str) -> None:
-        """Resolve the file anew next time: a signed URL expires."""
-        with self._lock:
-            self._locations.pop((commit, name), None)
+        with self._locating:
+            if fresh or (commit, name) not in self._located:
+                url: str | None
+                if self._ask is None:
+                    # Files are of the top folder, so a "/" is part of the name and leads nowhere.
+                    file = quote(name, safe="")
+                    at_hub = f"{self.endpoint}/{self.repo}/resolve/{commit}/{file}"
+                    url = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
+                else:
+                    url = self._ask(file=name, fresh=fresh)
+                if url is None:
+                    raise Unavailable("the hub sends this file to holders of the token alone")
+                self._located[commit, name] = url
+            return self._located[commit, name]
 
-    def _resolve(self, url: str) -> Location:
+    def _headers(self, url: str) -> dict[str, str]:
+        """With the token, if there is one, which must not leave the hub."""
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        hub = urlsplit(url).netloc
-        for _ in range(MAX_REDIRECTS):
-            with self._answer("HEAD", url, headers) as answer:
-                if not 300 <= answer.status_code < 400:
-                    self._check(answer)
-                    return Location(url, headers)
-                url = urljoin(url, answer.headers.get("Location", ""))
-            if urlsplit(url).netloc != hub:  # the token must not leave the hub
-                return Location(url, {"Accept-Encoding": "identity"})
-        raise _Again(f"it redirects more than {MAX_REDIRECTS} times")
+        own = self._ask is None and urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+        return {**(build_hf_headers() if own else {}), "Accept-Encoding": "identity"}
 
-    @contextmanager
-    def _range(self, location: Location, part: Range, size: int) -> Iterator[Iterator[bytes]]:
+    def _range(
+        self, commit: str, name: str, part: Range, size: int, *, fresh: bool
+    ) -> Iterator[bytes]:
+        from huggingface_hub import utils
+
         start, stop = part
-        headers = {**location.headers, "Range": f"bytes={start}-{stop - 1}"}
-        with self._answer("GET", location.url, headers) as answer:
-            if answer.status_code in (401, 403) and not location.has_token:
+        url = self._locate(commit, name, fresh=fresh)
+        headers = {**self._headers(url), "Range": f"bytes={start}-{stop - 1}"}
+        timeout = (CONNECT_S, READ_S, READ_S, None)  # connect, read, write, a free connection
+        with utils.get_session().stream(  # type: ignore[attr-defined]
+            "GET", url, headers=headers, timeout=timeout, follow_redirects=False
+        ) as answer:
+            if TOKEN not in headers and answer.status_code in (401, 403):
                 raise _Again(f"its signed URL is refused ({answer.status_code})")
-            self._check(answer)
+            utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             whole = answer.status_code == 200
             if whole and part != (0, size):
                 raise _Again("it does not send parts of files (range requests)")
-            stated = f"bytes {start}-{stop - 1}/{size}"
-            if not whole and answer.headers.get("Content-Range", "").strip() != stated:
-                found = answer.headers.get("Content-Range")
+            stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
+            if not whole and (found or "").strip() != stated:
                 raise _Again(f"it sends the range {found!r} for {stated!r}")
             length = answer.headers.get("Content-Length", "").strip()
             if length and length != str(stop - start):
                 raise _Again(f"it sends {length} bytes where {stop - start} were asked for")
-            yield self._chunks(answer)
+            for chunk in answer.iter_raw():
+                start += len(chunk)
+                if start > stop:
+                    raise _Again("it sends more bytes than were asked for")
+                yield chunk
 
-    def _chunks(self, answer: Any) -> Iterator[bytes]:
-        try:
-            yield from answer.iter_raw()
-        except self._http_error as error:
-            raise _Again(_reason(error)) from error
-
-    @contextmanager
-    def _answer(self, method: str, url: str, headers: Mapping[str, str]) -> Iterator[Any]:
-        """An answer whose body is not read yet. Raises _Again, or Unavailable when offline."""
-        from huggingface_hub.errors import OfflineModeIsEnabled
-        from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-        timeout = (CONNECT_S, READ_S, READ_S, None)  # connect, read, write, a free connection
-        session = get_session()
-        try:
-            request = session.build_request(method, url, headers=dict(headers), timeout=timeout)
-            answer = session.send(request, stream=True, follow_redirects=False)
-        except OfflineModeIsEnabled as error:
-            raise Unavailable("HF_HUB_OFFLINE is set") from error
-        except self._http_error as error:
-            raise _Again(_reason(error)) from error
-        try:
-            yield answer
-        finally:
-            answer.close()
-
-    def _check(self, answer: Any) -> None:
-        """Raise _Again or ModelError unless a request succeeded."""
-        status = answer.status_code
-        if status in PASSING:
-            raise _Again(f"it answers {status}", _asked_wait_s(answer.headers))
-        if status >= 400:
-            raise ModelError(_refusal(self.repo, self.endpoint, status))
-
-    def _tried(self, ask: Callable[[], T], max_tries: int) -> T:
-        """Ask the hub's API until it answers. Raises ModelError, Unavailable."""
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
+    def _tried(self, ask: Callable[[], T], what: str, max_tries: int) -> T:
+        """Ask until there is an answer. Raises ModelError, Unavailable."""
         tries = 0
         while True:
             try:
-                return ask()
-            except OfflineModeIsEnabled as error:
-                raise Unavailable("HF_HUB_OFFLINE is set") from error
-            except HFValidationError as error:
-                raise ModelError(f"{self.repo!r} is no name of a model on the hub") from error
-            except (HfHubHTTPError, self._http_error) as error:
-                answer = getattr(error, "response", None)
-                status = getattr(answer, "status_code", None)
-                if status is not None and status not in PASSING:
-                    raise ModelError(_refusal(self.repo, self.endpoint, status)) from error
-                headers = {} if answer is None else answer.headers
-                why = _reason(error) if status is None else f"it answers {status}"
+                with self._translated():
+                    return ask()
+            except _Again as error:
                 tries += 1
-                self._pause(
-                    _Again(why, _asked_wait_s(headers)), tries, "its files", max_tries=max_tries
-                )
+                self._pause(error, tries, what, max_tries)
 
-    def _pause(self, error: _Again, tries: int, what: str, *, max_tries: int = MAX_TRIES) -> None:
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise ModelError, Unavailable or _Again in place of huggingface_hub's errors."""
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+        # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
+        http_error = next(
+            each
+            for each in HfHubHTTPError.__mro__
+            if each.__name__ == "HTTPError" and issubclass(each, Exception)
+        )
+        try:
+            yield
+        except OfflineModeIsEnabled as error:
+            raise Unavailable("HF_HUB_OFFLINE is set") from error
+        except HFValidationError as error:
+            raise ModelError(f"{self.repo!r} is no name of a model on the hub") from error
+        except http_error as error:
+            answer = getattr(error, "response", None)
+            if answer is None:
+                why = " ".join(str(error).split())[:200] or type(error).__name__
+                raise _Again(why) from error
+            if answer.status_code not in PASSING:
+                raise ModelError(_refusal(self.repo, self.endpoint, answer.status_code)) from error
+            raise _Again(
+                f"it answers {answer.status_code}", _asked_wait_s(answer.headers)
+            ) from error
+
+    def _pause(self, error: _Again, tries: int, what: str, max_tries: int) -> None:
         """Wait before the next try. Raises Unavailable after too many."""
         if self.stopped.is_set():
             raise Unavailable(f"reading {self.repo} was stopped") from error
@@ -284,11 +247,6 @@ class HubClient:
             ) from error
         backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S) * random.uniform(0.75, 1.25)
         self._wait(max(backoff, error.wait_s))
-
-
-def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:200]
-    return text or type(error).__name__
 
 
 def _asked_wait_s(headers: Mapping[str, str]) -> float:

@@ -28,7 +28,7 @@ from pipespec.cluster.host_weights import own_path
 from pipespec.device_copy import make_current
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.checkpoint_parts.repository import SharedName
+from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
 from pipespec.engine.slice_tensors import parts_of
@@ -59,7 +59,9 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     """
     own = None
     if request.shared is not None:
-        own = own_path(Path(request.target), None, SharedName(**request.shared), request.parts)
+        own = own_path(
+            Path(request.target), None, Repository.from_json(request.shared), request.parts
+        )
     target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
     for name, info, how in zip(

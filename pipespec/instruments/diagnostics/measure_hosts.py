@@ -112,7 +112,7 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         keep_quantized=config.model.keep_quantized,
         kv_dtype=config.model.kv_dtype,
         threads=config.cluster.threads,
-        shared=None if shared is None else asdict(shared),
+        shared=None if shared is None else shared.as_json(),
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []

@@ -23,7 +23,7 @@ class MeasureRequest:
     too. `quantization` is that of target and draft. `groups` are the sizes of those
     devices, in order, that compute together; nothing: each by itself. `threads` is
     `cluster.threads`. `shared` is the target's name in the parts cache of a host that got these
-    `parts` of it from others (`SharedName`); None: it is at `target`.
+    `parts` of it from others (`Repository`); None: it is at `target`.
     """
 
     target: str

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.byte_channel import LocalChannel
+from pipespec.cluster.weight_distribution import lock_folders
 from pipespec.cluster.weight_host import WeightHost
-from pipespec.cluster.weight_locks import lock_folders
 from pipespec.cluster.weight_peer import WeightPeer, on_this_machine
 from pipespec.engine.checkpoint_parts.blueprint import Blueprint
-from pipespec.engine.checkpoint_parts.folder_lock import RunLock
-from pipespec.engine.checkpoint_parts.repository import ranges_of
+from pipespec.engine.checkpoint_parts.folder_lock import FolderLock
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -47,7 +47,7 @@ def peers(
 
 def folders(plan: Blueprint, tmp_path: Path) -> list[Path]:
     caches = (tmp_path / name / "pipespec" / "parts" for name in ("beta", "the launcher"))
-    return [cache / plan.name for cache in caches]
+    return [cache / plan.repository.folder_name for cache in caches]
 
 
 @pytest.mark.parametrize("taken", [0, 1])
@@ -55,45 +55,43 @@ def test_a_start_that_waits_holds_nothing_and_says_so_once(
     taken: int, peers: list[WeightPeer], plan: Blueprint, tmp_path: Path
 ) -> None:
     own = folders(plan, tmp_path)
-    other = RunLock(own[taken], "other", "gamma")
+    other = FolderLock(own[taken], "other", "gamma")
     assert other.owner == "gamma"
     sentences: list[str] = []
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
         pauses.append(seconds)
-        second = RunLock(own[1 - taken], "other", "gamma")  # so two starts do not wait for good
+        second = FolderLock(own[1 - taken], "other", "gamma")  # so two starts do not wait for good
         assert second.owner == "gamma"
         second.release()
         if len(pauses) == 3:
             other.release()
 
-    lock_folders([(peer, NEEDS) for peer in peers], sentences.append, pause)
+    owned = lock_folders([(peer, NEEDS) for peer in peers], sentences.append, pause)
     assert len(pauses) == len(set(pauses)) == 3
     (sentence,) = sentences
     assert sentence.startswith(f"{peers[taken].name}: process ")
     assert sentence.endswith(f" fetches into {own[taken]}; waiting until it has ended.")
-    assert [peer.owners for peer in peers] == [{"target": peer.name} for peer in peers]
-    assert [RunLock(each, "other", "gamma").owner for each in own] == [None, None]
+    assert owned == {peer.name: NEEDS for peer in peers}
+    assert [FolderLock(each, "other", "gamma").owner for each in own] == [None, None]
 
 
-def test_a_host_in_the_folder_of_another_one_offers_nothing_itself(
-    plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(
+    peers: list[WeightPeer], plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     described = plan.as_json()
     described["repository"]["path"] = "/models/nowhere"
-    hosts = [WeightHost(), WeightHost()]
-    for host, name in zip(hosts, ("the launcher", "beta"), strict=True):
-        host.prepare("target", "/models/nowhere", described, ["0"])
-        assert host.lock("target", "run", name) == {"owner": "the launcher"}
+    for peer in peers:
+        peer.call("prepare", kind="target", path="/x", blueprint=described, parts=["0"])
+    asked = [(peer, {"target": {str(number)}}) for number, peer in enumerate(peers)]
+    assert lock_folders(asked, pytest.fail) == {"beta": {"target": {"0", "1"}}}
     assert not (plan.path / "config.json").exists()  # nobody has written before the locks
-    found = [host.offer("target") for host in hosts]
-    assert [each["lacks"].keys() for each in found] == [plan.headers.keys()] * 2
-    assert found[0]["has"].keys() == plan.headers.keys()
-    assert found[1]["has"] == {}
-    for host in hosts:
-        host.unlock()
+    found = peers[0].call("offer", kind="target", parts=["0", "1"])
+    (file,) = plan.headers
+    assert found["has"][file] == [(0, len(plan.headers[file]), found["has"][file][0][2])]
+    assert found["lacks"].keys() == {file}
 
 
 def test_the_locks_of_the_launcher_end_after_what_it_fetches(
@@ -107,10 +105,10 @@ def test_the_locks_of_the_launcher_end_after_what_it_fetches(
         peer.call(
             "prepare", kind="target", path="/models/nowhere", blueprint=described, parts=["0"]
         )
-        assert peer.lock("target", "run") is None
+        assert peer.call("lock", kind="target", run="run", host="alpha")["owner"] == "alpha"
         peer.end()
-        assert RunLock(plan.path, "other", "gamma").owner is None
-    assert RunLock(plan.path, "other", "gamma").owner == "gamma"
+        assert FolderLock(plan.path, "other", "gamma").owner is None
+    assert FolderLock(plan.path, "other", "gamma").owner == "gamma"
 
 
 def test_two_models_in_one_folder_are_fetched_by_the_same_host(
@@ -124,15 +122,18 @@ def test_two_models_in_one_folder_are_fetched_by_the_same_host(
     host = WeightHost()
     for kind in ("target", "draft"):
         host.prepare(kind, "/models/nowhere", described, ["0"])
-        assert host.lock(kind, "run", "beta") == {"owner": "beta"}
-    assert host.offer("target") == host.offer("draft")
+        assert host.lock(kind, "run", "beta")["owner"] == "beta"
     (file,) = plan.headers
-    first, second, third, *_ = ranges_of(plan.path / file).items()
-    host.expect({"target": {file: [first[0]]}, "draft": {file: [second[0]]}})
-    for _, (start, _) in (first, second):
-        assert next(host.read("target", file, start, start + 1)) == b""
+    lacks = [
+        host.offer(kind, [part])["lacks"][file] for kind, part in (("target", "0"), ("draft", "1"))
+    ]
+    for each in lacks:
+        assert next(host.read("target", file, *each[0])) == b""
+    other = next(
+        each for each in PartsFile(plan.path / file).absent() if each not in lacks[0] + lacks[1]
+    )
     with pytest.raises(ModelError, match="neither here nor fetched in this start"):
-        next(host.read("draft", file, third[1][0], third[1][0] + 1))
+        next(host.read("draft", file, *other))
     with pytest.raises(ModelError, match="'mid' is no model of this start"):
         next(host.read("mid", file, 0, 1))
     host.unlock()

@@ -9,10 +9,9 @@ import pytest
 
 from pipespec.cluster.byte_channel import LocalChannel
 from pipespec.cluster.weight_links import LinkFailed
-from pipespec.cluster.weight_plan import HUB
 from pipespec.cluster.weight_sources import RelayedSource
 from pipespec.engine.checkpoint_parts.hub_client import Unavailable
-from pipespec.engine.checkpoint_parts.ranges import MAX_GAP_BYTES, Range
+from pipespec.engine.checkpoint_parts.parts_file import Range
 
 DATA = bytes(range(100))
 BROKE, REFUSED = LinkFailed("it broke", reached=True), LinkFailed("refused", reached=False)
@@ -34,7 +33,9 @@ class Link:
         yield DATA[start : start + 10]
         raise self._failures.pop(0)
 
-    def close(self) -> None:
+    name = "beta"
+
+    def stop(self) -> None:
         self.closed = True
 
 
@@ -101,11 +102,3 @@ def test_a_source_that_was_stopped_asks_nobody(launcher: Launcher) -> None:
         read(source)
     assert not launcher.relayed
     assert not launcher.told
-
-
-def test_only_the_hub_has_what_is_between_tensors(launcher: Launcher) -> None:
-    found = [RelayedSource(launcher.channel, "target", each, None) for each in (HUB, "beta")]
-    assert [(each.name, each.max_gap) for each in found] == [
-        ("the hub", MAX_GAP_BYTES),
-        ("beta", 0),
-    ]

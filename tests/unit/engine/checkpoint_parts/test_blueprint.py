@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint, folder_name
+from pipespec.engine.checkpoint_parts.blueprint import Blueprint
 from pipespec.engine.checkpoint_parts.cache_listing import entries
-from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -30,7 +29,7 @@ def test_a_described_checkpoint_is_built_in_the_parts_cache(
     assert path == plan.path
     assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
-    assert plan.shared.path == str(TARGET.absolute())
+    assert plan.repository.path == str(TARGET.absolute())
     (entry,) = entries()
     assert (entry.folder, entry.model, entry.current) == (path, "target", True)
 
@@ -38,8 +37,6 @@ def test_a_described_checkpoint_is_built_in_the_parts_cache(
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "../elsewhere"},
-        {"name": f"models--target/{'0' * 40}"},
         {"file": "../m.gguf"},
         {"small": {"../config.json": ""}},
         {"small": {"..": ""}},
@@ -60,9 +57,9 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
     "change",
     [
         {"commit": "../" * 13 + "x"},
-        {"on_hub": True},
         {"repo": "org/target"},
-        {"path": None},
+        {"repo": "../../elsewhere"},
+        {"path": None},  # a commit of the hub
         {"weights": {"../../x/m.safetensors": {"size": 1, "sha256": None}}},
     ],
     ids=str,
@@ -70,17 +67,20 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
 def test_a_repository_of_another_kind_is_refused(
     change: dict[str, Any], described: dict[str, Any]
 ) -> None:
-    """Its name is the one that it should have, so another reason must do."""
     described["repository"] |= change
-    named = Repository.from_json(described["repository"])
-    described["name"] = folder_name(named)
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
         Blueprint.of_other_host(described)
 
 
 @pytest.mark.parametrize(
     "described",
-    [None, [], {}, {"name": 1}, {"name": "x", "file": None, "repository": {"weights": 3}}],
+    [
+        None,
+        [],
+        {},
+        {"small": 1},
+        {"file": None, "small": {}, "headers": {}, "repository": {"weights": 3}},
+    ],
     ids=str,
 )
 def test_what_is_no_description_is_one_sentence(described: Any) -> None:

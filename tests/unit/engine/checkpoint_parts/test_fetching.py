@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipespec.engine.checkpoint_parts import parts_file
 from pipespec.engine.checkpoint_parts.fetching import fetch
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile
-from pipespec.engine.checkpoint_parts.ranges import Range
-from pipespec.engine.checkpoint_parts.repository import ranges_of
+from pipespec.engine.checkpoint_parts.parts_file import PartsFile, Range, ranges_of
 from pipespec.errors import ModelError
 
 NAME = "m.safetensors"
@@ -22,7 +21,7 @@ TENSORS = ("a", "b", "c")
 class Beta:
     """A host that sends what it has, and `more` bytes after it."""
 
-    name, max_gap = "beta", 0
+    name = "beta"
 
     def __init__(self, file: Path, more: int = 0) -> None:
         self._data, self._more = file.read_bytes(), more
@@ -31,7 +30,9 @@ class Beta:
     def read(self, file: str, part: Range) -> Iterator[bytes]:
         assert file == NAME
         self.asked.append(part)
-        yield self._data[part[0] : part[1] + self._more]
+        stop = part[1] + self._more
+        for at in range(part[0], stop, 7):
+            yield self._data[at : min(at + 7, stop)]
 
     def stop(self) -> None:
         pass
@@ -45,40 +46,45 @@ def served(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def own(served: Path, tmp_path: Path) -> Path:
-    """The same file without tensors."""
+def own(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
+    """The same file without tensors, each of which will be two pieces."""
+    monkeypatch.setattr(parts_file, "PIECE_BYTES", 8)
     folder = tmp_path / "own"
     folder.mkdir()
-    ranges = ranges_of(served)
-    begin = min(start for start, _ in ranges.values())
-    PartsFile.create(folder / NAME, served.stat().st_size, served.read_bytes()[:begin])
-    return folder
+    begin = min(start for start, _ in ranges_of(served).values())
+    return PartsFile.create(folder / NAME, served.stat().st_size, served.read_bytes()[:begin])
 
 
-def test_another_host_is_asked_for_nothing_between_the_tensors(served: Path, own: Path) -> None:
-    ranges, beta = ranges_of(served), Beta(served)
-    fetch(own, [(beta, {NAME: ["a", "c"]})])
-    assert sorted(beta.asked) == [ranges["a"], ranges["c"]]
-    # The hub has every byte, and one request is better than two.
-    beta.max_gap = 64
-    fetch(own, [(beta, {NAME: ["a", "b", "c"]})])
-    assert beta.asked[2:] == [ranges["b"]]
+def get(own: PartsFile, source: Beta, *names: str) -> int:
+    return fetch({NAME: own}, [(source, {NAME: own.pieces(own.ranges[each] for each in names)})])
+
+
+def test_neighbours_that_are_absent_are_asked_for_together(served: Path, own: PartsFile) -> None:
+    beta = Beta(served)
+    assert get(own, beta, "a", "c") == 32
+    assert sorted(beta.asked) == [own.ranges["a"], own.ranges["c"]]
+    assert get(own, beta, *TENSORS) == 16
+    assert beta.asked[2:] == [own.ranges["b"]]
+    assert own.path.read_bytes() == served.read_bytes()
+    again = PartsFile(own.path)
+    assert again.hashes == own.hashes == {each: own.hash(each) for each in own.pieces()}
 
 
 @pytest.mark.parametrize(("more", "what"), [(1, "more"), (16, "more"), (-1, "fewer")])
 def test_a_source_that_sends_another_number_of_bytes_changes_no_neighbour(
-    more: int, what: str, served: Path, own: Path
+    more: int, what: str, served: Path, own: PartsFile
 ) -> None:
-    fetch(own, [(Beta(served), {NAME: ["c"]})])
-    start, stop = ranges_of(served)["c"]
-    before = (own / NAME).read_bytes()[start:stop]
+    get(own, Beta(served), "c")
+    here = dict(own.hashes)
+    start, stop = own.ranges["c"]
+    before = own.path.read_bytes()[start:stop]
     wrong = served.with_name("wrong")
     wrong.write_bytes(served.read_bytes()[:start] + b"wrong" * 20)
     with pytest.raises(
         ModelError, match=f"^beta sends {what} than the 16 bytes of {NAME} that were asked for"
     ):
-        fetch(own, [(Beta(wrong, more), {NAME: ["b"]})])
-    assert (own / NAME).read_bytes()[start:stop] == before
-    assert PartsFile(own / NAME).hashes.keys() == {"c"}
-    fetch(own, [(Beta(served), {NAME: ["b"]})])
-    assert PartsFile(own / NAME).hashes.keys() == {"b", "c"}
+        get(own, Beta(wrong, more), "b")
+    assert own.path.read_bytes()[start:stop] == before
+    assert PartsFile(own.path).hashes == here
+    get(own, Beta(served), "b")
+    assert PartsFile(own.path).absent() == own.pieces([own.ranges["a"]])

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from pipespec.engine.checkpoint_parts import folder_lock
-from pipespec.engine.checkpoint_parts.folder_lock import RunLock, sole_fetcher
+from pipespec.engine.checkpoint_parts.folder_lock import FolderLock, sole_fetcher
 from pipespec.errors import ModelError
 
 
 def test_hosts_of_one_start_learn_which_of_them_holds_the_lock(tmp_path: Path) -> None:
-    first = RunLock(tmp_path, "run 1", "the launcher")
+    first = FolderLock(tmp_path, "run 1", "the launcher")
     assert first.owner == "the launcher"
-    assert RunLock(tmp_path, "run 1", "beta").owner == "the launcher"
-    other = RunLock(tmp_path, "run 2", "gamma")
+    assert FolderLock(tmp_path, "run 1", "beta").owner == "the launcher"
+    other = FolderLock(tmp_path, "run 2", "gamma")
     assert other.owner is None
     assert other.holder.startswith("process ")
     first.release()
-    assert RunLock(tmp_path, "run 2", "gamma").owner == "gamma"
+    assert FolderLock(tmp_path, "run 2", "gamma").owner == "gamma"
 
 
 def test_a_lock_whose_owner_cannot_be_recorded_is_free(
@@ -32,37 +32,38 @@ def test_a_lock_whose_owner_cannot_be_recorded_is_free(
     with monkeypatch.context() as change:
         change.setattr(folder_lock, "write_atomically", full)
         with pytest.raises(ModelError, match="No space left"):
-            RunLock(tmp_path, "run 1", "beta")
+            FolderLock(tmp_path, "run 1", "beta")
         with pytest.raises(ModelError, match="No space left"), sole_fetcher(tmp_path):
             pass
-    assert RunLock(tmp_path, "run 2", "beta").owner == "beta"
+    assert FolderLock(tmp_path, "run 2", "beta").owner == "beta"
 
 
 @pytest.mark.parametrize("record", ["", "[]", "run 1 beta", '{"run": "run 1"}'])
 def test_a_record_that_says_nothing_is_of_another_start(tmp_path: Path, record: str) -> None:
-    held = RunLock(tmp_path, "run 1", "beta")
+    held = FolderLock(tmp_path, "run 1", "beta")
     (tmp_path / ".parts" / "owner").write_text(record)
-    lock = RunLock(tmp_path, "run 1", "gamma")
-    assert (lock.owner, lock.holder) == (None, "another process")
+    lock = FolderLock(tmp_path, "run 1", "gamma")
+    assert lock.owner is None
+    assert lock.holder == f"another process fetches into {tmp_path}"
     held.release()
 
 
 def test_a_process_that_fetches_alone_is_named(tmp_path: Path) -> None:
     with sole_fetcher(tmp_path):
-        assert RunLock(tmp_path, "run 1", "beta").owner is None
+        assert FolderLock(tmp_path, "run 1", "beta").owner is None
         with (
             pytest.raises(ModelError, match=r"^process \d+ of .* fetches into .*; wait until"),
             sole_fetcher(tmp_path, wait=False),
         ):
             pass
-    assert RunLock(tmp_path, "run 1", "beta").owner == "beta"
+    assert FolderLock(tmp_path, "run 1", "beta").owner == "beta"
 
 
 def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with sole_fetcher(folder):
         shutil.rmtree(folder)
-        new = RunLock(folder, "run 1", "beta")
+        new = FolderLock(folder, "run 1", "beta")
         assert new.owner == "beta"
-    assert RunLock(folder, "run 2", "beta").owner is None
+    assert FolderLock(folder, "run 2", "beta").owner is None
     new.release()
