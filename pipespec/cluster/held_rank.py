@@ -59,12 +59,22 @@ class HeldRank:
             on_this_cpu(each) for rank in stages for each in self.assignment.members(rank)
         )
         has_head = any(map(on_this_cpu, self.assignment.members(0)))
-        threads = self.deployment.config.cluster.threads
-        if threads == AUTO and SHARES_CORES not in os.environ:
-            threads = torch.get_num_threads()  # OMP_NUM_THREADS
-        if threads == AUTO:
+        if self._stated_threads is None:
             return share_cores(num_cores(), num_stages, has_head=has_head)
-        return CoreShares(threads, threads)
+        return CoreShares(self._stated_threads, self._stated_threads)
+
+    @property
+    def most_threads(self) -> int:
+        """Threads of a rank that finds the others of its host waiting, as stages do while one batch
+        at a time is in the pipeline."""
+        return self._stated_threads or num_cores()
+
+    @property
+    def _stated_threads(self) -> int | None:
+        threads = self.deployment.config.cluster.threads
+        if threads == AUTO:
+            return None if SHARES_CORES in os.environ else torch.get_num_threads()
+        return int(threads)
 
     def _place(self, worker: str) -> tuple[str, str]:
         """The host and the device of a worker."""

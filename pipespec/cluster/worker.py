@@ -34,6 +34,7 @@ from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.device_copy import make_current
 from pipespec.engine import tokenizer
+from pipespec.engine.ggml import compute
 from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.runner import SliceRunner
@@ -146,6 +147,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
     if deployment.devices[rank] == "cpu":
         shares = held.core_shares()
         torch.set_num_threads(shares.stage if rank else shares.head)
+        compute.use_threads(held.most_threads)
     make_current(deployment.devices[rank])
     if rank:
         mid_weights.drop()

@@ -118,7 +118,7 @@ class SizeTimes:
         """Rising times of all sizes that are known.
 
         Those of an earlier run are scaled by how fast the machine is now. To those of a stage, and
-        of another way of decoding, the difference that steps show is added.
+        of another way of decoding, what steps take longer is added.
         """
         means = sorted(self._means.values())
         known = self._known
@@ -136,11 +136,15 @@ class SizeTimes:
         measured = sorted({**base, **dict(means)}.items())
         if self._stages:
             of_stage, stage_ms = np.array(self._stages).T
-            difference = [ms - np.interp(rows, of_stage, stage_ms) for rows, ms in measured]
             at = [rows for rows, _ in measured]
+            guess = np.interp(at, of_stage, stage_ms)
+            took = np.array([ms for _, ms in measured])
             for rows, ms in self._stages:
                 if _size(rows) not in sizes:
-                    base[rows] = ms + (float(np.interp(rows, at, difference)) if at else 0.0)
+                    # Steps that are shorter than stages seemed say how much faster these are.
+                    faster = np.interp(rows, at, np.minimum(took / guess, 1)) if at else 1.0
+                    more = np.interp(rows, at, np.maximum(took - guess, 0)) if at else 0.0
+                    base[rows] = float(ms * faster + more)
         points = []
         for size, (rows, ms) in self._means.items():
             samples = len(self._sizes[size])

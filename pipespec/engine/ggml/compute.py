@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import torch
 
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.library import ALIGNMENT, TYPES, Library
@@ -20,6 +21,7 @@ POLL = 0
 # Tensors and operations of the graph of one product.
 _SMALL = 8
 _of_thread = threading.local()
+_threads: int | None = None  # of `use_threads`
 
 
 class ThreadChoice:
@@ -82,8 +84,16 @@ def _free(library: Library, backend: int, pool: int, context: int) -> None:
     library.free(context)
 
 
-def computer(threads: int) -> Computer:
-    """That of this thread of the program, with so many threads. ggml must be there."""
+def use_threads(threads: int) -> None:
+    """Let ggml have so many threads from now on, whatever PyTorch has: fewer compute while others
+    use the cores (`ThreadChoice`)."""
+    global _threads
+    _threads = threads
+
+
+def computer() -> Computer:
+    """That of this thread of the program. ggml must be there."""
+    threads = _threads or torch.get_num_threads()
     found: Computer | None = getattr(_of_thread, "computer", None)
     if found is None or found.threads != threads:
         library = ggml.load()

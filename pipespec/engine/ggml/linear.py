@@ -66,7 +66,7 @@ class GgmlLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.reshape(-1, self.in_features).float().contiguous()
-        found = compute.product(computer(torch.get_num_threads()), self.weights, rows.numpy())
+        found = compute.product(computer(), self.weights, rows.numpy())
         y = torch.from_numpy(found)
         if self.order is not None:
             y = y.index_select(1, self.order)
@@ -107,7 +107,7 @@ class GgmlEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 `[...]` -> `[..., hidden]`."""
         indices = tokens.reshape(-1).to(torch.int32).numpy()
-        found = compute.rows_of(computer(torch.get_num_threads()), self.weights, indices)
+        found = compute.rows_of(computer(), self.weights, indices)
         rows = torch.from_numpy(found).to(self.dtype).view(*tokens.shape, self.in_features)
         return rows * self.scale
 

@@ -256,7 +256,7 @@ class SliceGraph:
 
     def forward(self, inputs: Tensor, plan: AttentionPlan) -> Tensor:
         """See `ModelSlice.forward`."""
-        computer = compute.computer(torch.get_num_threads())
+        computer = compute.computer()
         slots, segments = _keys_of(plan)
         rows, keys = len(plan.write), len(slots)
         planned = self._graph(computer, rows, -(-keys // KEYS) * KEYS)

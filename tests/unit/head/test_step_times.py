@@ -61,11 +61,18 @@ def test_steps_that_lasted_long_by_chance_do_not_count():
     assert times(*[(4, 10.0)] * 15, (4, 900.0)).at(4) == pytest.approx(usual.at(4))
 
 
-@given(st.lists(st.tuples(st.floats(0.1, 64), st.floats(0.1, 99)), min_size=1), st.booleans())
-def test_learnt_times_never_fall_with_the_rows(steps: list[tuple[float, float]], stages: bool):
-    points = times(*steps, stages=FLAT if stages else ()).points
+@given(
+    st.lists(st.tuples(st.floats(0.1, 64), st.floats(0.1, 99)), min_size=1),
+    st.sampled_from([(), FLAT, ((1, 900.0), (4, 2000.0), (64, 18000.0))]),
+)
+def test_learnt_times_are_positive_and_never_fall_with_the_rows(
+    steps: list[tuple[float, float]], stages: Points
+):
+    """Also where stages were measured while the machine was busy."""
+    points = times(*steps, stages=stages).points
     assert [rows for rows, _ in points] == sorted({rows for rows, _ in points})
     assert [ms for _, ms in points] == sorted(ms for _, ms in points)
+    assert points[0][1] > 0
 
 
 def test_an_earlier_run_gives_the_shape_and_the_steps_of_this_one_the_speed():
