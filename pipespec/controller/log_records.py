@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import typing
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipespec.core import GRAMMAR, NOT_FINITE, PromptLogprobs, Request, TokenLogprobs
 from pipespec.errors import GrammarError, NonFiniteLogits, PipespecError, RankFailed
+from pipespec.system.validation import from_fields
 
 # The reason of a request that its client has cancelled.
 CANCELLED = "cancelled"
@@ -112,21 +112,4 @@ def pack_request(request: Request) -> str:
 
 def unpack_request(request: int, spec: bytes) -> Request:
     """The request of that number, from what `pack_request` made of it."""
-    return _build(Request, {**json.loads(spec), "id": request})
-
-
-def _build(kind: Any, values: dict[str, Any]) -> Any:
-    """A dataclass of `kind` from what JSON made of it: lists to tuples, dicts to dataclasses."""
-    hints = typing.get_type_hints(kind)
-
-    def revive(hint: Any, value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(revive(None, item) for item in value)
-        if isinstance(value, dict):
-            # The annotation may be `Sampling | None`.
-            for option in (hint, *typing.get_args(hint)):
-                if is_dataclass(option):
-                    return _build(option, value)
-        return value
-
-    return kind(**{name: revive(hints[name], value) for name, value in values.items()})
+    return from_fields(Request, {**json.loads(spec), "id": request})

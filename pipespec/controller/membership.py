@@ -93,14 +93,15 @@ class Membership(RedisClient):
 
     def suspect(self, epoch: int, worker: str, reason: str) -> None:
         """Report a fault in an epoch."""
-        fields = ("epoch", epoch, "member", worker, "reason", reason)
-        keep = ("MAXLEN", "~", KEEP_SUSPICIONS)
-        self._pipe.call("XADD", self._keys.suspicions, *keep, "*", *fields)
+        self._report(epoch, worker, reason)
 
     def report_failed_start(self, worker: str, reason: str) -> None:
         """Report that a worker which was started by hand cannot join."""
         epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
-        fields = ("epoch", epoch, "member", worker, "reason", reason, "start_failed", 1)
+        self._report(epoch, worker, reason, "start_failed", 1)
+
+    def _report(self, epoch: int, worker: str, reason: str, *more: object) -> None:
+        fields = ("epoch", epoch, "member", worker, "reason", reason, *more)
         self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
 
     def suspicions(self, timeout: float) -> list[Suspicion]:
@@ -136,8 +137,8 @@ class Membership(RedisClient):
 
     def attached(self, epoch: int) -> dict[int, int]:
         """The ranks that have joined an epoch, and their process ids."""
-        found = self._pipe.call("HGETALL", self._keys.ranks(epoch))
-        return {int(r): int(pid) for r, pid in zip(found[::2], found[1::2], strict=True)}
+        found = numbers(self._pipe.call("HGETALL", self._keys.ranks(epoch)))
+        return {int(rank): pid for rank, pid in found.items()}
 
     def follow(self, epoch: int, worker: str) -> None:
         """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
@@ -153,10 +154,7 @@ class Membership(RedisClient):
 
     def followers(self, epoch: int) -> dict[str, int]:
         """The tensor-parallel followers that have joined an epoch, and their process ids."""
-        found = self._pipe.call("HGETALL", self._keys.followers(epoch))
-        return {
-            worker.decode(): int(pid) for worker, pid in zip(found[::2], found[1::2], strict=True)
-        }
+        return numbers(self._pipe.call("HGETALL", self._keys.followers(epoch)))
 
     def await_followers(self, epoch: int, workers: Sequence[str], timeout: float) -> bool:
         """Whether these workers have joined an epoch, within `timeout` seconds."""

@@ -131,9 +131,9 @@ TYPE_NAMES = {
 def typed(name: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`, made from what JSON or YAML has.
 
-    A hint is bool, int, float, str, None, a sequence or a mapping of one, a dataclass, a TypedDict,
-    or one of several; a list may also be given as its only item, and with Any the value stays as it
-    is. Raises Unreadable.
+    A hint is bool, int, float, str, None, a sequence or a mapping of one, a tuple, a dataclass, a
+    TypedDict, or one of several; a list may also be given as its only item, and with Any the value
+    stays as it is. Raises Unreadable.
     """
     kinds = alternatives(hint)
     for kind in kinds:
@@ -146,7 +146,11 @@ def typed(name: str, value: Any, hint: Any) -> Any:
                 return [inner[0](item) for item in items]
         elif origin in (tuple, Sequence):
             if isinstance(value, list | tuple):
-                return tuple(typed(f"{name}[{i}]", item, inner[0]) for i, item in enumerate(value))
+                alike = inner[1:] in ((), (...,))
+                hints = inner[:1] * len(value) if alike else inner
+                if len(hints) == len(value):
+                    pairs = zip(value, hints, strict=True)
+                    return tuple(typed(f"{name}[{i}]", *pair) for i, pair in enumerate(pairs))
         elif origin is not None and issubclass(origin, Mapping):
             if isinstance(value, dict):
                 return {key: typed(f"{name}.{key:.40}", value[key], inner[1]) for key in value}

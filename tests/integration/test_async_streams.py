@@ -20,7 +20,7 @@ from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import Forgotten
-from pipespec.errors import ControllerError, Unreachable
+from pipespec.errors import Unreachable
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon
 
@@ -92,19 +92,6 @@ def test_dropped_and_held_requests_are_not_read(
     run(server.url, namespace, story)
 
 
-@pytest.mark.usefixtures("head")
-def test_a_cancelled_request_ends(server: EmbeddedRedis, namespace: str) -> None:
-    async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
-        request = await log.enqueue(**ASKED)
-        await streams.add(request)
-        await log.cancel(request)
-        assert await streams.next(LONG_S) == [(request, Finished("cancelled"))]
-        with pytest.raises(ControllerError, match="request 99 is not in the log"):
-            await log.cancel(99)
-
-    run(server.url, namespace, story)
-
-
 def test_following_continues_after_a_restart_and_names_lost_requests(namespace: str) -> None:
     with EmbeddedRedis(port=0) as server:
 
@@ -138,20 +125,6 @@ def test_following_continues_after_a_restart_and_names_lost_requests(namespace: 
                 await streams.next(LONG_S)
 
         run(server.url, namespace, story)
-
-
-def test_a_redis_that_stays_away_raises_unreachable_after_the_patience(namespace: str) -> None:
-    with EmbeddedRedis() as server:
-        url = server.url
-
-    async def story() -> None:
-        async with listening(url, namespace, patience=0.2) as (log, _):
-            began = time.monotonic()
-            with pytest.raises(Unreachable):
-                await log.enqueue(**ASKED)
-            assert 0.2 <= time.monotonic() - began < LONG_S / 2
-
-    asyncio.run(story())
 
 
 def test_a_call_cancelled_halfway_does_not_disturb_the_next(

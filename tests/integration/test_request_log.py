@@ -512,6 +512,7 @@ def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
         lambda: head.request(99),
         lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
+        lambda: head.cancel(99),
     ):
         with pytest.raises(ControllerError, match="equest 99 is not in the log"):
             perform(head, call)

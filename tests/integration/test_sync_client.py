@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -12,9 +11,8 @@ from pipespec.client.sync_client import Answers, Client
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.redis_connection import RedisConnection
-from pipespec.errors import RankFailed, Unreachable
-from tests.helpers.log import accept, head_of
+from pipespec.errors import RankFailed
+from tests.helpers.log import accept
 from tools.rig.log import client_of
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
@@ -81,20 +79,6 @@ def test_a_request_that_has_finished_is_followed_no_more(
     assert ended == [(ids[0], Finished("length")), (ids[2], Finished("length"))]
 
 
-def test_a_request_that_is_followed_late_is_read_from_its_start(
-    head: Controller, answers: Answers
-) -> None:
-    request = head.enqueue(**ASKED)
-    accept(head, request, 3, [10, 11])
-    head.finish(request, "stop")
-    head.tokens(request)
-    answers.add(request)
-    assert received(answers, 2) == [
-        (request, Accepted(3, (10, 11))),
-        (request, Finished("stop")),
-    ]
-
-
 def test_the_whole_timeout_is_waited_also_for_no_request(
     head: Controller, answers: Answers
 ) -> None:
@@ -116,51 +100,3 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
         with pytest.raises(RankFailed, match="ended before the request was finished"):
             unknown.next(LONG_S)
     assert answers.next(LONG_S) == [(known, Finished("stop"))]
-
-
-def test_following_continues_after_a_restart_and_no_event_comes_twice(namespace: str) -> None:
-    with EmbeddedRedis(port=0) as server:
-        with head_of(server, namespace) as head:
-            ids = [head.enqueue(**ASKED) for _ in range(3)]
-            for request in ids:
-                accept(head, request, 3, [request])
-            head.tokens(ids[0])
-        with client_of(server.url, namespace) as client, client.follow() as answers:
-            for request in ids:
-                answers.add(request)
-            assert sorted(received(answers, 3)) == [
-                (request, Accepted(3, (request,))) for request in ids
-            ]
-            server.restart()
-            with head_of(server, namespace) as head:
-                accept(head, ids[1], 3, [ids[1], 8, 9])  # decoded again
-                for request in ids:
-                    head.finish(request, "length")
-            found = received(answers, 4)
-            assert len(answers) == 0
-            assert [event for request, event in found if request == ids[1]] == [
-                Accepted(4, (8, 9)),
-                Finished("length"),
-            ]
-            RedisConnection(server.url).call("FLUSHALL")
-            answers.add(ids[0])
-            with pytest.raises(RankFailed, match="ended before the request was finished"):
-                answers.next(LONG_S)
-
-
-def test_a_redis_that_stays_away_raises_unreachable_after_the_patience(namespace: str) -> None:
-    with ExitStack() as ending:
-        server = ending.enter_context(EmbeddedRedis())
-        with head_of(server, namespace) as head:
-            request = head.enqueue(**ASKED)
-        with (
-            client_of(server.url, namespace, patience=0.2) as client,
-            client.follow() as answers,
-        ):
-            answers.add(request)
-            assert answers.next(0.01) == []
-            began = time.monotonic()
-            ending.close()
-            with pytest.raises(Unreachable):
-                answers.next(LONG_S)
-            assert 0.2 <= time.monotonic() - began < 5
