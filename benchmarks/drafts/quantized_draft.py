@@ -25,7 +25,7 @@ from benchmarks.common import experiment, run_options
 from benchmarks.common.demo_pair import Pair
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
 from pipespec.engine.model_slice import ModelSlice
 from tools import inflate
 from tools.rig.packing import KINDS, pack

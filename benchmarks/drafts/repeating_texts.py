@@ -22,7 +22,7 @@ from benchmarks.common import experiment
 from benchmarks.common.run_options import TARGET
 from benchmarks.drafts.ngram import NGramProposer
 from benchmarks.drafts.replay import REPETITIVE_PROMPTS, Replay, Replayed
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.proposers.proposer import Proposer
 from pipespec.head.proposers.suffix import SuffixConfig

@@ -30,7 +30,7 @@ from pipespec.cluster.deployment import Deployment, decide
 from pipespec.config.compose import compose
 from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.engine.slice_tensors import LAYER
+from pipespec.engine.checkpoint.slice_tensors import LAYER
 from pipespec.stats import Report
 from tools.inflate import read_config
 

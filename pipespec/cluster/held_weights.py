@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
-from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
 from pipespec.system.sizes import size_text
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.core import NUM_COLUMNS
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
 from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.recurrence.state_sizes import fixed_entries

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
 from pipespec.engine.checkpoint_parts.blueprint import (
     Blueprint,
     folder_of_checkpoint,
@@ -20,7 +21,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     ranges_of,
     read_repository,
 )
-from pipespec.engine.formats.gguf import is_gguf
 from pipespec.errors import ModelError
 
 

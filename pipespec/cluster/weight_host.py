@@ -47,6 +47,8 @@ from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
 from pipespec.cluster.weight_plan import HUB
 from pipespec.cluster.weight_sources import Channel, Direct, DirectHost, DirectHub, RelayedSource
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.partial_checkpoint import missing, tensors_by_file
 from pipespec.engine.checkpoint_parts.blueprint import (
     Blueprint,
     folder_name,
@@ -59,8 +61,6 @@ from pipespec.engine.checkpoint_parts.folder_lock import RunLock
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.checkpoint_parts.ranges import RangeSet
 from pipespec.engine.checkpoint_parts.repository import SharedName, parts_cache, ranges_of
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.partial_checkpoint import missing, tensors_by_file
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 from pipespec.system.versions import own_version

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.checkpoint.formats.gguf import is_int4
+from pipespec.engine.checkpoint.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
+from pipespec.engine.checkpoint.formats.groups import GroupedWeights
+from pipespec.engine.checkpoint.formats.mxfp4 import Fp4Weights
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.fill_in_parts import require_shape, row_parts
-from pipespec.engine.formats.gguf import is_int4
-from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
-from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.formats.mxfp4 import Fp4Weights
 from pipespec.engine.int4 import Int4Linear
 
 # Bits of codes of so many bits in the lower plane; the others are in the upper one.

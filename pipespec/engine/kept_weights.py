@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from pipespec.engine.block_linear import BlockLinear
+from pipespec.engine.checkpoint.formats.fp4 import NVFP4
+from pipespec.engine.checkpoint.formats.fp8 import FP8
+from pipespec.engine.checkpoint.formats.groups import GROUPED_KIND
+from pipespec.engine.checkpoint.formats.lazy import Part
+from pipespec.engine.checkpoint.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.fill_in_parts import row_parts
-from pipespec.engine.formats.fp4 import NVFP4
-from pipespec.engine.formats.fp8 import FP8
-from pipespec.engine.formats.groups import GROUPED_KIND
-from pipespec.engine.formats.lazy import Part
-from pipespec.engine.formats.mxfp4 import MXFP4
-from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
-from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
@@ -35,7 +35,7 @@ from pipespec.system import heap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from pipespec.engine.formats.packed_checkpoint import StoredWeights
+    from pipespec.engine.checkpoint.formats.packed_checkpoint import StoredWeights
 
 # The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02

@@ -15,17 +15,18 @@ from torch import nn
 from pipespec.engine import block_linear, kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
+from pipespec.engine.checkpoint.formats import gguf, packed_checkpoint
+from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
+from pipespec.engine.checkpoint.model_config import FOREIGN, LONGEST_REASON, load_config
+from pipespec.engine.checkpoint.partial_checkpoint import loadable, require_parts
+from pipespec.engine.checkpoint.quantization import QUANTIZATIONS, loading_options, stored_packing
+from pipespec.engine.checkpoint.safetensors_headers import CONFIG, Tensor, read_json
+from pipespec.engine.checkpoint.slice_tensors import LAYER, parts_of
+from pipespec.engine.checkpoint.text_part import is_multimodal
 from pipespec.engine.expert_stack import MakeLayer
-from pipespec.engine.formats import gguf, packed_checkpoint
-from pipespec.engine.formats.lazy import LazyTensor, Part
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.linear import GgmlLinear
-from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
-from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import QUANTIZATIONS, loading_options, stored_packing
-from pipespec.engine.safetensors_headers import CONFIG, Tensor, read_json
-from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import (
     TPGroup,
@@ -33,7 +34,6 @@ from pipespec.engine.tensor_parallel import (
     drop_repeated_biases,
     require_divisible,
 )
-from pipespec.engine.text_part import is_multimodal
 from pipespec.engine.tp_shares import units_of
 from pipespec.engine.tp_state import Member
 from pipespec.errors import ModelError

@@ -8,11 +8,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.formats import gguf
-from pipespec.engine.quantization import stored_packing
-from pipespec.engine.safetensors_headers import CONFIG, read_json
-from pipespec.engine.slice_tensors import LAYER
-from pipespec.engine.text_part import text_config
+from pipespec.engine.checkpoint.formats import gguf
+from pipespec.engine.checkpoint.quantization import stored_packing
+from pipespec.engine.checkpoint.safetensors_headers import CONFIG, read_json
+from pipespec.engine.checkpoint.slice_tensors import LAYER
+from pipespec.engine.checkpoint.text_part import text_config
 from pipespec.engine.tp_cuts import WHOLE_UNITS, CutUnits
 from pipespec.system.result_cache import cached_call
 
@@ -66,7 +66,7 @@ def _count(path: Path, members: int, units: CutUnits) -> TPShares:
     import torch
 
     from pipespec.engine import loading
-    from pipespec.engine.model_config import load_config
+    from pipespec.engine.checkpoint.model_config import load_config
     from pipespec.engine.slicing import num_layers_of, sliced_class
     from pipespec.engine.tensor_parallel import num_kv_heads, plan_cuts
 

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub import constants
 from transformers import AutoTokenizer
 
-from pipespec.engine.cached_models import cached_models
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.cached_models import cached_models
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
 from pipespec.instruments.model_choice.choose_for_hosts import choose_settings
 from pipespec.system.folders import resource_dir

@@ -27,7 +27,7 @@ from benchmarks.server import added_latency, clients
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import CANCELLED, Accepted, Finished
 from pipespec.core import SamplingParams, Verdict
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.runner import SliceRunner
 from pipespec.instruments.bench.figures import BenchResult, RequestResult
 from pipespec.instruments.emulation.machine import EmulatedMachine

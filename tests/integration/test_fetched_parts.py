@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.partial_checkpoint import tensors_by_file
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts import fetching, hub_client
 from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
 from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
@@ -30,8 +32,6 @@ from pipespec.engine.checkpoint_parts.parts_file import PartsFile
 from pipespec.engine.checkpoint_parts.ranges import RangeSet
 from pipespec.engine.checkpoint_parts.repository import NUM_CONNECTIONS, ranges_of, read_repository
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.partial_checkpoint import tensors_by_file
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ModelError
 from tests.helpers.hub import COMMIT, Fault, Hub, serving
 from tests.helpers.models import NUM_LAYERS, build
@@ -338,11 +338,11 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
 
 FETCH = """
 import sys
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
 from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
-from pipespec.engine.slice_tensors import parts_of
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 path = inspect("org/model").path
 print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
 """
@@ -389,12 +389,12 @@ def test_a_fetch_that_is_killed_at_any_moment_goes_on(
 
 MEASURED = """
 import resource, sys
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint_parts.fetching import HubSource, check_whole, fetch
 from pipespec.engine.checkpoint_parts.from_hub import fetch_parts
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.checkpoint_parts.repository import folder_of
-from pipespec.engine.model_path import resolve
+from pipespec.engine.checkpoint.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from pipespec.engine.attention.select import SDPA
-from pipespec.engine.formats.fp8 import FP8
-from pipespec.engine.formats.gguf import GGUF
-from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.fp8 import FP8
+from pipespec.engine.checkpoint.formats.gguf import GGUF
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.precision import KV_FP8, KV_INT8

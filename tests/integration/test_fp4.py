@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.fp4 import NVFP4
+from pipespec.engine.checkpoint.formats.fp4 import NVFP4
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import build, logits, weights

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from pipespec.cluster import memory
 from pipespec.cluster.held_weights import expanded, summary
 from pipespec.config.choices import options
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import build

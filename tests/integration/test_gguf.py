@@ -23,11 +23,11 @@ from pipespec.client.model_info import full_name
 from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine import tokenizer
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.cached_models import cached_models
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF, tensor_places
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.cached_models import cached_models
+from pipespec.engine.checkpoint.formats.gguf import GGUF, tensor_places
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError

@@ -25,8 +25,8 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.block_linear import BlockLinear
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed

@@ -29,10 +29,10 @@ from pipespec.cluster.host_weights import on_this_host
 from pipespec.cluster.rank_components import load_model as build_rank
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.quantization import METHODS, QUANTIZATIONS
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.matrix import some_of
@@ -230,7 +230,7 @@ def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
-from pipespec.engine.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.formats.mxfp4 import MXFP4
 from pipespec.engine.model_slice import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,

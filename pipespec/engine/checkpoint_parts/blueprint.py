@@ -12,6 +12,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_parts import parts_of
+from pipespec.engine.checkpoint.safetensors_headers import WEIGHTS, read_index
 from pipespec.engine.checkpoint_parts.hub_client import MOST_FILE_BYTES, HubFile
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.checkpoint_parts.repository import (
@@ -27,9 +30,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     unlink_if_dangling,
     write_repository,
 )
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import parts_of
-from pipespec.engine.safetensors_headers import WEIGHTS, read_index
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.validation import Unreadable, read_bytes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, tensors_by_file
 from pipespec.engine.checkpoint_parts.fetching import HubSource, OnProgress, check_whole, fetch
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.checkpoint_parts.repository import read_repository
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.partial_checkpoint import clause, missing, tensors_by_file
 from pipespec.errors import ModelError
 
 

@@ -23,19 +23,19 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revision
-from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
-from pipespec.engine.checkpoint_parts.ranges import Range
-from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf_file import header_ends
-from pipespec.engine.formats.gguf_parts import part_names
-from pipespec.engine.safetensors_headers import (
+from pipespec.engine.checkpoint.formats import gguf
+from pipespec.engine.checkpoint.formats.gguf_file import header_ends
+from pipespec.engine.checkpoint.formats.gguf_parts import part_names
+from pipespec.engine.checkpoint.safetensors_headers import (
     INDEX,
     WEIGHTS,
     header_length,
     tensor_ranges,
     weight_map,
 )
+from pipespec.engine.checkpoint_parts.hub_client import HubClient, HubFile, Revision
+from pipespec.engine.checkpoint_parts.parts_file import RECORDS, PartsFile, reported
+from pipespec.engine.checkpoint_parts.ranges import Range
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.folders import cache_folder

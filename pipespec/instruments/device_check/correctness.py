@@ -9,9 +9,9 @@ import torch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.checkpoint.formats.groups import GroupedWeights
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
 from pipespec.engine.kept_weights import layer_for, self_test_error
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.device_check.models import SMALL, small_slice

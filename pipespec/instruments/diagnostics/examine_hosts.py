@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from pipespec.config.hosts import HostsFile
-from pipespec.engine.model_path import can_be_fetched
+from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models

@@ -16,20 +16,20 @@ from pathlib import Path
 
 from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
-from pipespec.engine.checkpoint_parts.parts_file import is_partial
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import parts_of
-from pipespec.engine.model_path import known_model
-from pipespec.engine.partial_checkpoint import missing
-from pipespec.engine.safetensors_headers import (
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_parts import parts_of
+from pipespec.engine.checkpoint.model_path import known_model
+from pipespec.engine.checkpoint.partial_checkpoint import missing
+from pipespec.engine.checkpoint.safetensors_headers import (
     CONFIG,
     INDEX,
     WEIGHTS,
     tensor_ranges,
     weight_map,
 )
-from pipespec.engine.slice_tensors import OUTPUT_HEADS, part_of
-from pipespec.engine.text_part import text_config, text_names
+from pipespec.engine.checkpoint.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.checkpoint.text_part import text_config, text_names
+from pipespec.engine.checkpoint_parts.parts_file import is_partial
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.machine_check import attention_faults
 from pipespec.system.devices import num_cuda

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import floor, log10
 
-from pipespec.engine import tokenizer
-from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.quantization import QUANTIZATIONS
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.checkpoint.quantization import QUANTIZATIONS
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError
 

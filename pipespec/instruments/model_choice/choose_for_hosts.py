@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pipespec.config.compose import compose_sections
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import masked
-from pipespec.engine.cached_models import cached_models
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.cached_models import cached_models
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint_parts.hub_client import Unavailable
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.model_choice.candidates import Candidate

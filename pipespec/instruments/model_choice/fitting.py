@@ -10,7 +10,7 @@ from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL, HostsFile, load_hosts
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
 from pipespec.errors import ConfigError
 from pipespec.instruments.model_choice.host_memory import Memory
 from pipespec.placement.measurements import RUNTIME_BYTES, unmeasured

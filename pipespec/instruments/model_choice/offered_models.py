@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint_parts.hub_client import HubClient, Unavailable
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.model_choice.candidates import Candidate

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.model_config import read_config
-from pipespec.engine.safetensors_headers import CONFIG
-from pipespec.engine.text_part import text_config
+from pipespec.engine.checkpoint.model_config import read_config
+from pipespec.engine.checkpoint.safetensors_headers import CONFIG
+from pipespec.engine.checkpoint.text_part import text_config
 from pipespec.engine.tp_divisibility import require_tp_divisible
 from pipespec.engine.tp_shares import tp_shares
 from pipespec.instruments.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, raw_config

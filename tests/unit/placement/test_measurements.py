@@ -7,8 +7,8 @@ import pytest
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.checkpoint.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.recurrence.state_sizes import RecurrentSizes
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.errors import ConfigError
 from pipespec.instruments.model_choice.candidates import Candidate
 from pipespec.instruments.model_choice.choose_models import Choice, Chooser
