@@ -211,7 +211,8 @@ def weight_bytes(
     held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
-    mapped = whole and held is None and info.dequantized_from is None and sizes == info.stored
+    plain = held is None and info.storage.dequantized_from is None
+    mapped = whole and plain and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
     return held_bytes(deployment, info, layers, members, member)

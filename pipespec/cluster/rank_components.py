@@ -235,7 +235,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
     return [
         package_version("pipespec"),
         *(torch.__version__, platform.node(), processors, os.environ.get("OMP_NUM_THREADS")),
-        [[name, str(info.path), info.quantization] for name, info in deployment.models],
+        [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
         *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),

@@ -203,7 +203,7 @@ def test_a_rank_says_what_it_holds_and_what_is_expanded(fp8):
 def test_layers_that_are_left_unquantised_stay_as_they_are(fp8):
     path, _ = fp8("autofp8", skip="layers.1.")
     info = inspect(path)
-    assert info.kept_layers[1].weights == 0 < info.kept_layers[0].weights
+    assert info.storage.kept_layers[1].weights == 0 < info.storage.kept_layers[0].weights
     logits(path, PROMPT, 2, dtype=torch.bfloat16, quantization=FP8)
 
 

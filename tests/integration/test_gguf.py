@@ -26,12 +26,12 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.cached_models import cached_models
-from pipespec.engine.checkpoint.formats.gguf import GGUF, tensor_places
+from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.checkpoint.formats.gguf import GGUF, GgufFiles
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
 from tests.helpers import llama_cpp
 from tests.helpers.matrix import some_of
@@ -377,7 +377,7 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
 
     path = write(source, tmp_path / "mixed.gguf", kind, type_of)
     info = inspect(path)
-    assert 0 < info.kept_layers[1].weights < info.kept_layers[0].weights
+    assert 0 < info.storage.kept_layers[1].weights < info.storage.kept_layers[0].weights
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
@@ -546,7 +546,7 @@ def test_a_checkpoint_of_several_files_is_that_of_one(files, tmp_path):
     first = write(source, alone / "m.gguf", "llama", type_of, per_file=5)
     assert {inspect(each).path for each in alone.iterdir()} == {first}
     assert replace(inspect(first), path=one) == inspect(one)
-    places, in_one = tensor_places(first), tensor_places(one)
+    places, in_one = (GgufFiles(each).places.tensors for each in (first, one))
     for name, place in places.items():
         kept = place.file.read_bytes()[place.start : place.stop]
         other = in_one[name]
@@ -608,7 +608,7 @@ def test_hosts_compare_files(demo, tmp_path):
 
 def test_a_folder_of_that_name_is_a_folder(tmp_path):
     path = build("llama", tmp_path / "model.gguf")
-    assert inspect(path).dequantized_from is None
+    assert inspect(path).storage.dequantized_from is None
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from pipespec.engine.checkpoint.formats.fp4 import NVFP4
+from pipespec.engine.checkpoint.formats.fp4 import MXFP4, NVFP4
 from pipespec.engine.checkpoint.formats.fp8 import FP8
 from pipespec.engine.checkpoint.formats.gguf import GGUF
-from pipespec.engine.checkpoint.formats.mxfp4 import MXFP4
 from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
 from pipespec.engine.checkpoint.inspection import inspect
 from tests.helpers.models import build

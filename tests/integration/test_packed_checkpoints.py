@@ -90,7 +90,7 @@ def test_layers_that_are_left_unquantised_stay_as_they_are(packed):
     path, plain = packed("awq", skip="layers.1.")
     found, expected = (weights(each, range(4), dtype=torch.float32) for each in (path, plain))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kept = inspect(path).kept_layers
+    kept = inspect(path).storage.kept_layers
     assert kept[1].weights == 0 < kept[0].weights
 
 

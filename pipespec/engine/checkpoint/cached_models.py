@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.formats.gguf import is_gguf
 from pipespec.engine.checkpoint.formats.gguf_parts import first_part, parts_of
-from pipespec.engine.checkpoint.partial_checkpoint import index_is_met
+from pipespec.engine.checkpoint.formats.safetensors_folder import is_whole
 from pipespec.engine.checkpoint_parts.cache_listing import entries
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
 from pipespec.engine.checkpoint_parts.repository import MAIN, ranges_of, read_repository
@@ -68,7 +68,7 @@ def _of_hub() -> Iterator[CachedModel]:
 
 def _in_folder(name: str, folder: Path) -> Iterator[CachedModel]:
     """The safetensors checkpoint of a repository, if its files are here, and its GGUF files."""
-    if (folder / "config.json").is_file() and index_is_met(folder):
+    if (folder / "config.json").is_file() and is_whole(folder):
         yield CachedModel(name, folder, whole=True)
     for file, whole in _ggufs(sorted(folder.iterdir())):
         if whole:

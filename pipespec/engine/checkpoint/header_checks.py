@@ -2,7 +2,7 @@
 
 The checks take milliseconds and import neither torch nor Transformers, so that common faults are
 reported at once. They hold for every supported architecture, and skip tensors with unusual names.
-`loading.check_fit` checks all tensors, with the model's own class.
+`building.check_fit` checks all tensors, with the model's own class.
 """
 
 from __future__ import annotations

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.architectures import WRAPPERS, count_field
-from pipespec.engine.checkpoint.formats import gguf
-from pipespec.engine.checkpoint.safetensors_headers import Tensor, read_json
+from pipespec.engine.architectures import count_field
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN
 from pipespec.engine.recurrence.state_sizes import (
     RecurrentSizes,
     layers_with_kv,
@@ -22,11 +21,8 @@ from pipespec.engine.tp_divisibility import has_plan
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.result_cache import cached_call
-from pipespec.system.validation import Unreadable, shown, typed
+from pipespec.system.validation import shown
 
-# Characters of another library's message in an error message.
-LONGEST_REASON = 400
-FOREIGN = "correct it, or fetch the checkpoint again"
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -57,25 +53,38 @@ _GROWING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
-class StoredConfig:
-    """The fields of a model's config that we need, with the defaults of its class in Transformers.
+class ModelFacts:
+    """Facts of a model's config, with the defaults of its class in Transformers.
 
-    `eos` is `eos_token_id` as it is; see `CheckpointInfo` for the rest.
+    Attributes:
+        context: tokens of the longest sequence.
+        kv_size: numbers that K and V of one token have in one layer.
+        kv_heads: KV heads of a layer.
+        has_kv, has_state: which layers hold K and V, and which keep a running state; empty: all
+            hold K and V, none keeps a state.
+        recurrent: what a layer with a running state keeps; None: there is none.
+        tied: the embedding is the output head too.
+        has_tp_plan: Transformers has a tensor-parallel plan for the architecture.
+        tp_plan_splits_kv: that plan divides the KV heads.
     """
-
-    heads: int
-    kv_heads: int
-    has_tp_plan: bool
-    tp_plan_splits_kv: bool
 
     num_layers: int
     hidden_size: int
     context: int
     kv_size: int
+    kv_heads: int
     has_kv: tuple[bool, ...]
     has_state: tuple[bool, ...]
     recurrent: RecurrentSizes | None
     tied: bool
+    has_tp_plan: bool
+    tp_plan_splits_kv: bool
+
+
+@dataclass(frozen=True)
+class StoredConfig(ModelFacts):
+    """The same with `eos_token_id` as it is."""
+
     eos: int | list[int] | None
 
 
@@ -86,98 +95,25 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
 
 
 def _by_transformers(path: Path) -> StoredConfig:
-    config = load_config(path)
+    config = Checkpoint(path).files.config()
     heads = max(layer.num_attention_heads for layer in _layers(config))
     plan = config.base_model_tp_plan or {}
     return StoredConfig(
-        heads,
-        max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
-        has_plan(config),
-        any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()),
-        getattr(config, count_field(config.model_type)),
-        config.hidden_size,
-        _context(config),
-        _kv_size(config),
-        layers_with_kv(config),
-        layers_with_state(config),
-        recurrent_sizes(config),
-        bool(config.tie_word_embeddings),
-        getattr(config, "eos_token_id", None),
+        num_layers=getattr(config, count_field(config.model_type)),
+        hidden_size=config.hidden_size,
+        context=_context(config),
+        kv_size=_kv_size(config),
+        kv_heads=max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
+        has_kv=layers_with_kv(config),
+        has_state=layers_with_state(config),
+        recurrent=recurrent_sizes(config),
+        tied=bool(config.tie_word_embeddings),
+        eos=getattr(config, "eos_token_id", None),
+        has_tp_plan=has_plan(config),
+        tp_plan_splits_kv=any(
+            name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()
+        ),
     )
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The cached result of `loading.check_fit`: how many tensors the model leaves out."""
-
-    left_out: int
-
-
-def require_fit(
-    path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], *, strict: bool
-) -> None:
-    """Raise ModelError unless the model's own class accepts plain weights with these headers
-    (`loading.check_fit`). Success is cached, like the config."""
-    described = sorted((name, each.shape, each.dtype) for name, each in tensors.items())
-    depends = {
-        "config": raw,
-        "headers": hashlib.sha256(repr(described).encode()).hexdigest(),
-        "strict": strict,
-        "transformers": importlib.metadata.version("transformers"),
-    }
-
-    def make() -> Fit:
-        from pipespec.engine import loading  # torch and Transformers
-
-        return Fit(loading.check_fit(path, tensors, strict=strict))
-
-    cached_call("fits", Fit, depends, make)
-
-
-def load_config(path: Path) -> Any:
-    """The config of a checkpoint, or of its text part, as Transformers reads it. Raises
-    ModelError."""
-    if gguf.is_gguf(path):
-        return gguf.load_config(path)
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # model code may raise anything for invalid values
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-        raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {FOREIGN}") from error
-    config = _text_config(config)
-    _require_layers(path, config)
-    return config
-
-
-def _text_config(whole: Any) -> Any:
-    """The config of the text part of a multimodal model; that of another model is itself."""
-    if whole.model_type not in WRAPPERS:
-        return whole
-    config = whole.text_config
-    config.tie_word_embeddings = whole.tie_word_embeddings
-    config.name_or_path = whole.name_or_path
-    for name in ("dtype", "eos_token_id", "quantization_config"):
-        if getattr(config, name, None) is None and getattr(whole, name, None) is not None:
-            setattr(config, name, getattr(whole, name))
-    return config
-
-
-def _require_layers(path: Path, config: Any) -> None:
-    """Raise ModelError if layers of a supported architecture are of a kind that is not."""
-    wrong = None
-    if getattr(config, "hidden_size_per_layer_input", None):
-        wrong = "reads embeddings of the tokens in every layer (hidden_size_per_layer_input)"
-    elif getattr(config, "num_kv_shared_layers", None):
-        wrong = "has layers that attend to K and V of other layers (num_kv_shared_layers)"
-    elif getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        wrong = "attends to later tokens (use_bidirectional_attention)"
-    if wrong is not None:
-        raise ModelError(
-            f"{path} {wrong}, which a pipeline of slices cannot compute; take a checkpoint of "
-            f"{config.model_type} without it"
-        )
 
 
 def check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
@@ -268,19 +204,3 @@ def _context(config: Any) -> int:
         original = original or getattr(config, "original_max_position_embeddings", None)
         context = min(context, int(original or context))
     return context
-
-
-def read_eos(path: Path, stored: Any) -> tuple[int, ...]:
-    """The token ids that end a text, given the `eos_token_id` of the config. Raises ModelError."""
-    if gguf.is_gguf(path):
-        return tuple(gguf.header(path).eos)
-    generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        eos = stored
-    if eos is None:
-        return ()
-    try:
-        return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
-    except Unreadable as error:
-        raise ModelError(f"{path}: {error}; {FOREIGN}") from error

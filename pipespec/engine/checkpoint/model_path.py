@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from pipespec.engine.checkpoint.formats.gguf import is_gguf, require_tokenizer
 from pipespec.engine.checkpoint.formats.gguf_parts import first_part, part_names, parts_of
-from pipespec.engine.checkpoint.partial_checkpoint import index_is_met
+from pipespec.engine.checkpoint.formats.safetensors_folder import is_whole
 from pipespec.engine.checkpoint_parts import repository
 from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
+# NAME, ORG/NAME, or a file as ORG/NAME/FILE.gguf.
+_ON_HUB = re.compile(r"(?!\.{1,2}$)([\w.-]+(?:/[\w.-]+)?)|([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
 def resolve(model: str | Path) -> Path:
@@ -35,11 +34,15 @@ def resolve(model: str | Path) -> Path:
         raise ModelError(
             f"{path} is a file; give the folder that holds config.json, or a GGUF file"
         )
-    if isinstance(model, str) and (found := _HUB_GGUF.fullmatch(model)):
-        return _on_hub(found[1], found[2])
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
+    if (named := _hub_name(model)) is None:
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
-    return _on_hub(model)
+    return _on_hub(*named)
+
+
+def _hub_name(model: str | Path) -> tuple[str, str | None] | None:
+    """The repository of the hub, and the GGUF file in it, that a model may be called by."""
+    found = None if isinstance(model, Path) else _ON_HUB.fullmatch(model)
+    return None if found is None else (found[1] or found[2], found[3])
 
 
 def refuse_unread(model: str | Path) -> None:
@@ -56,17 +59,14 @@ def can_be_fetched(model: str) -> bool:
     if os.path.lexists(path):
         if is_gguf(path):
             return all(part.is_file() for part in parts_of(path))
-        return index_is_met(path)
-    return _HUB_ID.fullmatch(model) is not None or _HUB_GGUF.fullmatch(model) is not None
+        return is_whole(path)
+    return _hub_name(model) is not None
 
 
 def known_model(model: str) -> Path | None:
     """The checkpoint of a hub id that is here, whole or in parts; nothing is fetched."""
-    found = _HUB_GGUF.fullmatch(model)
-    hub_id, file = (found[1], found[2]) if found else (model, None)
-    if found is None and (not _HUB_ID.fullmatch(model) or model in (".", "..")):
-        return None
-    return _here(hub_id, file)
+    named = _hub_name(model)
+    return None if named is None else _here(*named)
 
 
 def resolve_config(model: str | Path) -> Path:
@@ -77,11 +77,20 @@ def resolve_config(model: str | Path) -> Path:
         return path / "config.json"
     if os.path.lexists(path):
         raise ModelError(f"{path} has no config.json; give the folder that holds it, or a hub id")
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
+    named = _hub_name(model)
+    if named is None or named[1] is not None:
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    return _from_hub(model, lambda: hf_hub_download(model, "config.json"))
+    try:
+        return Path(hf_hub_download(named[0], "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"there is no model folder {model!r} and the hub could not provide a model of that "
+            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
+            "network and your access"
+        ) from error
 
 
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
@@ -139,17 +148,4 @@ def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | 
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
-    return folder if index_is_met(folder) else None
-
-
-def _from_hub(hub_id: str, fetch: Callable[[], str]) -> Path:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(fetch())
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"there is no model folder {hub_id!r} and the hub could not provide a model of that "
-            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
-            "network and your access"
-        ) from error
+    return folder if is_whole(folder) else None

@@ -7,17 +7,17 @@ lossless: the text is that of the quantised model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.checkpoint.formats.fp4 import NVFP4, fp4_packing
+from pipespec.engine.checkpoint.formats.fp4 import MXFP4, NVFP4, Mxfp4Packing, fp4_packing
 from pipespec.engine.checkpoint.formats.fp8 import FBGEMM, FP8, fp8_packing
 from pipespec.engine.checkpoint.formats.gguf import GGUF
 from pipespec.engine.checkpoint.formats.gguf import PACKAGE as GGUF_PACKAGE
-from pipespec.engine.checkpoint.formats.mxfp4 import MXFP4, Mxfp4Packing
-from pipespec.engine.checkpoint.formats.packed_checkpoint import AnyPacking
+from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking
 from pipespec.engine.checkpoint.formats.packing import (
     AWQ,
     COMPRESSED,
@@ -115,24 +115,13 @@ def stored_method(path: Path, config: Any) -> str | None:
     return method
 
 
-def stored_packing(path: Path, config: Any) -> AnyPacking | None:
-    """How the files' matrices are packed or scaled, None if they are not, or if a package reads
-    them. Raises ModelError.
-
-    `config` is the `quantization_config` of config.json.
-    """
-    settings = config if isinstance(config, dict) else {}
-    if settings.get("quant_method") not in PACKED_METHODS:
-        return None
-    if settings["quant_method"] == MXFP4:
+def stored_packing(path: Path, settings: Mapping[str, Any]) -> MatrixPacking | None:
+    """How the files' matrices are packed or scaled, given the `quantization_config` of
+    config.json, by one of PACKED_METHODS; None: a package reads them. Raises ModelError."""
+    if settings.get("quant_method") == MXFP4:
         return Mxfp4Packing(path)
-    four_bits = fp4_packing(path, settings)
-    if four_bits is not None:
-        return four_bits
-    floats = fp8_packing(path, settings)
-    if floats is not None or is_whole(settings):
-        return floats
-    return packing(path, settings)
+    found = fp4_packing(path, settings) or fp8_packing(path, settings)
+    return found if found is not None or is_whole(settings) else packing(path, settings)
 
 
 def _activations(config: Any) -> str | None:
@@ -150,14 +139,13 @@ def loading_options(
     config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """The arguments of `from_pretrained` that quantise; packages are imported when needed."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and stored.get("quant_method") == COMPRESSED:
+    stored = getattr(config, "quantization_config", None) or {}
+    if stored.get("quant_method") == COMPRESSED:
         from transformers import CompressedTensorsConfig
 
         return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    if name is None:
+    if name not in QUANTIZATIONS:
         return {}
-    assert name in QUANTIZATIONS
     if name == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,18 @@ class Tensor:
     shape: tuple[int, ...]
     num_bytes: int
     dtype: str  # as safetensors names it
+    file: Path | None = None
     stored_as: str = ""  # its name in the file
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """A tensor that is in no file."""
+        return cls(shape, math.prod(shape) * BITS[dtype] // 8, dtype)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Name, shape and size of every tensor in the files of a checkpoint folder. Raises
-    ModelError."""
-    return {name: each for held in shards(path).values() for name, each in held.items()}
-
-
-def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file that the folder holds; its index may name others. Raises
-    ModelError."""
+    """The header of every tensor in the files that a checkpoint folder holds; its index may name
+    others. Raises ModelError."""
     shard_of = stored_index(path)
     if shard_of is None:
         if not os.path.isfile(path / WEIGHTS):
@@ -63,42 +63,36 @@ def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
                 f"{path} holds no {WEIGHTS}; only safetensors checkpoints can be loaded, so "
                 "convert it with save_pretrained"
             )
-        held = _header(path / WEIGHTS)
-        return {path / WEIGHTS: _text_part(held, held)}
-    found: dict[Path, dict[str, Tensor]] = {}
-    for shard in sorted(set(shard_of.values())):
-        if os.path.isfile(path / shard):
-            found[path / shard] = _header(path / shard)
-    if not found:
+        return _text_part(_header(path / WEIGHTS))
+    files = [path / name for name in sorted(set(shard_of.values())) if os.path.isfile(path / name)]
+    if not files:
         raise ModelError(
             f"{path} holds none of the files that its {INDEX} names, such as "
             f"{min(shard_of.values(), default='any')}; put there those that hold its layers"
         )
-    for file, held in found.items():
+    found: dict[str, Tensor] = {}
+    for file in files:
+        held = _header(file)
         for name in held:
-            if path / shard_of.get(name, file.name) not in found:
+            if path / shard_of.get(name, file.name) not in files:
                 raise ModelError(
                     f"{path / INDEX} names {shard_of[name]} as the file of {shown(name)}, which is "
                     f"in {file.name}; fetch the index again"
                 )
-    here = {name for name, shard in shard_of.items() if path / shard in found}
-    absent = here - {name for held in found.values() for name in held}
+        found |= held
+    absent = {name for name, shard in shard_of.items() if path / shard in files} - found.keys()
     if absent:
         raise ModelError(
             f"{path / INDEX} names {len(absent)} tensors that no shard holds, for example "
             f"{min(absent)}; fetch the checkpoint again"
         )
-    return {file: _text_part(held, shard_of) for file, held in found.items()}
+    return _text_part(found, shard_of)
 
 
-def _text_part(held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of the text part, by their names in it; `names`: of all files."""
-    renamed = text_names({*names, *held})
-    return {
-        renamed[name]: replace(each, stored_as=name)
-        for name, each in held.items()
-        if name in renamed
-    }
+def _text_part(held: Mapping[str, Tensor], others: Iterable[str] = ()) -> dict[str, Tensor]:
+    """The tensors of the text part, by their names in it; `others`: those of all files."""
+    renamed = text_names({*others, *held})
+    return {renamed[name]: each for name, each in held.items() if name in renamed}
 
 
 def read_index(path: Path) -> dict[str, str] | None:
@@ -174,7 +168,7 @@ def _described(file: Path) -> dict[str, tuple[Tensor, tuple[int, int]]]:
             shape, dtype = tuple(entry["shape"]), entry["dtype"]
             if not _are_sizes(start, stop, *shape) or start > stop or not isinstance(dtype, str):
                 raise ValueError
-            tensors[name] = Tensor(shape, stop - start, dtype)
+            tensors[name] = Tensor(shape, stop - start, dtype, file, name)
             places.append((start, stop, name))
     except (Unreadable, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(file, "its header cannot be read") from error

@@ -15,24 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pipespec.engine.checkpoint.formats import gguf
-from pipespec.engine.checkpoint.formats.gguf_metadata import FOREIGN
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.stored import StoredFiles
 from pipespec.errors import ModelError
-from pipespec.system.result_cache import cached_call, digest
+from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable
 from pipespec.text import Tokenizer
 
-# Files with a tokenizer: the first one, or one of the others.
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
-# Other files that the resulting tokenizer depends on.
-SETTINGS_FILES = (
-    "config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template*.jinja",
-)
 # Characters of a library's message in an error message.
 LONGEST_REASON = 200
 
@@ -134,22 +123,21 @@ class BackendTokenizer:
 
 def load(path: Path) -> ChatTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
-    names = (*TOKENIZER_FILES, *SETTINGS_FILES)
+    files = Checkpoint(path).files
     try:
-        files = {file for name in names for file in path.glob(name) if file.is_file()}
         depends = {
-            "files": gguf.identity(path) if gguf.is_gguf(path) else digest(list(files)),
+            "files": files.tokenizer_state(),
             "transformers": importlib.metadata.version("transformers"),
             "tokenizers": importlib.metadata.version("tokenizers"),
         }
     except Unreadable as error:
-        _refuse(path, str(error))
+        raise files.tokenizer_refused(str(error)) from None
     found = cached_call(
-        "tokenizers", _CachedTokenizer, depends, lambda: _CachedTokenizer(_backend(path))
+        "tokenizers", _CachedTokenizer, depends, lambda: _CachedTokenizer(_backend(files))
     ).tokenizer
     if found is not None:
         return found
-    tokenizer: ChatTokenizer = _by_transformers(path)
+    tokenizer: ChatTokenizer = _checked(files)
     return tokenizer
 
 
@@ -160,12 +148,9 @@ class _CachedTokenizer:
     tokenizer: BackendTokenizer | None
 
 
-def _backend(path: Path) -> BackendTokenizer | None:
-    """The tokenizer in a GGUF file, or the backend that Transformers builds from a model's files;
-    None: it has none. Raises ModelError."""
-    if gguf.is_gguf(path):
-        return _of_gguf(path)
-    tokenizer = _by_transformers(path)
+def _backend(files: StoredFiles) -> BackendTokenizer | None:
+    """The backend of a tokenizer; None: it has none. Raises ModelError."""
+    tokenizer = _checked(files)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -176,41 +161,20 @@ def _backend(path: Path) -> BackendTokenizer | None:
     return BackendTokenizer(backend.to_str(), template, special)
 
 
-def _of_gguf(path: Path) -> BackendTokenizer:
+def _checked(files: StoredFiles) -> Any:
+    """The tokenizer, which has tokens that are not special. Raises ModelError."""
     try:
-        backend, template, special = gguf.load_tokenizer(path)
+        tokenizer = files.tokenizer()
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        _refuse(path, _reason(error))
-    if backend.get_vocab_size() <= len(special):
-        _refuse(path, "it has no tokens")
-    return BackendTokenizer(backend.to_str(), template, special)
-
-
-def _by_transformers(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        _refuse(path, _reason(error))
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        _refuse(path, "it has no tokens")
+        raise files.tokenizer_refused(_reason(error)) from None
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not set(backend.get_vocab()) - set(map(str, tokenizer.special_tokens_map.values())):
+        raise files.tokenizer_refused("it has no tokens")
     return tokenizer
 
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-
-
-def _refuse(path: Path, reason: str) -> NoReturn:
-    if gguf.is_gguf(path):
-        raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); {FOREIGN}") from None
-    if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
-        raise ModelError(
-            f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
-            f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
-        ) from None
-    raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); fetch it again") from None
 
 
 # --- chat templates ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Candidate:
     def quantized(self) -> bool:
         """Whether its files hold few bits."""
         info = self.info
-        return info.few_bits or bool(info.quantization or info.dequantized_from)
+        return info.few_bits or bool(info.storage.quantization or info.storage.dequantized_from)
 
 
 def formats(model: Candidate, *, on_cpu: bool) -> list[tuple[str, ...]]:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import DTYPES, WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import WEIGHT, Load, MatrixPacking
+from pipespec.engine.checkpoint.formats.matrix_packing import WEIGHT, MatrixPacking, StoredTensors
 from pipespec.engine.checkpoint.formats.packing import COMPRESSED
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
-from pipespec.engine.checkpoint.slice_tensors import LAYER
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
@@ -84,19 +83,10 @@ class Fp8Packing(MatrixPacking):
     block: tuple[int, int] | None
 
     suffix = WEIGHT
-
-    @property
-    def format(self) -> str:
-        """The format in which the matrices can stay in memory."""
-        return FP8
-
-    @property
-    def dense_dtype(self) -> str | None:
-        """The type of matrices once dequantised, as safetensors names it."""
-        return "F32"
+    format = kind = FP8
+    dense_dtype = "F32"
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the matrices."""
         return [
             name.removesuffix(WEIGHT)
             for name, each in tensors.items()
@@ -104,7 +94,6 @@ class Fp8Packing(MatrixPacking):
         ]
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
         shape = tensors[name + WEIGHT].shape
         try:
             self._blocks(name, shape, self._scales(name, tensors))
@@ -147,29 +136,25 @@ class Fp8Packing(MatrixPacking):
 
     @property
     def units(self) -> CutUnits:
-        """See `MatrixPacking`."""
         height, width = self.block or (1, 1)
         return CutUnits(height, math.lcm(width, 2))  # see `keeps`
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a matrix can stay in 8 bits."""
-        return len(shape) == 2 and shape[1] % 2 == 0 and LAYER.search(name) is not None
+        return len(shape) == 2 and shape[1] % 2 == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of a matrix that stays in 8 bits."""
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
 
-    def read(self, name: str, load: Load, part: Part = WHOLE) -> Fp8Weights:
-        """See `MatrixPacking`."""
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp8Weights:
         rows, columns = part
-        codes = load(name + WEIGHT, rows, columns)
-        of_scales = next(name + each for each in SCALES if load.shape(name + each) is not None)
-        whole, shape = load.shape(name + WEIGHT), load.shape(of_scales)
+        codes = files.read(name + WEIGHT, rows, columns)
+        of_scales = next(name + each for each in SCALES if files.shape(name + each) is not None)
+        whole, shape = files.shape(name + WEIGHT), files.shape(of_scales)
         assert whole is not None and shape is not None, "the headers contain them"
         height, width = self._blocks(name, whole, shape)
         blocks = (per(rows, height), per(columns, width))
-        scales = load(of_scales, *(blocks[: len(shape)] if math.prod(shape) > 1 else ()))
+        scales = files.read(of_scales, *(blocks[: len(shape)] if math.prod(shape) > 1 else ()))
         assert codes is not None and scales is not None, "the headers contain them"
         height, width = (min(pair) for pair in zip((height, width), codes.shape, strict=True))
         of_rows = -(-codes.shape[0] // height)

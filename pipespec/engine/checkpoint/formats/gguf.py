@@ -10,15 +10,16 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats import gguf_tokenizer
-from pipespec.engine.checkpoint.formats.gguf_file import GgufFile, TensorPlace
+from pipespec.engine.checkpoint.formats.gguf_file import GgufFile
 from pipespec.engine.checkpoint.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
@@ -38,10 +39,10 @@ from pipespec.engine.checkpoint.formats.gguf_tensors import (
 )
 from pipespec.engine.checkpoint.formats.lazy import STORED, WHOLE, LazyTensor, Part, part_shape, per
 from pipespec.engine.checkpoint.formats.matrix_packing import WEIGHT
-from pipespec.engine.checkpoint.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.checkpoint.formats.packing import INT4_OUT_MULTIPLE
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
-from pipespec.engine.checkpoint.slice_tensors import EMBEDDING_NAME, LAYER
+from pipespec.engine.checkpoint.slice_tensors import EMBEDDING_NAME, LAYER, needed, part_of
+from pipespec.engine.checkpoint.stored import KeptLayer, KeptMatrix, Storage
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.ggml.library import TYPES as GGML_TYPES
 from pipespec.engine.precision import name_of
@@ -53,7 +54,6 @@ if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
-    from tokenizers import Tokenizer
 
     from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
     from pipespec.engine.ggml.formats import GgmlWeights
@@ -123,14 +123,6 @@ class GgufHeader:
         """The type of each tensor, by its name in the file."""
         found: dict[str, str] = json.loads(self.types)
         return found
-
-    @property
-    def plain(self) -> dict[str, Tensor]:
-        """The headers of the weights once dequantised to float32."""
-        return {
-            name: Tensor(each.shape, 4 * math.prod(each.shape), "F32")
-            for name, each in self.stored.items()
-        }
 
     @cached_property
     def kept(self) -> dict[str, str]:
@@ -243,42 +235,111 @@ def _parts_here(path: Path) -> tuple[Path, ...]:
     return parts
 
 
-def units(path: Path) -> CutUnits:
-    """How many rows and columns of the matrices of the layers cannot be divided. Raises
-    ModelError."""
-    found, sizes = header(path), block_sizes(path)
-    from gguf import GGMLQuantizationType
+class GgufFiles:
+    """A GGUF file, or several, of which the path is that of the first; see `StoredFiles`."""
 
-    columns = {
-        sizes[GGMLQuantizationType[found.type_of[theirs]].value][0]
-        for name, each in found.stored.items()
-        if LAYER.search(name) and len(each.shape) > 1
-        for theirs in each.names
-    }
-    return CutUnits(INT4_OUT_MULTIPLE if found.kept else 1, math.lcm(*columns))
+    kept_format = GGUF
+    by_package = False
+    dtype = "F16"  # of a model whose config names none
 
+    def __init__(self, path: Path):
+        self.path = path
 
-def lazy_state(
-    path: Path, dtype: torch.dtype, kinds: Mapping[str, str], *, with_ggml: bool
-) -> tuple[dict[str, LazyTensor], dict[str, Callable[[Part], BlockWeights | GgmlWeights]]]:
-    """The tensors as a state dict; each is dequantised when it is read, to float32. Matrices of no
-    layer, which are the largest, become `dtype`; models may have some of a layer in float32.
+    @cached_property
+    def header(self) -> GgufHeader:
+        return header(self.path)
 
-    The second mapping reads the matrices named in `kinds`, of these types, or parts of them as
-    they are: `with_ggml` from the mapped file, else as copies.
-    """
-    import numpy as np
-    import torch
+    @cached_property
+    def places(self) -> GgufFile:
+        """Where each tensor is, and its numbers."""
+        return _reader(self.path)
 
-    found, reader, sizes = header(path), _reader(path), block_sizes(path)
-    heads = found.settings["num_attention_heads"]
-    of = {".attn_q.": heads, ".attn_k.": found.settings.get("num_key_value_heads") or heads}
+    @cached_property
+    def _sizes(self) -> dict[int, tuple[int, int]]:
+        return block_sizes(self.path)
 
-    def read(stored: Stored, theirs: str, part: Part) -> np.ndarray:
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        return self.header.settings
+
+    def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
+        stored = self.header.stored
+        names = stored if parts is None else needed(stored, parts)
+        return {name: Tensor.of(stored[name].shape, "F32") for name in names}
+
+    def storage(self) -> Storage:
+        found = self.header
+        return Storage(None, GGUF, found.kept_layers, GGUF, PACKAGE, found.ends)
+
+    def units(self) -> CutUnits:
+        from gguf import GGMLQuantizationType
+
+        columns = {
+            self._sizes[GGMLQuantizationType[self.header.type_of[theirs]].value][0]
+            for name, each in self.header.stored.items()
+            if LAYER.search(name) and len(each.shape) > 1
+            for theirs in each.names
+        }
+        return CutUnits(INT4_OUT_MULTIPLE if self.header.kept else 1, math.lcm(*columns))
+
+    def weight_files(self) -> tuple[Path, ...]:
+        return parts_of(self.path)
+
+    def names_by_file(self, parts: Collection[str]) -> dict[Path, dict[str, str]]:
+        stored, places = self.header.stored, self.places.tensors
+        found: dict[Path, dict[str, str]] = {}
+        for name in needed(stored, parts):
+            for number, in_file in enumerate(stored[name].names):
+                of_file = found.setdefault(places[in_file].file, {})
+                of_file[f"{name} ({in_file})" if number else name] = in_file
+        return found
+
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.header.settings)
+
+    def eos(self, default: Any) -> tuple[int, ...]:
+        return tuple(self.header.eos)
+
+    def tokenizer_state(self) -> Any:
+        return identity(self.path)
+
+    def tokenizer(self) -> Any:
+        backend, template, special = gguf_tokenizer.load_tokenizer(self.places.metadata)
+        return SimpleNamespace(
+            backend_tokenizer=backend, chat_template=template, special_tokens_map=special
+        )
+
+    def tokenizer_refused(self, reason: str) -> ModelError:
+        return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); {FOREIGN}")
+
+    # --- tensors ------------------------------------------------------------------------------
+
+    def tensor(self, name: str, dtype: torch.dtype) -> LazyTensor:
+        """It is dequantised when it is read, to float32; a matrix of no layer, which are the
+        largest, becomes `dtype`: models may have some of a layer in float32."""
+        import torch
+
+        stored = self.header.stored[name]
+        dtype = torch.float32 if LAYER.search(name) else dtype
+        return LazyTensor(stored.shape, STORED[name_of(dtype)], partial(self._dense, stored, dtype))
+
+    def kept(
+        self, parts: Collection[str], *, with_ggml: bool, divided: bool
+    ) -> dict[str, KeptMatrix]:
+        """With ggml they are views of the mapped file, else copies."""
+        found = self.header.of_ggml if with_ggml and not divided else self.header.kept
+        read = self._of_ggml if with_ggml else self._blocks
+        return {
+            name: KeptMatrix(kind, partial(read, stored_matrix(self.header.stored, name), kind))
+            for name, kind in found.items()
+            if part_of(f"{name}{WEIGHT}") in parts
+        }
+
+    def _read(self, stored: Stored, theirs: str, part: Part) -> np.ndarray:
         """Rows and columns of a tensor as they are stored, the rows in Hugging Face's order."""
-        data = reader.data(theirs)
-        if stored.expert is not None:
-            data = data[stored.expert]
+        data = self._data(stored, theirs)
         if part != WHOLE:
             assert stored.form in (ROWS, LATENT), (
                 "no tensor-parallel plan divides transposed stacks"
@@ -287,76 +348,81 @@ def lazy_state(
             return data[per(part[0], stored.shape[0] // len(data))]
         rows, columns = part
         if columns != slice(None):
-            size, num_bytes = sizes[reader.tensors[theirs].kind]
+            size, num_bytes = self._sizes[self.places.tensors[theirs].kind]
             blocks = per(columns, size)
-            scale = num_bytes if data.dtype == np.uint8 else 1  # else numbers
+            scale = num_bytes if data.dtype == "u1" else 1  # else numbers
             data = data[..., blocks.start * scale : blocks.stop * scale]
-        for name in found.permuted:
-            if name in theirs:
-                return data[_halves(np.arange(len(data)), of[name])[rows]]
-        return data[rows]
+        order = self._order(theirs, len(data))
+        return data[rows] if order is None else data[order[rows]]
 
-    def kind_of(theirs: str) -> GGMLQuantizationType:
+    def _data(self, stored: Stored, theirs: str) -> np.ndarray:
+        data = self.places.data(theirs)
+        return data if stored.expert is None else data[stored.expert]
+
+    def _order(self, theirs: str, count: int) -> np.ndarray | None:
+        """Which row each of Hugging Face's rows is; None: they are in order."""
+        import numpy as np
+
+        settings = self.header.settings
+        heads = settings["num_attention_heads"]
+        of = {".attn_q.": heads, ".attn_k.": settings.get("num_key_value_heads") or heads}
+        found = [of[name] for name in self.header.permuted if name in theirs]
+        return _halves(np.arange(count), found[0]) if found else None
+
+    def _kind(self, theirs: str) -> GGMLQuantizationType:
         from gguf import GGMLQuantizationType
 
-        return GGMLQuantizationType(reader.tensors[theirs].kind)
+        return GGMLQuantizationType(self.places.tensors[theirs].kind)
 
-    def dense(stored: Stored, dtype: torch.dtype, part: Part) -> torch.Tensor:
+    def _dense(self, stored: Stored, dtype: torch.dtype, part: Part) -> torch.Tensor:
+        import torch
         from gguf import dequantize
 
         if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
             name = stored.names[0]
             weights = torch.empty(part_shape(stored.shape, part), dtype=dtype)
-            _dequantise(read(stored, name, part), kind_of(name), weights)
+            _dequantise(self._read(stored, name, part), self._kind(name), weights)
             return weights
-        parts = [dequantize(read(stored, theirs, part), kind_of(theirs)) for theirs in stored.names]
+        parts = [
+            dequantize(self._read(stored, theirs, part), self._kind(theirs))
+            for theirs in stored.names
+        ]
         numbers = joined(stored.form, parts)
-        if found.shifted and stored.names[0].endswith("norm.weight"):
+        if self.header.shifted and stored.names[0].endswith("norm.weight"):
             numbers = numbers - 1
         if not numbers.flags.writeable:
             numbers = numbers.copy()
         shape = stored.shape if part == WHOLE else numbers.shape
         return torch.from_numpy(numbers).reshape(shape)
 
-    def blocks(stored: Stored, kind: str, part: Part) -> BlockWeights:
+    def _blocks(self, stored: Stored, kind: str, part: Part) -> BlockWeights:
+        import torch
+
         from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
 
-        found = in_turns([read(stored, theirs, part) for theirs in stored.names])
+        found = in_turns([self._read(stored, theirs, part) for theirs in stored.names])
         if not found.flags.writeable:  # it is the file's
             found = found.copy()
         return BlockWeights(torch.from_numpy(found), kind)
 
-    def of_ggml(stored: Stored, kind: str, part: Part) -> GgmlWeights:
+    def _of_ggml(self, stored: Stored, kind: str, part: Part) -> GgmlWeights:
+        import torch
+
         from pipespec.engine.ggml.formats import GgmlWeights
 
         order = None
         if part == WHOLE and len(stored.names) == 1:
-            (theirs,) = stored.names
-            rows = reader.data(theirs)
-            rows = rows if stored.expert is None else rows[stored.expert]
-            for name in found.permuted:
-                if name in theirs:
-                    order = torch.from_numpy(_halves(np.arange(len(rows)), of[name]))
+            rows = self._data(stored, stored.names[0])
+            order = self._order(stored.names[0], len(rows))
         else:
-            rows = in_turns([read(stored, theirs, part) for theirs in stored.names])
-        size, num_bytes = sizes[reader.tensors[stored.names[0]].kind]
+            rows = in_turns([self._read(stored, theirs, part) for theirs in stored.names])
+        size, num_bytes = self._sizes[self.places.tensors[stored.names[0]].kind]
         out = len(rows)
         if stored.form == ROWS:  # a matrix of one row may be stored as a vector
             out = len(range(stored.shape[-2])[part[0]])
         columns = rows.nbytes // out // num_bytes * size
-        return GgmlWeights(rows, kind, (out, columns), order)
-
-    state = {}
-    for name, each in found.stored.items():
-        as_read = torch.float32 if LAYER.search(name) else dtype
-        state[name] = LazyTensor(
-            each.shape, STORED[name_of(as_read)], partial(dense, each, as_read)
-        )
-    kept: dict[str, Callable[[Part], BlockWeights | GgmlWeights]] = {
-        name: partial(of_ggml if with_ggml else blocks, stored_matrix(found.stored, name), kind)
-        for name, kind in kinds.items()
-    }
-    return state, kept
+        permuted = None if order is None else torch.from_numpy(order)
+        return GgmlWeights(rows, kind, (out, columns), permuted)
 
 
 def _dequantise(data: np.ndarray, kind: GGMLQuantizationType, weights: torch.Tensor) -> None:
@@ -368,19 +434,6 @@ def _dequantise(data: np.ndarray, kind: GGMLQuantizationType, weights: torch.Ten
     rows = data.reshape(out, -1)  # a matrix of one row may be stored as a vector
     for part in row_parts((out, inputs)):
         weights[part] = torch.tensor(dequantize(rows[part], kind))
-
-
-def load_config(path: Path) -> Any:
-    """The config as a `PretrainedConfig` of Transformers. Raises ModelError."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**header(path).settings)
-
-
-def load_tokenizer(path: Path) -> tuple[Tokenizer, str | None, dict[str, str]]:
-    """The tokenizer in the file, its chat template, and its special tokens by name. Raises
-    ModelError, ValueError, and what the package `tokenizers` raises."""
-    return gguf_tokenizer.load_tokenizer(_reader(path).metadata)
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -404,12 +457,6 @@ def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
     tensors = GgufFile(path, block_sizes(path)).tensors
     return {name: (each.start, each.stop) for name, each in tensors.items()}
-
-
-def tensor_places(path: Path) -> dict[str, TensorPlace]:
-    """Where each tensor is, whichever file of the checkpoint it is in, by its name there. Raises
-    ModelError."""
-    return _reader(path).tensors
 
 
 def _reader(path: Path) -> GgufFile:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-from pipespec.engine.checkpoint.formats.packing import WORD
+from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND
 from pipespec.errors import ModelError, PackedMatmulError
 
-# The kind of blocks of ggml that integers in groups become, and the weights of a block.
-GROUPED_KIND, BLOCK = "Q4_1", 32
+BLOCK = 32  # weights of a block of that kind
 # The largest error of a scale, relative to it: half the distance of two numbers of float16.
 HALF_ROUNDING = 2**-11
 
@@ -93,16 +92,3 @@ class GroupedWeights:
         inputs, groups = len(self.group_of), self.zeros.shape[1]
         size = -(-inputs // groups)
         return bool((self.group_of == torch.arange(inputs) // size).all())
-
-
-def unpack(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Unpack the codes in words of 32 bits, the lowest first, to uint8, along `dim`.
-
-    `order`: the place of each code in its word, if not in order.
-    """
-    places = order or range(WORD // bits)
-    words = words.movedim(dim, -1)
-    codes = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
-    for i, place in enumerate(places):
-        codes[..., i] = (words >> (place * bits)) & ((1 << bits) - 1)
-    return codes.flatten(-2).movedim(-1, dim)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import Load, MatrixPacking
+from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
-from pipespec.engine.checkpoint.slice_tensors import LAYER
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
@@ -25,8 +24,8 @@ if TYPE_CHECKING:  # headers are read without them
 
     from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 
-# The format of weights in memory that are packed 4-bit integers.
-PACKED_INT4 = "int4"
+# The format of packed 4-bit integers in memory, and the kind of ggml's blocks that they become.
+PACKED_INT4, GROUPED_KIND = "int4", "Q4_1"
 # Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
 INT4_GROUP_SIZES = (32, 64, 128)
 INT4_OUT_MULTIPLE = 16
@@ -61,20 +60,11 @@ class Packing(MatrixPacking):
     parts: tuple[str, ...]
     plus: int = 0
 
-    @property
-    def format(self) -> str:
-        """The format in which the matrices can stay in memory."""
-        return PACKED_INT4
-
-    @property
-    def dense_dtype(self) -> str | None:
-        """The type of matrices once unpacked, as safetensors names it; None: that of their
-        scales."""
-        return None
+    format = PACKED_INT4
+    kind = GROUPED_KIND
 
     @property
     def units(self) -> CutUnits:
-        """See `MatrixPacking`."""
         per_word = WORD // self.bits
         return CutUnits(
             math.lcm(per_word, INT4_OUT_MULTIPLE),
@@ -82,13 +72,11 @@ class Packing(MatrixPacking):
         )
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a matrix can stay packed."""
         if len(shape) != 2:
             return False
         out, inputs = shape
         return (
-            LAYER.search(name) is not None
-            and self.bits == 4
+            self.bits == 4
             and not self.reordered
             and self.group in INT4_GROUP_SIZES
             and out % INT4_OUT_MULTIPLE == 0
@@ -101,7 +89,6 @@ class Packing(MatrixPacking):
         return math.prod(self.shape(name, tensors)) // 32 * 20
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
         try:
             return self._shape(name, tensors)
         except ValueError as error:
@@ -140,14 +127,13 @@ class Packing(MatrixPacking):
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
 
-    def read(self, name: str, load: Load, part: Part = WHOLE) -> GroupedWeights:
-        """See `MatrixPacking`."""
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> GroupedWeights:
         import torch
 
-        from pipespec.engine.checkpoint.formats.groups import GroupedWeights, unpack
+        from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 
         def need(suffix: str, *index: slice) -> torch.Tensor:
-            found = load(name + suffix, *index)
+            found = files.read(name + suffix, *index)
             assert found is not None, "the headers contain it"
             return found
 
@@ -155,7 +141,9 @@ class Packing(MatrixPacking):
         per_word = WORD // self.bits
         words, of_rows = per(columns, per_word), per(rows, per_word)
         first = columns.start or 0
-        order = load(name + (".weight_g_idx" if self.method == COMPRESSED else ".g_idx"), columns)
+        ordered_by = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
+        ordered_by = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
+        order = files.read(name + ordered_by, columns)
         if order is not None:
             in_order = (first + torch.arange(len(order))) // (self.group or first + len(order))
             none = bool((order < 0).any())  # -1: none (compressed-tensors)
@@ -165,7 +153,7 @@ class Packing(MatrixPacking):
         if self.method == COMPRESSED:
             codes = unpack(need(self.suffix, rows, words), self.bits, 1)
             scales = need(".weight_scale", rows, groups)
-            packed = load(name + ".weight_zero_point", of_rows, groups)
+            packed = files.read(name + ".weight_zero_point", of_rows, groups)
             middle = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
             zeros = middle if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
         else:
@@ -285,3 +273,20 @@ def _whole(config: Mapping[str, Any], name: str, default: Any) -> int:
 def _group(config: Mapping[str, Any], default: Any) -> int | None:
     size = _whole(config, "group_size", default)
     return None if size == -1 else size
+
+
+def unpack(
+    words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Unpack the codes in words of 32 bits, the lowest first, to uint8, along `dim`.
+
+    `order`: the place of each code in its word, if not in order.
+    """
+    import torch
+
+    places = order or range(WORD // bits)
+    words = words.movedim(dim, -1)
+    codes = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
+    for i, place in enumerate(places):
+        codes[..., i] = (words >> (place * bits)) & ((1 << bits) - 1)
+    return codes.flatten(-2).movedim(-1, dim)

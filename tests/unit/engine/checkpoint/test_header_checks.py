@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from pipespec.engine import refused_architectures
 from pipespec.engine.architectures import ARCHITECTURES, count_field
 from pipespec.engine.checkpoint.header_checks import ACTIVATIONS, USUAL_EOS
 from pipespec.engine.checkpoint.inspection import inspect
@@ -139,6 +140,9 @@ def test_weights_of_layers_that_the_model_would_leave_out_are_refused(tmp_path):
     refused(path, r"16 tensors of its layers would be left out, for example .*\.bias")
 
 
+WHOLE = "but must be a whole number from 1 to"
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -150,24 +154,37 @@ def test_weights_of_layers_that_the_model_would_leave_out_are_refused(tmp_path):
         ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling\.factor is -2.0, but must be above 0"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be at most 1"),
         ({"attention_dropout": float("inf")}, "attention_dropout is inf, but must be a finite"),
+        ({"any": {"deep": [1, {"er": float("-inf")}]}}, r"any\.deep\.er is -inf, but must be"),
         ({"sliding_window": -4}, "sliding_window is -4, but must be 0 or more"),
         ({"eos_token_id": 10**9}, "ends texts with the token 1000000000 .* has 199 tokens"),
         ({"eos_token_id": [2, -1]}, "ends texts with the token -1"),
+        *(({"eos_token_id": eos}, "eos_token_id") for eos in ("</s>", [1, "2"], {"a": 1}, 1.5)),
         ({"pad_token_id": 10**6}, "no model can be made of"),
         ({"num_key_value_heads": 8}, "num_attention_heads is 4, but must be a multiple of num_key"),
+        ({"num_hidden_layers": NUM_LAYERS + 1}, f"holds no tensor of layer {NUM_LAYERS},"),
+        ({"num_hidden_layers": 0}, f"num_hidden_layers is 0, {WHOLE}"),
+        ({"num_hidden_layers": 10**30}, f"num_hidden_layers is 10+, {WHOLE}"),
+        ({"num_hidden_layers": "many"}, "config.json is not valid"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"hidden_size": 8}, r"config.json asks for 8 columns \(hidden_size 8\)"),
+        ({"hidden_size": -48}, f"hidden_size is -48, {WHOLE}"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, f"num_attention_heads is 0, {WHOLE}"),
+        ({"num_key_value_heads": 0}, f"num_key_value_heads is 0, {WHOLE}"),
+        ({"vocab_size": 0}, f"vocab_size is 0, {WHOLE}"),
+        ({"max_position_embeddings": 0}, f"max_position_embeddings is 0, {WHOLE}"),
+        ({"head_dim": 1e300}, rf"head_dim is 1e\+300, {WHOLE}"),
+        ({"dtype": "x"}, "config.json is not valid: AttributeError"),
+        ({"dtype": []}, "config.json is not valid: IndexError"),
+        ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
+        ({"model_type": "mamba"}, f"'mamba'.*{re.escape(refused_architectures.reason('mamba'))}"),
     ],
 )
 def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
-    path = build("llama", tmp_path / "model")
+    path = copytree(shared("llama"), tmp_path / "model")
     (path / "generation_config.json").unlink()
     edit(path, **changes)
     refused(path, why)
-
-
-def test_a_number_that_is_no_float_is_refused_wherever_it_stands(tmp_path):
-    path = build("llama", tmp_path / "model")
-    edit(path, anything={"deep": [1, {"er": float("-inf")}]})
-    refused(path, r"anything\.deep\.er is -inf, but must be a finite number")
 
 
 # --- what is taken ----------------------------------------------------------------------------
@@ -257,7 +274,7 @@ def test_what_fits_is_remembered(tmp_path, monkeypatch):
     def asked(*_: object, **__: object) -> int:
         raise AssertionError("the model was made again")
 
-    monkeypatch.setattr("pipespec.engine.loading.check_fit", asked)
+    monkeypatch.setattr("pipespec.engine.checkpoint.building.check_fit", asked)
     inspect(path)
     with pytest.raises(AssertionError):
         inspect(build("llama", tmp_path / "other", hidden_act="relu"))

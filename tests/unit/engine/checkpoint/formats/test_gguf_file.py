@@ -9,11 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFEndian,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+)
 
 from pipespec.engine.checkpoint.formats.gguf_file import MOST_ELEMENTS, GgufFile
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.errors import ModelError
+from tests.helpers.models import shared
+from tools.rig import gguf_files as rig
 
 SIZES = {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
 CLAIM = 2**61
@@ -131,3 +140,32 @@ def test_a_file_with_more_layers_than_tensors_is_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ModelError, match=r"count 2147483648 layers .* but it holds 2 tensors"):
         inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "value"),
+    [
+        ("llama.block_count", "I", 0),
+        ("llama.block_count", "I", 9),
+        ("llama.embedding_length", "I", 0),
+        ("llama.embedding_length", "I", 96),
+        ("llama.feed_forward_length", "I", 7),
+        ("llama.attention.head_count", "I", 0),
+        ("llama.attention.head_count", "I", 5),
+        ("llama.attention.head_count_kv", "I", 1),
+        ("llama.attention.key_length", "I", 8),
+        ("llama.context_length", "I", 0),
+        ("llama.rope.freq_base", "f", -1.0),
+        ("llama.attention.layer_norm_rms_epsilon", "f", float("nan")),
+    ],
+)
+def test_a_size_that_the_tensors_do_not_have_is_refused(tmp_path, name, form, value):
+    path = rig.write(
+        shared("llama"), tmp_path / "m.gguf", "llama", lambda _: GGMLQuantizationType.F16
+    )
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<" + form, data, data.index(name.encode()) + len(name) + 4, value)
+    path.write_bytes(data)
+    with pytest.raises(ModelError) as caught:
+        inspect(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)

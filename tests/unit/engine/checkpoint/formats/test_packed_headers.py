@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipespec.engine.checkpoint.formats.packed_checkpoint import as_plain
+from pipespec.engine.checkpoint.formats.matrix_packing import as_plain
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 
 
