@@ -44,12 +44,12 @@ def with_ggml(device: torch.device) -> bool:
     return device.type == "cpu" and ggml.load() is not None
 
 
-def maker(weights: Mapping[str, KeptMatrix], device: torch.device, dtype: torch.dtype) -> MakeLayer:
-    """What makes the layers of these matrices, by their names in the files, in a model of this
-    type."""
+def maker(kinds: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> MakeLayer:
+    """What makes the layers of matrices of these kinds (`KeptMatrix`), by their names in the files,
+    in a model of this type."""
 
     def make(name: str, out: int, inputs: int, bias: Any = None) -> nn.Module:
-        kind = weights[name].kind
+        kind = kinds[name]
         if kind == FP8:
             return Fp8Linear(name, out, inputs, bias)
         if kind in ggml.TYPES and with_ggml(device):

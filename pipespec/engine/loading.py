@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from pipespec.engine import kept_weights
+from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
-from pipespec.engine.checkpoint.building import alone, build, lock, require_all
+from pipespec.engine.checkpoint.building import alone, build, require_all
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.formats.lazy import DTYPES
 from pipespec.engine.checkpoint.partial_checkpoint import require_parts
 from pipespec.engine.checkpoint.quantization import QUANTIZATIONS, loading_options
 from pipespec.engine.checkpoint.slice_tensors import parts_of
+from pipespec.engine.checkpoint.stored import KeptMatrix
 from pipespec.engine.precision import name_of
 from pipespec.engine.slicing import num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import (
@@ -29,8 +32,6 @@ from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PreTrainedModel
-
-__all__ = ["load", "lock"]
 
 
 def load(
@@ -48,6 +49,7 @@ def load(
     with alone(progress=progress):
         checkpoint = Checkpoint(path)
         files, config = checkpoint.files, checkpoint.files.config()
+        require_supported(config.model_type, path)
         assert layers.step == 1
         assert 0 <= layers.start < layers.stop <= num_layers_of(config)
         parts = parts_of(layers, num_layers_of(config), tied=config.tie_word_embeddings)
@@ -61,14 +63,18 @@ def load(
             requantized = files.by_package or quantization in QUANTIZATIONS
             require_divisible(config, path, group.size, requantized=requantized)
             member = Member(group, files.units())
-        kept = {}
+        kept: dict[str, KeptMatrix] = {}
         if quantization is not None and quantization == files.kept_format:
             with_ggml = kept_weights.with_ggml(device)
             kept = files.kept(parts, with_ggml=with_ggml, divided=member is not None)
-        make = kept_weights.maker(kept, device, computed)
+        kinds = {name: each.kind for name, each in kept.items()}
+        make = kept_weights.maker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
         with checkpoint.source(parts, computed) as source:
-            prepare = keep if member is None else partial(member.prepare, source[1], keep)
+            prepare: Callable[[PreTrainedModel], None] = keep
+            if member is not None:
+                assert source[1] is not None, "packages' matrices are not divided"
+                prepare = partial(member.prepare, source[1], keep)
             model, loaded = build(
                 sliced_class(config, layers, prepare),
                 config,

@@ -26,6 +26,7 @@ from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.attention.variants import chunk_of
+from pipespec.engine.checkpoint.building import lock
 from pipespec.engine.checkpoint.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
@@ -220,7 +221,7 @@ class ModelSlice:
 
         All layers of `config` are created first, also those outside of `layers`.
         """
-        with loading.lock, torch.device(device):
+        with lock, torch.device(device):
             require_supported(config.model_type, "the model")
             hook.register()
             model = sliced_class(config, layers)._from_config(

@@ -116,7 +116,6 @@ def config_values(raw: Json, random: Random) -> list[Json]:
         {"hidden_size": random.choice([0, -hidden, 10**9, INF])},
         {"vocab_size": vocabulary + random.randint(1, 1000)},
         {"vocab_size": vocabulary - random.randint(1, 50)},
-        {"intermediate_size": raw["intermediate_size"] * 2},
         {"intermediate_size": -raw["intermediate_size"]},
         {"num_attention_heads": 0},
         {"num_attention_heads": [4]},
@@ -140,7 +139,9 @@ def config_values(raw: Json, random: Random) -> list[Json]:
         changes.append({"num_key_value_heads": raw["num_key_value_heads"] * 2})
     if raw.get("head_dim") and "q_lora_rank" not in raw:
         changes.append({"head_dim": raw["head_dim"] + 8})
-    if raw.get("num_experts"):
+    if not raw.get("num_experts"):  # whose layers have experts of another size
+        changes.append({"intermediate_size": raw["intermediate_size"] * 2})
+    else:
         changes += [{"num_experts": 2}, {"num_experts": 10**9}]
     return changes
 

@@ -12,7 +12,6 @@ from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND, PACKED_INT4
-from pipespec.engine.checkpoint.stored import KeptMatrix
 from pipespec.engine.kept_weights import maker, self_test_error
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.device_check.models import SMALL, small_slice
@@ -120,8 +119,7 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (kind, weights) in kinds.items():
         try:
-            kept = {name: KeptMatrix(kind, lambda _, weights=weights: weights)}
-            layer: Any = maker(kept, device, torch.bfloat16)(name, OUT, INPUTS)
+            layer: Any = maker({name: kind}, device, torch.bfloat16)(name, OUT, INPUTS)
             layer.fill(weights, device)
             found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator

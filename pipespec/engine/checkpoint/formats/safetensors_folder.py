@@ -73,7 +73,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path | None, Any] = {}
 
     # --- headers ------------------------------------------------------------------------------
 
