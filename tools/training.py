@@ -21,11 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.checkpoint_parts.repository import read_repository
-from pipespec.engine.model_path import resolve
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ModelError
 
 WARMUP_STEPS = 50

@@ -26,7 +26,7 @@ from pipespec.cluster import rank_components
 from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import SamplingParams
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration

@@ -53,9 +53,9 @@ from benchmarks.peers.server_engines import (
     pipespec,
     vllm,
 )
-from pipespec.engine import tokenizer
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench import dataset
 from pipespec.instruments.bench.dataset import Sample

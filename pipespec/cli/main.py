@@ -26,7 +26,7 @@ from pipespec.cli import (
 )
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
-from pipespec.engine.model_path import refuse_unread
+from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.errors import ConfigError
 from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan, profile
 from pipespec.system.end_signals import ended_by_signals

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.client.template_calls import CallForm, find_call_form
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.tokenizer import LONGEST_REASON, BackendTokenizer, ChatTokenizer
 from pipespec.engine.llguidance_backend import Grammars
-from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, ChatTokenizer
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.validation import is_whole

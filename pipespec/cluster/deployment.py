@@ -23,9 +23,9 @@ from pipespec.config.entries import numbered
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
-from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.engine.checkpoint_parts.repository import Repository
-from pipespec.engine.model_path import refuse_unread
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.parallel import ParallelDraft

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipespec.engine.attention.select import missing_requirement
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.proposer import ProposerConfig

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
-from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
 from pipespec.system.sizes import size_text
 
 
@@ -66,10 +66,10 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
         return None
     held = deployment.weight_format(info)
     if held in KEPT_FORMATS:
-        some = sum(each.expanded > 0 for each in info.kept_layers)
+        some = sum(each.expanded > 0 for each in info.storage.kept_layers)
         return f"{become} in {some} of {info.num_layers} layers in part" if some else None
     if not info.can_keep:
-        return f"{become}, as no product takes their format ({info.dequantized_from})"
+        return f"{become}, as no product takes their format ({info.storage.dequantized_from})"
     return f"{become}, as model.keep_quantized is no"
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.config.hosts import Host
-from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.model_path import cached_model
+from pipespec.engine.checkpoint.partial_checkpoint import clause, missing
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.repository import Repository, read_repository
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.model_path import cached_model
-from pipespec.engine.partial_checkpoint import clause, missing
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def shares_caches(host: Host) -> bool:
 
 
 def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
-    """The parts (`pipespec.engine.slice_tensors`) of each model, by its name in `model.`, that the
-    ranks of a host compute in the first epoch."""
+    """The parts (`slice_tensors`) of each model, by its name in `model.`, that the ranks of a host
+    compute in the first epoch."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for rank, worker in enumerate(deployment.workers):
         if worker not in host.workers:

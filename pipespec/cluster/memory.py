@@ -20,7 +20,7 @@ import psutil
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.core import NUM_COLUMNS
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
 from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.recurrence.state_sizes import fixed_entries
@@ -211,7 +211,8 @@ def weight_bytes(
     held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
-    mapped = whole and held is None and info.dequantized_from is None and sizes == info.stored
+    plain = held is None and info.storage.dequantized_from is None
+    mapped = whole and plain and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
     return held_bytes(deployment, info, layers, members, member)

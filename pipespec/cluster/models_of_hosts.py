@@ -11,8 +11,8 @@ from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.weight_peer import WeightPeer, connected
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
+from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint_parts.blueprint import Blueprint
-from pipespec.engine.model_path import can_be_fetched
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 

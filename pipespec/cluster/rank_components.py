@@ -19,15 +19,15 @@ from pipespec.cluster.deployment_checks import quantization_of
 from pipespec.config.schema import Config
 from pipespec.core import Request
 from pipespec.device_copy import on_device
-from pipespec.engine import tokenizer
 from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.runner import SliceRunner
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
 from pipespec.head.kept_states import KeptStates
@@ -235,7 +235,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
     return [
         package_version("pipespec"),
         *(torch.__version__, platform.node(), processors, os.environ.get("OMP_NUM_THREADS")),
-        [[name, str(info.path), info.quantization] for name, info in deployment.models],
+        [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
         *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),

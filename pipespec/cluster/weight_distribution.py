@@ -37,6 +37,7 @@ from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
 from pipespec.cluster.weight_plan import HUB, Key, Transfer, by_file, plan_transfers
 from pipespec.config.hosts import Host
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.partial_checkpoint import missing
 from pipespec.engine.checkpoint_parts.blueprint import Blueprint, repository_of
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.checkpoint_parts.repository import (
@@ -45,7 +46,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.engine.partial_checkpoint import missing
 from pipespec.errors import ModelError, PipespecError, RankFailed
 
 # Seconds within which the end of a host's process is known once its connections have broken.

@@ -31,6 +31,8 @@ from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
 from pipespec.cluster.weight_plan import HUB
 from pipespec.cluster.weight_sources import Channel, LinkedSource, RelayedSource
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.partial_checkpoint import missing, tensors_by_file
 from pipespec.engine.checkpoint_parts.blueprint import Blueprint, holdings, repository_of
 from pipespec.engine.checkpoint_parts.fetching import HubSource, Source, fetch
 from pipespec.engine.checkpoint_parts.folder_lock import FolderLock
@@ -41,8 +43,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     folder_of_checkpoint,
     parts_cache,
 )
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.partial_checkpoint import missing, tensors_by_file
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 from pipespec.system.versions import own_version

@@ -33,7 +33,7 @@ from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.device_copy import make_current
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.ggml import compute
 from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.model_slice import ModelSlice

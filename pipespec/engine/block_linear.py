@@ -1,27 +1,22 @@
 """Layers whose weights stay in blocks, such as those of a GGUF file, where ggml does not multiply
 them.
 
-On a GPU, in bfloat16, blocks of 4 bits become packed integers for PyTorch's own product
-(`Int4Linear`): the same codes, with scales and minimums rounded to bfloat16. All others are
-dequantised as they are used; the bits of their codes are in planes, in as many bytes as in the
-file.
+They are dequantised as they are used; the bits of their codes are in planes, in as many bytes as in
+the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipespec.engine.checkpoint.formats.fp4 import Fp4Weights
+from pipespec.engine.checkpoint.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
+from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.fill_in_parts import require_shape, row_parts
-from pipespec.engine.formats.gguf import is_int4
-from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
-from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.formats.mxfp4 import Fp4Weights
-from pipespec.engine.int4 import Int4Linear
 
 # Bits of codes of so many bits in the lower plane; the others are in the upper one.
 LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
@@ -126,19 +121,3 @@ def unpacked(plane: Tensor, bits: int) -> Tensor:
     """The codes of a plane."""
     mask = (1 << bits) - 1
     return torch.cat([plane >> shift & mask for shift in range(0, 8, bits)], 1)
-
-
-def make_linear(
-    kinds: Mapping[str, str],
-    packed: bool,
-    name: str,
-    out: int,
-    inputs: int,
-    bias: Any = None,
-) -> nn.Module:
-    """A layer for the matrix `[out, inputs]` with this name, of which `kinds` has the blocks,
-    with `packed` for PyTorch's product if that takes them."""
-    kind = kinds[name]
-    if packed and is_int4(kind, out):
-        return Int4Linear(name, out, inputs, bias)
-    return BlockLinear(name, out, inputs, bias, kind=kind)

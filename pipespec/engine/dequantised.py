@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part
 from pipespec.engine.row_blocks import ROWS, block_product, blocks_of, widest_block
 
 # Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipespec.engine.checkpoint.formats.fp8 import Fp8Weights
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.fill_in_parts import require_shape, row_parts
-from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.errors import ModelError
 
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part
 from pipespec.engine.fill_in_parts import require_shape, row_parts
-from pipespec.engine.formats.lazy import WHOLE, Part
 
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
 INNER_TILES = (8, 4, 2)

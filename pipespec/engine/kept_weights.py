@@ -6,36 +6,30 @@ differ from those of dequantised weights, so all stages of a cluster must use th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from pipespec.engine.block_linear import BlockLinear
+from pipespec.engine.checkpoint.formats.fp8 import FP8
+from pipespec.engine.checkpoint.formats.gguf import is_int4
+from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
+from pipespec.engine.checkpoint.stored import KeptMatrix
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.fill_in_parts import row_parts
-from pipespec.engine.formats.fp4 import NVFP4
-from pipespec.engine.formats.fp8 import FP8
-from pipespec.engine.formats.groups import GROUPED_KIND
-from pipespec.engine.formats.lazy import Part
-from pipespec.engine.formats.mxfp4 import MXFP4
-from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
-from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from pipespec.engine.formats.packed_checkpoint import StoredWeights
 
 # The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02
@@ -44,21 +38,27 @@ TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
 # After so many weights the memory in which they were unpacked is given back.
 RELEASED = 8 << 20
 
-LAYERS: Mapping[str, MakeLayer] = {
-    PACKED_INT4: partial(BlockLinear, kind=GROUPED_KIND),
-    FP8: Fp8Linear,
-    MXFP4: partial(BlockLinear, kind="MXFP4"),
-    NVFP4: partial(BlockLinear, kind="NVFP4"),
-}
+
+def with_ggml(device: torch.device) -> bool:
+    """Whether ggml multiplies matrices of its types on this device."""
+    return device.type == "cpu" and ggml.load() is not None
 
 
-def layer_for(form: str, device: torch.device, dtype: torch.dtype) -> MakeLayer:
-    """What makes the layers of weights in one of these formats."""
-    if form in (PACKED_INT4, MXFP4) and device.type == "cpu" and ggml.load() is not None:
-        return GgmlLinear
-    if form == PACKED_INT4 and device.type != "cpu" and dtype == torch.bfloat16:
-        return Int4Linear
-    return LAYERS[form]
+def maker(kinds: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> MakeLayer:
+    """What makes the layers of matrices of these kinds (`KeptMatrix`), by their names in the files,
+    in a model of this type."""
+
+    def make(name: str, out: int, inputs: int, bias: Any = None) -> nn.Module:
+        kind = kinds[name]
+        if kind == FP8:
+            return Fp8Linear(name, out, inputs, bias)
+        if kind in ggml.TYPES and with_ggml(device):
+            return GgmlLinear(name, out, inputs, bias)
+        if device.type != "cpu" and dtype == torch.bfloat16 and is_int4(kind, out):
+            return Int4Linear(name, out, inputs, bias)
+        return BlockLinear(name, out, inputs, bias, kind=kind)
+
+    return make
 
 
 def replace(
@@ -81,7 +81,7 @@ def replace(
             if (cut := cuts.get(f"{name}.weight")) is not None:
                 kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
-        elif make is GgmlLinear and GgmlEmbedding.can_replace(plain):
+        elif GgmlEmbedding.can_replace(plain):
             setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
             _untie(model, name)
     replace_experts(model, names, make, cuts)
@@ -99,7 +99,7 @@ def _untie(model: Any, embedding: str) -> None:
 
 def fill(
     model: PreTrainedModel,
-    weights: Mapping[str, Callable[[Part], Any]],
+    weights: Mapping[str, KeptMatrix],
     device: torch.device,
     form: str,
 ) -> None:
@@ -113,7 +113,7 @@ def fill(
     for module in model.modules():
         if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLinear | GgmlEmbedding):
             continue
-        read: Any = weights[module.source](module.part)
+        read: Any = weights[module.source].read(module.part)
         try:
             module.fill(read, device)
         except PackedMatmulError as error:
@@ -145,7 +145,7 @@ def fill(
 
 def self_test_error(
     layer: Int4Linear | DequantisedLinear,
-    weights: StoredWeights,
+    weights: Any,
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.engine.tokenizer import BackendTokenizer, ChatTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher, unpack_mask
 from pipespec.system.validation import Unreadable, parse_json

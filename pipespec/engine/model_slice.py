@@ -26,6 +26,8 @@ from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.attention.variants import chunk_of
+from pipespec.engine.checkpoint.building import lock
+from pipespec.engine.checkpoint.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
@@ -33,7 +35,6 @@ from pipespec.engine.ggml.linear import mapped_bytes
 from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
-from pipespec.engine.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slice_graphs import SliceGraphs
@@ -220,7 +221,7 @@ class ModelSlice:
 
         All layers of `config` are created first, also those outside of `layers`.
         """
-        with loading.lock, torch.device(device):
+        with lock, torch.device(device):
             require_supported(config.model_type, "the model")
             hook.register()
             model = sliced_class(config, layers)._from_config(

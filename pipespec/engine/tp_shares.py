@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.formats import gguf
-from pipespec.engine.quantization import stored_packing
-from pipespec.engine.safetensors_headers import CONFIG, read_json
-from pipespec.engine.slice_tensors import LAYER
-from pipespec.engine.text_part import text_config
-from pipespec.engine.tp_cuts import WHOLE_UNITS, CutUnits
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.slice_tensors import LAYER
+from pipespec.engine.checkpoint.stored import StoredFiles
+from pipespec.engine.tp_cuts import CutUnits
 from pipespec.system.result_cache import cached_call
 
 
@@ -36,45 +33,33 @@ class TPShares:
     kv_heads: list[int]
 
 
-def units_of(path: Path, quantization_config: object) -> CutUnits:
-    """How many rows and columns of the stored matrices cannot be divided, given the
-    `quantization_config` of config.json. Raises ModelError."""
-    if gguf.is_gguf(path):
-        return gguf.units(path)
-    packing = stored_packing(path, quantization_config)
-    return WHOLE_UNITS if packing is None else packing.units
-
-
 def tp_shares(path: Path, members: int) -> TPShares:
     """How `members` devices divide a checkpoint that has a plan for it; cached. Raises
     ModelError."""
-    raw = (
-        gguf.header(path).settings if gguf.is_gguf(path) else text_config(read_json(path / CONFIG))
-    )
-    units = units_of(path, raw.get("quantization_config"))
+    files = Checkpoint(path).files
+    raw, units = files.raw, files.units()
     depends = {
         "config": raw,
         "units": [units.rows, units.columns],
         "members": members,
         "transformers": importlib.metadata.version("transformers"),
     }
-    return cached_call("shares", TPShares, depends, _count, path, members, units)
+    return cached_call("shares", TPShares, depends, _count, files, members, units)
 
 
-def _count(path: Path, members: int, units: CutUnits) -> TPShares:
+def _count(files: StoredFiles, members: int, units: CutUnits) -> TPShares:
     """By the model's own class, on PyTorch's meta device."""
     import torch
 
-    from pipespec.engine import loading
-    from pipespec.engine.model_config import load_config
+    from pipespec.engine.checkpoint.building import lock
     from pipespec.engine.slicing import num_layers_of, sliced_class
     from pipespec.engine.tensor_parallel import num_kv_heads, plan_cuts
 
-    config = deepcopy(load_config(path))
+    config = files.config()
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     layers = range(num_layers_of(config))
-    with loading.lock, torch.device("meta"):
+    with lock, torch.device("meta"):
         model = sliced_class(config, layers)._from_config(config)
     plan = plan_cuts(model, members, units)
     found = TPShares(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.checkpoint.formats.lazy import DTYPES
 from pipespec.engine.tensor_parallel import (
     TPGroup,
     TPPlan,

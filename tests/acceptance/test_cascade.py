@@ -11,7 +11,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.cluster.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.scheduler import Scheduler

@@ -20,7 +20,7 @@ from pipespec.controller.log_records import Accepted
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.request_log import RequestLog
 from pipespec.core import RELAXED, SamplingParams
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.llguidance_backend import grammar_from_json_schema
 from pipespec.system.folders import resource_dir
 from tests.helpers.log import accept, take

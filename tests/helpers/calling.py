@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "function",

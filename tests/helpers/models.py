@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.model_slice import ModelSlice
 
 # Of one run of the suite.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -23,14 +22,14 @@ from pipespec.client.model_info import full_name
 from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine import tokenizer
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF, tensor_places
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.checkpoint.formats.gguf import GGUF, GgufFiles
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
 from tests.helpers import llama_cpp
 from tests.helpers.matrix import some_of
@@ -376,7 +375,7 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
 
     path = write(source, tmp_path / "mixed.gguf", kind, type_of)
     info = inspect(path)
-    assert 0 < info.kept_layers[1].weights < info.kept_layers[0].weights
+    assert 0 < info.storage.kept_layers[1].weights < info.storage.kept_layers[0].weights
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
@@ -436,51 +435,6 @@ def test_a_scaled_rotary_embedding_is_read(tmp_path):
         path = write(source, tmp_path / f"{i}.gguf", "llama", lambda _: Type.F32, **stored)
         expected = cluster.reference(source, [PROMPT, PROMPT[3:]], NEW_TOKENS)
         assert text(path, "cluster.stages=2") == expected
-
-
-def q4_k(block: np.ndarray) -> np.ndarray:
-    """256 weights, number by number: ggml's `dequantize_row_q4_K`."""
-    d, least = np.frombuffer(block[:4].tobytes(), np.float16).astype(np.float32)
-    packed, codes = block[4:16].astype(int), block[16:].astype(int)
-    out = []
-    for part in range(8):
-        if part < 4:
-            scale, minimum = packed[part] & 63, packed[part + 4] & 63
-        else:
-            scale = (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4
-            minimum = (packed[part + 4] >> 4) | (packed[part] >> 6) << 4
-        nibbles = codes[32 * (part // 2) :][:32] >> (4 * (part % 2)) & 15
-        one, other = np.float32(d * np.float32(scale)), np.float32(least * np.float32(minimum))
-        out += [np.float32(one * np.float32(code)) - other for code in nibbles]
-    return np.array(out, np.float32)
-
-
-def q6_k(block: np.ndarray) -> np.ndarray:
-    """The same of `dequantize_row_q6_K`."""
-    low, high = block[:128].astype(int), block[128:192].astype(int)
-    scales = block[192:208].view(np.int8).astype(int)
-    d = np.frombuffer(block[208:].tobytes(), np.float16).astype(np.float32)[0]
-    out = np.zeros(256, np.float32)
-    for half in range(2):
-        for i in range(32):
-            for quarter in range(4):
-                nibble = low[64 * half + i + 32 * (quarter % 2)] >> (4 * (quarter // 2)) & 15
-                code = nibble | (high[32 * half + i] >> (2 * quarter) & 3) << 4
-                at = 128 * half + 32 * quarter + i
-                scale = np.float32(d * np.float32(scales[at // 16]))
-                out[at] = scale * np.float32(code - 32)
-    return out
-
-
-@pytest.mark.parametrize(("stored", "reference"), [(Type.Q4_K, q4_k), (Type.Q6_K, q6_k)])
-def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
-    path = files("qwen2", stored)
-    (raw,) = [each for each in GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight"]
-    found = weights(path, range(1, 2))["layers.0.mlp.up_proj.weight"]
-    size = raw.data.shape[1]
-    for row in (0, 3):
-        expected = reference(np.array(raw.data[row][:size]))
-        np.testing.assert_array_equal(found[row, : len(expected)].numpy(), expected)
 
 
 @pytest.mark.parametrize(("kind", "keep"), some_of(("llama", "qwen3"), ("no", "yes")))
@@ -545,7 +499,7 @@ def test_a_checkpoint_of_several_files_is_that_of_one(files, tmp_path):
     first = write(source, alone / "m.gguf", "llama", type_of, per_file=5)
     assert {inspect(each).path for each in alone.iterdir()} == {first}
     assert replace(inspect(first), path=one) == inspect(one)
-    places, in_one = tensor_places(first), tensor_places(one)
+    places, in_one = (GgufFiles(each).places.tensors for each in (first, one))
     for name, place in places.items():
         kept = place.file.read_bytes()[place.start : place.stop]
         other = in_one[name]
@@ -598,7 +552,7 @@ def test_hosts_compare_files(demo, tmp_path):
 
 def test_a_folder_of_that_name_is_a_folder(tmp_path):
     path = build("llama", tmp_path / "model.gguf")
-    assert inspect(path).dequantized_from is None
+    assert inspect(path).storage.dequantized_from is None
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
@@ -672,17 +626,6 @@ def test_a_tensor_without_a_place_in_the_model_is_refused(files, tmp_path):
         inspect(wrong)
 
 
-def test_the_command_refuses_a_file_without_a_traceback(files, tmp_path):
-    short = tmp_path / "short.gguf"
-    short.write_bytes(files("llama", Type.F16).read_bytes()[:2000])
-    command = [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once"]
-    asked = [*command, f"model.target={short}"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "is not a whole GGUF file" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
     path = files("llama", Type.F16)
     other = shutil.copy(path, tmp_path / "unknown.gguf")
@@ -693,10 +636,3 @@ def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
     info = inspect(path)  # a host that only asks recalls what was read
     with pytest.raises(ModelError, match=r"\(gguf\) needs gguf, which is not installed; pip"):
         info.require_quantizer("model.quantization", None)
-
-
-def test_the_config_is_kept(files):
-    """It is plain JSON, as `inspect` recalls it in another process."""
-    info = inspect(files("qwen3", Type.F16))
-    assert (info.model_type, info.num_layers, info.hidden_size) == ("qwen3", NUM_LAYERS, 256)
-    assert json.loads(json.dumps(info.kind)) == f"qwen3, {NUM_LAYERS} layers of 256, gguf"

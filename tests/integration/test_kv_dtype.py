@@ -12,7 +12,7 @@ import torch
 from pipespec.cluster import memory
 from pipespec.config.choices import options
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir

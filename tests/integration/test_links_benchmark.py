@@ -13,7 +13,7 @@ from benchmarks.peers.compare_engines import CHAT, CODE, FILES, HUGGING_FACE, LO
 from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
 from benchmarks.peers.python_engines import Answer, Job, Run
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench.dataset import Sample
 

@@ -22,14 +22,14 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from pipespec.core import SamplingParams
 from pipespec.engine.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.text_part import text_names
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.recurrence import fixed_plan, state_sizes
 from pipespec.engine.tensor_parallel import TPRank
-from pipespec.engine.text_part import text_names
 from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
 from pipespec.errors import ModelError, RankFailed
-from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.kinds import ATTENDING, SHARED, by_kind

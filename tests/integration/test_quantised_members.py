@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml.linear import GgmlLinear
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError

@@ -29,10 +29,10 @@ from pipespec.cluster.host_weights import on_this_host
 from pipespec.cluster.rank_components import load_model as build_rank
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.formats.fp4 import MXFP4
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.quantization import METHODS, QUANTIZATIONS
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.matrix import some_of
@@ -160,7 +160,7 @@ def test_sizes_are_foretold(quantization):
 def test_a_checkpoint_that_is_quantised_already(quantised, quantization):
     path = quantised(quantization)
     info = inspect(path)
-    assert info.quantization == QUANTIZATIONS[quantization].package
+    assert info.storage.quantization == QUANTIZATIONS[quantization].package
     assert info.dtype == "bfloat16"
     (expected,) = cluster.reference(path, [PROMPT], NEW_TOKENS, dtype=torch.bfloat16)
     for count in (1, 4):
@@ -194,7 +194,7 @@ def gpt_oss(tmp_path):
 def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
     expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
     info = inspect(gpt_oss)
-    assert info.quantization is None
+    assert info.storage.quantization is None
     capfd.readouterr()
     for count in (1, 4):
         slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32)
@@ -230,7 +230,7 @@ def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
-from pipespec.engine.formats.mxfp4 import MXFP4
+from pipespec.engine.checkpoint.formats.fp4 import MXFP4
 from pipespec.engine.model_slice import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
@@ -337,7 +337,7 @@ def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
     stored = json.loads((path / "config.json").read_text())["quantization_config"]
     del stored["quant_method"]
     edit(path, quantization_config=stored)
-    assert inspect(path).quantization == "bitsandbytes"
+    assert inspect(path).storage.quantization == "bitsandbytes"
     slices = load(path, 4, DEMO_LAYERS, dtype=torch.bfloat16)
     expected = greedy(load(quantised("nf4"), 1, DEMO_LAYERS, dtype=torch.bfloat16), PROMPT, 4)
     assert greedy(slices, PROMPT, 4) == expected

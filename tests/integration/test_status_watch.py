@@ -10,7 +10,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
-from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.head.policies.root import Root
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig

@@ -32,7 +32,7 @@ from pipespec.cluster.weight_plan import HUB
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint_parts.blueprint import GGUF_PREFIX
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile
 from pipespec.engine.checkpoint_parts.repository import Repository

@@ -17,9 +17,9 @@ import yaml
 from huggingface_hub import constants
 
 from pipespec.cli.main import main
-from pipespec.engine.checkpoint import inspect
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.fetching import fetch_parts
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import Hub, serving
 from tests.helpers.models import build

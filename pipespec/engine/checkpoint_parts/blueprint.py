@@ -16,6 +16,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.checkpoint.formats import gguf
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_file import header_ends
+from pipespec.engine.checkpoint.formats.gguf_parts import part_names, parts_of
+from pipespec.engine.checkpoint.safetensors_headers import (
+    INDEX,
+    WEIGHTS,
+    header_length,
+    read_index,
+    weight_map,
+)
 from pipespec.engine.checkpoint_parts.hub_client import (
     MOST_FILE_BYTES,
     HubClient,
@@ -39,17 +50,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     is_begun,
     read_repository,
     write_repository,
-)
-from pipespec.engine.formats import gguf
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_file import header_ends
-from pipespec.engine.formats.gguf_parts import part_names, parts_of
-from pipespec.engine.safetensors_headers import (
-    INDEX,
-    WEIGHTS,
-    header_length,
-    read_index,
-    weight_map,
 )
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically

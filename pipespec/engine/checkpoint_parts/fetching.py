@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipespec.engine.checkpoint.partial_checkpoint import clause, missing, tensors_by_file
 from pipespec.engine.checkpoint_parts.folder_lock import sole_fetcher
 from pipespec.engine.checkpoint_parts.hub_client import HubClient
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, Range, is_partial, reported
@@ -26,7 +27,6 @@ from pipespec.engine.checkpoint_parts.repository import (
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.engine.partial_checkpoint import clause, missing, tensors_by_file
 from pipespec.errors import ModelError
 
 # Of neighbours that are fetched by one request and recorded together: what each connection of a

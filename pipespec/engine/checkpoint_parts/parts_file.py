@@ -29,8 +29,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats import gguf
-from pipespec.engine.safetensors_headers import tensor_ranges
+from pipespec.engine.checkpoint.formats import gguf
+from pipespec.engine.checkpoint.safetensors_headers import tensor_ranges
 from pipespec.errors import ModelError
 from pipespec.system.validation import Missing, Unreadable, parse_json, read_bytes
 

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_parts import part_names
 from pipespec.engine.checkpoint_parts.hub_client import HubFile
 from pipespec.engine.checkpoint_parts.parts_file import RECORDS, reported
-from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.errors import ConfigError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.folders import cache_folder

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
+from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part
 from pipespec.engine.fill_in_parts import require_shape
-from pipespec.engine.formats.gguf_blocks import BlockWeights
-from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.ggml.formats import GgmlWeights

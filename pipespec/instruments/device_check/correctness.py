@@ -9,10 +9,10 @@ import torch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.formats.packing import PACKED_INT4
-from pipespec.engine.kept_weights import layer_for, self_test_error
+from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.checkpoint.formats.groups import GroupedWeights
+from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND, PACKED_INT4
+from pipespec.engine.kept_weights import maker, self_test_error
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.device_check.models import SMALL, small_slice
 
@@ -113,13 +113,13 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
     wide = torch.randn(OUT, INPUTS, generator=generator).to(torch.float8_e4m3fn)
     blocks = torch.rand(OUT // GROUP, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
     kinds: dict[str, Any] = {
-        PACKED_INT4: GroupedWeights(codes, scales, zeros, group_of),
-        FP8: Fp8Weights(wide, blocks, GROUP, GROUP),
+        PACKED_INT4: (GROUPED_KIND, GroupedWeights(codes, scales, zeros, group_of)),
+        FP8: (FP8, Fp8Weights(wide, blocks, GROUP, GROUP)),
     }
     found: dict[str, Any] = {}
-    for name, weights in kinds.items():
+    for name, (kind, weights) in kinds.items():
         try:
-            layer: Any = layer_for(name, device, torch.bfloat16)(name, OUT, INPUTS)
+            layer: Any = maker({name: kind}, device, torch.bfloat16)(name, OUT, INPUTS)
             layer.fill(weights, device)
             found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from pipespec.config.hosts import HostsFile
-from pipespec.engine.model_path import can_be_fetched
+from pipespec.engine.checkpoint.fingerprint import Fingerprint
+from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
 from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
-from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
+from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.link_probe import Endpoint
 from pipespec.instruments.diagnostics.probe import (
     PROTOCOL,

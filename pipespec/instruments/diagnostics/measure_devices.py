@@ -27,13 +27,13 @@ from torch import Tensor
 from pipespec.cluster.host_weights import own_path
 from pipespec.device_copy import make_current
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
-from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
+from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.partial_checkpoint import layers_here, missing
-from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
-from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
 from pipespec.instruments.diagnostics.timing import median_ms

@@ -11,7 +11,7 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_changes import MeasuredHost
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
-from pipespec.engine.slice_tensors import parts_of
+from pipespec.engine.checkpoint.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 from pipespec.config.hosts import HostsFile
-from pipespec.engine.safetensors_headers import CONFIG, INDEX
-from pipespec.engine.slice_tensors import described, listed, parts_of
+from pipespec.engine.checkpoint.fingerprint import Fingerprint
+from pipespec.engine.checkpoint.safetensors_headers import CONFIG, INDEX
+from pipespec.engine.checkpoint.slice_tensors import described, listed, parts_of
 from pipespec.errors import ConfigError
 from pipespec.instruments.diagnostics.findings import Finding
-from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
+from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.placement.slices import split_evenly
 
 COMES = "the host gets what it computes when the cluster starts, or by `pipespec fetch`"

@@ -175,7 +175,7 @@ def tensor_parallel(model: str, devices: list[str]) -> TensorParallelGain:
     # No other request needs these imports, which take seconds.
     import torch
 
-    from pipespec.engine.checkpoint import inspect
+    from pipespec.engine.checkpoint.inspection import inspect
     from pipespec.instruments.diagnostics.tensor_parallel_cost import (
         all_reduce_ms,
         read_bytes_per_ms,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.engine.architectures import require_supported
-from pipespec.engine.model_path import resolve_config
-from pipespec.engine.text_part import text_config, text_type
+from pipespec.engine.checkpoint.model_path import resolve_config
+from pipespec.engine.checkpoint.text_part import text_config, text_type
 from pipespec.errors import ModelError
 from pipespec.instruments.emulation.machine import experts_read
 from pipespec.instruments.plan.hybrid_shape import (

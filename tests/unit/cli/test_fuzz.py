@@ -27,8 +27,8 @@ from pipespec.config import choices
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.instruments.commands import partition
 from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem

@@ -30,7 +30,7 @@ from pipespec.client.registry import (
     left,
     publish,
 )
-from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 from pipespec.system.process_identity import since_boot
 

@@ -11,8 +11,8 @@ from pipespec.cli.up import default_name, parse_settings
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.client.request_settings import RequestSettings
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.engine.llguidance_backend import grammar_from_json_schema, grammar_from_regex
-from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import Unreadable

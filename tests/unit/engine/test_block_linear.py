@@ -7,9 +7,9 @@ import torch
 
 from pipespec.engine import dequantised, fill_in_parts
 from pipespec.engine.block_linear import BlockLinear
-from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
-from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
-from tests.unit.engine.formats.test_gguf_blocks import drawn
+from pipespec.engine.checkpoint.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
+from pipespec.engine.checkpoint.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
+from tests.unit.engine.checkpoint.formats.test_gguf_blocks import drawn
 
 CPU = torch.device("cpu")
 OUT = 7

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine import tokenizer
+from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.llguidance_backend import (
     Grammars,
     grammar_from_choice,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipespec.engine import row_blocks
-from pipespec.engine.formats.fp8 import Fp8Weights
+from pipespec.engine.checkpoint.formats.fp8 import Fp8Weights
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.row_blocks import make_batch_invariant, widest_block
 

@@ -7,8 +7,8 @@ import pytest
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint.stored import KeptLayer, Storage
 from pipespec.engine.recurrence.state_sizes import RecurrentSizes
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured
@@ -142,15 +142,17 @@ def test_a_plan_follows_the_memory_of_the_hosts(hosts_file):
 def test_weights_of_few_bits_are_counted_in_the_bytes_that_they_keep(hosts_file, target):
     hosts_file = load_hosts(hosts_file(THREE))
     weights = 10_000
-    kept = {
-        "dequantized_from": "fp8",
-        "kept_format": "fp8",
-        "kept_layers": (KeptLayer(weights, weights + 40),) * target.num_layers,
-    }
-    found = asked(hosts_file, target, **kept).needs.layer_bytes
+    storage = Storage(
+        dequantized_from="fp8",
+        kept_format="fp8",
+        kept_layers=(KeptLayer(weights, weights + 40),) * target.num_layers,
+    )
+    found = asked(hosts_file, target, storage=storage).needs.layer_bytes
     stored = target.stored.layers  # as bfloat16
     assert found == tuple(size - 2 * weights + weights + 40 for size in stored)
-    plain = asked(hosts_file, target, "model.keep_quantized=no", **kept).needs
+    plain = asked(hosts_file, target, "model.keep_quantized=no", storage=storage).needs
     assert plain.layer_bytes == stored
-    wide = asked(hosts_file, target, "model.dtype=float32", "model.keep_quantized=no", **kept)
+    wide = asked(
+        hosts_file, target, "model.dtype=float32", "model.keep_quantized=no", storage=storage
+    )
     assert wide.needs.layer_bytes == tuple(2 * size for size in stored)

@@ -15,7 +15,7 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams, TokenLogprobs
-from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.message_schema import Tool

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
 from pipespec.instruments.diagnostics.examine_hosts import rounds
 from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
-from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
+from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.link_probe import Endpoint
 from pipespec.instruments.diagnostics.probe import (
     LinkSpeed,

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.engine.checkpoint.fingerprint import Fingerprint, fingerprint
 from pipespec.instruments.diagnostics import inventory
-from pipespec.instruments.diagnostics.inventory import Fingerprint, fingerprint, take_inventory
+from pipespec.instruments.diagnostics.inventory import take_inventory
 from tests.helpers.models import build
 
 

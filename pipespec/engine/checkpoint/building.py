@@ -1,0 +1,143 @@
+"""Makes models by Transformers' own loading code, of weights or of headers alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
+from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN, LONGEST_REASON
+from pipespec.engine.checkpoint.safetensors_headers import Tensor
+from pipespec.engine.checkpoint.slice_tensors import LAYER
+from pipespec.engine.slicing import num_layers_of
+from pipespec.errors import ModelError
+from pipespec.system.silence_warnings import silence_warnings
+
+with silence_warnings():
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging as transformers_logging
+
+# Part of Transformers' message on tensors that it cannot stack or concatenate.
+_CONVERSION = "automatic conversion of the weights"
+
+# `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
+# level), and the ranks of a test cluster are threads of one process.
+lock = threading.Lock()
+
+
+@contextmanager
+def alone(*, progress: bool = False) -> Iterator[None]:
+    """Make models one at a time, and keep Transformers from printing; faults in its reports are
+    raised as errors instead. `progress`: it shows its progress bar."""
+    with lock, silence_warnings():
+        level, bar = (
+            transformers_logging.get_verbosity(),
+            transformers_logging.is_progress_bar_enabled(),
+        )
+        transformers_logging.set_verbosity_error()
+        if not progress:
+            transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(level)
+            if bar:
+                transformers_logging.enable_progress_bar()
+
+
+def build(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    source: tuple[Path | None, Mapping[str, Any] | None],
+    device: torch.device,
+    **options: Any,
+) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """A model of the weights of a `Checkpoint.source`, and what Transformers reports of them."""
+    folder, state = source
+    return model_class.from_pretrained(
+        folder,
+        config=config,
+        state_dict=state,
+        device_map={"": device},
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+
+
+def require_all(path: Path, loaded: Mapping[str, Any]) -> None:
+    """Raise ModelError unless loading found every tensor, in its shape."""
+    for what in ("missing_keys", "mismatched_keys"):
+        if loaded[what]:
+            raise ModelError(
+                f"{path} does not fit its config.json: {len(loaded[what])} "
+                f"{what.replace('_keys', ' tensors')}, for example "
+                f"{_name(min(loaded[what]))}; fetch the checkpoint again"
+            )
+
+
+def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> int:
+    """Load a model from the headers of plain weights, on PyTorch's meta device, and return how many
+    tensors it leaves out.
+
+    Transformers renames and stacks tensors as for real weights. Raises ModelError if tensors are
+    missing or have another shape, or if the config is not valid; with `strict` also if weights of
+    layers would be left out.
+    """
+
+    def empty(tensor: Tensor, _: Part) -> torch.Tensor:
+        return torch.empty(tensor.shape, device="meta")
+
+    path = checkpoint.path
+    with alone():
+        config = checkpoint.files.config()
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # the headers are those of plain weights
+        state = {
+            name: LazyTensor(tensor.shape, "F32", partial(empty, tensor))
+            for name, tensor in tensors.items()
+        }
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        try:
+            _, loaded = build(
+                model_class, config, (None, state), torch.device("meta"), dtype=torch.float32
+            )
+        except Exception as error:  # model code may raise anything for invalid values
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            if _CONVERSION in reason:  # the rest refers to a report that is not shown
+                reason = "tensors that the model concatenates do not fit together"
+            raise ModelError(
+                f"no model can be made of {path} and its config.json ({reason}); {FOREIGN}"
+            ) from error
+    require_all(path, loaded)
+    left_out = [_name(key) for key in loaded["unexpected_keys"]]
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    mtp = range(num_layers_of(config), num_layers_of(config) + extra)
+    weights = [
+        name
+        for name in left_out
+        if (layer := LAYER.search(name)) is not None
+        and int(layer[1]) not in mtp
+        and name.endswith((".weight", ".bias"))
+    ]
+    if weights and strict:
+        raise ModelError(
+            f"{path} does not fit its config.json: {len(weights)} tensors of its layers would be "
+            f"left out, for example {min(weights)}; correct config.json, or fetch the checkpoint "
+            "again"
+        )
+    return len(left_out)
+
+
+def _name(key: str | tuple[Any, ...]) -> str:
+    return key if isinstance(key, str) else str(key[0])

@@ -1,0 +1,155 @@
+"""What two hosts compare of a checkpoint: hashes of its config, names and sizes of its files.
+
+Nothing is downloaded and no weight is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipespec.engine.architectures import count_field
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_parts import parts_of
+from pipespec.engine.checkpoint.model_path import known_model
+from pipespec.engine.checkpoint.partial_checkpoint import missing
+from pipespec.engine.checkpoint.safetensors_headers import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    tensor_ranges,
+    weight_map,
+)
+from pipespec.engine.checkpoint.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.checkpoint.text_part import text_config, text_names
+from pipespec.engine.checkpoint_parts.parts_file import is_partial
+from pipespec.errors import ModelError
+from pipespec.system.validation import (
+    Missing,
+    Unreadable,
+    home_expanded,
+    is_folder,
+    parse_json,
+    read_bytes,
+)
+
+# Of a GGUF file so many bytes at its start, where its settings are, and at its end are compared.
+GGUF_END = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A checkpoint on a host.
+
+    `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
+    hashes of those files; `shards` has the sizes of the weight files by their names. `index` is
+    None where a single file holds all weights. `absent` has the parts (`engine.slice_tensors`) that
+    each missing file of the index holds; `num_layers` and `tied` say which of them a slice needs.
+    """
+
+    folder: str
+    problem: str | None
+    config: str | None = None
+    index: str | None = None
+    shards: Mapping[str, int] | None = None
+    absent: Mapping[str, list[str]] = field(default_factory=dict)
+    num_layers: int | None = None
+    tied: bool = False
+
+
+def fingerprint(model: str) -> Fingerprint:
+    """The checkpoint in a folder, or in the hub's cache under a hub id; nothing is downloaded."""
+    path = home_expanded(model)
+    if not path.is_file() and is_gguf(path):
+        path = known_model(model) or path
+    if is_gguf(path) and path.is_file():
+        ends, size = b"", 0
+        try:
+            for part in parts_of(path):
+                with part.open("rb") as stream:
+                    ends += stream.read(GGUF_END)
+                    stream.seek(max(part.stat().st_size - GGUF_END, 0))
+                    ends += stream.read(GGUF_END)
+                    size += part.stat().st_size
+        except OSError as error:
+            return Fingerprint(str(path), f"cannot be read ({error.strerror})")
+        # It may have another name on each host.
+        return Fingerprint(str(path), None, _hash(ends), None, {"": size})
+    if not is_folder(path):
+        cached = known_model(model)
+        if cached is None:
+            return Fingerprint(model, "is missing")
+        path = cached
+    folder = str(path)
+    try:
+        raw = read_bytes(path / CONFIG)
+    except Missing:
+        return Fingerprint(folder, f"holds no {CONFIG}")
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
+    config = _hash(raw)
+    try:
+        index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
+        shard_of = _shard_of(path, index)
+        sizes = _sizes(path, set(shard_of.values()) or {WEIGHTS})
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
+    except ModelError as error:
+        return Fingerprint(folder, str(error), config)
+    except OSError as error:
+        return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
+    hashed = None if index is None else _hash(index)
+    absent = _absent(path, shard_of)
+    return Fingerprint(folder, None, config, hashed, sizes, absent, *_layers(raw, shard_of))
+
+
+def _shard_of(path: Path, index: bytes | None) -> dict[str, str]:
+    """The file of each tensor, by the index. Raises ModelError with a clause."""
+    if index is None:
+        return {}
+    try:
+        return weight_map(path / INDEX, parse_json(index))
+    except (Unreadable, ModelError) as error:
+        raise ModelError(f"has no usable {INDEX}") from error
+
+
+def _sizes(path: Path, shards: Collection[str]) -> dict[str, int]:
+    """Name and size of every weight file that is here. Raises ModelError with a clause if none
+    is."""
+    here = sorted(name for name in shards if os.path.isfile(path / name))
+    if not here:
+        others = f" and {len(shards) - 1} more of its files" if len(shards) > 1 else ""
+        raise ModelError(f"holds no {min(shards)}{others}")
+    return {name: (path / name).stat().st_size for name in here}
+
+
+def _absent(path: Path, shard_of: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parts of which tensors are missing, by file. Raises ModelError with a clause."""
+    try:
+        names = shard_of or (tensor_ranges(path / WEIGHTS) if is_partial(path / WEIGHTS) else {})
+        lacking = missing(path, {part_of(name) for name in text_names(names).values()})
+    except ModelError as error:
+        raise ModelError(f"cannot be read ({error})") from error
+    return {file: sorted(set(map(part_of, lacking[file]))) for file in sorted(lacking)}
+
+
+def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
+    """How many layers a model has, by its config.json, and whether its embedding is its output
+    head."""
+    try:
+        raw = parse_json(config)
+    except Unreadable:
+        return None, False
+    raw = text_config(raw) if isinstance(raw, dict) else {}
+    count = raw.get(count_field(str(raw.get("model_type"))))
+    tied = raw.get("tie_word_embeddings")
+    if type(tied) is not bool:
+        tied = not any(name.endswith(OUTPUT_HEADS) for name in names)
+    return count if type(count) is int and count > 0 else None, tied
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,152 @@
+"""Resolves the path of a model: a local folder or file, or the cache of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pipespec.engine.checkpoint.formats.gguf import is_gguf, require_tokenizer
+from pipespec.engine.checkpoint.formats.gguf_parts import first_part, part_names, parts_of
+from pipespec.engine.checkpoint.formats.safetensors_folder import is_whole
+from pipespec.engine.checkpoint_parts import repository
+from pipespec.engine.checkpoint_parts.blueprint import open_repository
+from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
+from pipespec.errors import ModelError
+from pipespec.system.validation import home_expanded, is_folder
+
+# NAME, ORG/NAME, or a file as ORG/NAME/FILE.gguf.
+_ON_HUB = re.compile(r"(?!\.{1,2}$)([\w.-]+(?:/[\w.-]+)?)|([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
+
+
+def resolve(model: str | Path) -> Path:
+    """The local folder of a model, or its GGUF file, of several the first.
+
+    That of a hub id, or of ORG/NAME/FILE.gguf on the hub, is in the cache of huggingface_hub if
+    that holds all of it; else it is in the parts cache, with small files and headers, and with
+    those tensors that were fetched (`pipespec.engine.checkpoint_parts`). Raises ModelError.
+    """
+    path = home_expanded(model)
+    if is_folder(path):
+        return path
+    if is_gguf(path) and path.is_file():
+        return first_part(path)
+    if os.path.lexists(path):
+        raise ModelError(
+            f"{path} is a file; give the folder that holds config.json, or a GGUF file"
+        )
+    if (named := _hub_name(model)) is None:
+        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+    return _on_hub(*named)
+
+
+def _hub_name(model: str | Path) -> tuple[str, str | None] | None:
+    """The repository of the hub, and the GGUF file in it, that a model may be called by."""
+    found = None if isinstance(model, Path) else _ON_HUB.fullmatch(model)
+    return None if found is None else (found[1] or found[2], found[3])
+
+
+def refuse_unread(model: str | Path) -> None:
+    """Raise ModelError at once if a model is a GGUF file here whose tokenizer is not read."""
+    path = home_expanded(model)
+    if is_gguf(path) and first_part(path).is_file():
+        require_tokenizer(path)
+
+
+def can_be_fetched(model: str) -> bool:
+    """Whether hosts without a model get their layers when a cluster starts: this host has all of
+    its files, or it is on the hub, as far as its name tells."""
+    path = home_expanded(model)
+    if os.path.lexists(path):
+        if is_gguf(path):
+            return all(part.is_file() for part in parts_of(path))
+        return is_whole(path)
+    return _hub_name(model) is not None
+
+
+def known_model(model: str) -> Path | None:
+    """The checkpoint of a hub id that is here, whole or in parts; nothing is fetched."""
+    named = _hub_name(model)
+    return None if named is None else _here(*named)
+
+
+def resolve_config(model: str | Path) -> Path:
+    """The config.json of a model: in its folder, or fetched alone from the hub. Raises
+    ModelError."""
+    path = home_expanded(model)
+    if is_folder(path) and (path / "config.json").is_file():
+        return path / "config.json"
+    if os.path.lexists(path):
+        raise ModelError(f"{path} has no config.json; give the folder that holds it, or a hub id")
+    named = _hub_name(model)
+    if named is None or named[1] is not None:
+        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(named[0], "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"there is no model folder {model!r} and the hub could not provide a model of that "
+            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
+            "network and your access"
+        ) from error
+
+
+def _on_hub(hub_id: str, file: str | None = None) -> Path:
+    """The folder, or GGUF file, of a hub id. Raises ModelError."""
+    client = HubClient(hub_id)
+    # With a copy here, a hub that does not answer at once is not waited for.
+    tries = MAX_TRIES if _here(hub_id, file) is None else 1
+    try:
+        revision = client.revision(max_tries=tries)
+    except Unavailable as error:
+        return _known(hub_id, file, str(error))
+    cached = cached_model(hub_id, revision.commit, file)
+    if cached is not None:
+        return cached
+    for name in () if file is None else part_names(file):
+        if name not in revision.files:
+            raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
+    folder = open_repository(client, revision, file)
+    return folder if file is None else first_part(folder / file)
+
+
+def _known(hub_id: str, file: str | None, why: str) -> Path:
+    """A model that is here, while the hub cannot be reached. Raises ModelError."""
+    found = _here(hub_id, file)
+    if found is not None:
+        return found
+    raise ModelError(
+        f"there is no model folder {hub_id!r} and the hub could not be asked for a model of that "
+        f"name: {why}; give an existing folder, or check the name and the network"
+    )
+
+
+def _here(hub_id: str, file: str | None) -> Path | None:
+    cached = cached_model(hub_id, repository.MAIN, file)
+    if cached is not None:
+        return cached
+    commit = repository.known_commit(hub_id)
+    if commit is None:
+        return None
+    folder = repository.Repository(hub_id, commit).folder
+    if not repository.is_begun(folder, file):
+        return None
+    return folder if file is None else first_part(folder / file)
+
+
+def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:
+    """A model that the cache of huggingface_hub holds whole, None if it does not."""
+    if file is not None:
+        names = part_names(file)
+        found = [repository.cached_file(hub_id, revision, name) for name in names]
+        return None if None in found else Path(str(found[0]))
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    return folder if is_whole(folder) else None

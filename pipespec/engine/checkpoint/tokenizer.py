@@ -1,0 +1,220 @@
+"""A model's tokenizer, as Transformers builds it, without importing Transformers each time.
+
+Transformers builds a tokenizer of the package `tokenizers` from a model's files. It is cached in
+the user's cache folder and in the registry entry of a running cluster, which saves clients some
+seconds of imports. A tokenizer without such a backend is loaded by Transformers every time."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.stored import StoredFiles
+from pipespec.errors import ModelError
+from pipespec.system.result_cache import cached_call
+from pipespec.system.validation import Unreadable
+from pipespec.text import Tokenizer
+
+# Characters of a library's message in an error message.
+LONGEST_REASON = 200
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """The methods of a Hugging Face tokenizer that we use, those for chats included."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class BackendTokenizer:
+    """A tokenizer of the package `tokenizers`, with a chat template.
+
+    Attributes:
+        backend: the tokenizer as JSON.
+        chat_template: the model's template, if it has one.
+        special_tokens: texts of special tokens by name, such as `bos_token`, for the template.
+    """
+
+    backend: str = field(repr=False)
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            return Backend.from_str(self.backend)
+        except Exception as error:
+            raise ModelError(
+                f"the cached tokenizer of the model cannot be used ({_reason(error)}); start the "
+                "cluster again"
+            ) from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; the text of a special token becomes that token."""
+        # Unlike `encode`, this releases the GIL while a long text is encoded.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """The text of ids. It is not cleaned up, which could change text that was sent already."""
+        assert not clean_up_tokenization_spaces
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """The token of an id; None: there is none."""
+        token: str | None = self._tokenizer.id_to_token(ids)
+        return token
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """The id of every token."""
+        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one text. Raises whatever the template raises."""
+        assert self.chat_template is not None and not tokenize
+        return render(
+            self.chat_template,
+            messages=conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=None,
+            **{**self.special_tokens, **variables},
+        )
+
+
+def load(path: Path) -> ChatTokenizer:
+    """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
+    files = Checkpoint(path).files
+    try:
+        depends = {
+            "files": files.tokenizer_state(),
+            "transformers": importlib.metadata.version("transformers"),
+            "tokenizers": importlib.metadata.version("tokenizers"),
+        }
+    except Unreadable as error:
+        raise files.tokenizer_refused(str(error)) from None
+    found = cached_call(
+        "tokenizers", _CachedTokenizer, depends, lambda: _CachedTokenizer(_backend(files))
+    ).tokenizer
+    if found is not None:
+        return found
+    tokenizer: ChatTokenizer = _checked(files)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class _CachedTokenizer:
+    """The cache entry of a model's tokenizer; None: it has no backend."""
+
+    tokenizer: BackendTokenizer | None
+
+
+def _backend(files: StoredFiles) -> BackendTokenizer | None:
+    """The backend of a tokenizer; None: it has none. Raises ModelError."""
+    tokenizer = _checked(files)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several of them, by name
+        template = template.get("default")
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    return BackendTokenizer(backend.to_str(), template, special)
+
+
+def _checked(files: StoredFiles) -> Any:
+    """The tokenizer, which has tokens that are not special. Raises ModelError."""
+    try:
+        tokenizer = files.tokenizer()
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
+        raise files.tokenizer_refused(_reason(error)) from None
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not set(backend.get_vocab()) - set(map(str, tokenizer.special_tokens_map.values())):
+        raise files.tokenizer_refused("it has no tokens")
+    return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+
+
+# --- chat templates ---------------------------------------------------------------------------
+
+
+def render(template: str, **names: Any) -> str:
+    """Render a chat template in the same environment as Transformers.
+
+    Raises whatever the template raises.
+    """
+    return str(_compiled(template).render(**names))
+
+
+@lru_cache(maxsize=4)  # compiling takes longer than rendering
+def _compiled(template: str) -> Any:
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks text that a model is trained on; it does not change the text."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)

@@ -1,0 +1,135 @@
+"""Tokenizers without Transformers: the ids, texts and chats that Transformers makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, render
+from pipespec.errors import ModelError
+from pipespec.system.folders import resource_dir
+
+DEMO = resource_dir("demo")
+THEIRS = AutoTokenizer.from_pretrained(DEMO / "target")
+OURS = tokenizer.load(DEMO / "target")
+
+
+@given(st.text(max_size=60), st.booleans())
+def test_ids_and_texts_are_those_of_transformers(text: str, special: bool) -> None:
+    ids = OURS.encode(text, add_special_tokens=special)
+    assert ids == THEIRS.encode(text, add_special_tokens=special)
+    for skip in (True, False):
+        assert OURS.decode(ids, skip_special_tokens=skip) == THEIRS.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+    assert [OURS.convert_ids_to_tokens(i) for i in ids] == THEIRS.convert_ids_to_tokens(ids)
+
+
+def test_the_vocabulary_is_that_of_transformers_and_an_id_without_token_is_none() -> None:
+    assert OURS.get_vocab() == THEIRS.get_vocab()
+    beyond = max(THEIRS.get_vocab().values()) + 1
+    assert OURS.convert_ids_to_tokens(beyond) is None
+    assert OURS.decode([beyond]) == ""
+
+
+TEMPLATES = [
+    THEIRS.chat_template,
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{% endfor %}",
+    "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% endfor %}{{ tools }}",
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}",
+    "{% if add_generation_prompt %}go{% endif %}{{ eos_token }}",
+    "{{ strftime_now('%Y') }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("prompt", ["Hello", "a <b> & 'c' é"])
+def test_a_chat_reads_as_with_transformers(template: str, prompt: str) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    expected = THEIRS.apply_chat_template(
+        messages, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(OURS, BackendTokenizer)
+    ours = BackendTokenizer(OURS.backend, template, OURS.special_tokens)
+    assert ours.apply_chat_template(messages, add_generation_prompt=True) == expected
+
+
+def test_a_template_can_refuse() -> None:
+    with pytest.raises(Exception, match="only for poets"):
+        render("{{ raise_exception('only for poets') }}")
+
+
+def test_the_second_reading_needs_no_transformers(model: Path) -> None:
+    """Nor torch; a changed file is read anew."""
+    script = (
+        "import sys; from pathlib import Path; from pipespec.engine.checkpoint import tokenizer\n"
+        f"print(tokenizer.load(Path({str(model)!r})).encode('Hello'))\n"
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["nothing"] = str(model)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    answers = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [answer.stdout.splitlines()[1] for answer in answers] == ["torch transformers", ""]
+    assert answers[0].stdout.splitlines()[0] == answers[1].stdout.splitlines()[0]
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
+
+
+def refusal(model: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        tokenizer.load(model)
+    message = str(caught.value)
+    assert str(model) in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("keep", [(), ("tokenizer_config.json",)])
+def test_a_folder_without_tokenizer_names_what_is_missing(
+    model: Path, keep: tuple[str, ...]
+) -> None:
+    for name in {"tokenizer.json", "tokenizer_config.json"} - set(keep):
+        (model / name).unlink()
+    assert "holds no tokenizer: tokenizer.json, or" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe\x00", b"{}", b"[]", b"null", b'{"added_tokens": []}', b'{"version": "9.9"}'],
+)
+def test_a_tokenizer_that_is_none(model: Path, content: bytes) -> None:
+    (model / "tokenizer.json").write_bytes(content)
+    assert "cannot be used" in refusal(model)
+
+
+def test_a_tokenizer_cut_short(model: Path) -> None:
+    text = (model / "tokenizer.json").read_bytes()
+    (model / "tokenizer.json").write_bytes(text[: len(text) // 2])
+    assert "cannot be used" in refusal(model)
+
+
+def test_a_tokenizer_without_tokens(model: Path) -> None:
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    content["added_tokens"] = []
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert "it has no tokens" in refusal(model)
