@@ -46,8 +46,9 @@ FP8S, FP4S = tuple(fp8_files.KINDS), tuple(fp4_files.FORMS)
 # Blocks of 128 by 128 do not divide the second.
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 ODD_SIZES = {"hidden_size": 160, "intermediate_size": 288}
-# The most by which products of kept weights differ in float32, for a row: ggml rounds it to 8 bits.
-ROUNDED = {PACKED_INT4: 0.05, "mxfp4": 0.05, "nvfp4": 1e-4, FP8: 1e-4}
+# The most by which logits of kept weights differ in float32: ggml rounds rows to 8 bits, in each of
+# four layers.
+ROUNDED = {PACKED_INT4: 0.1, "mxfp4": 0.1, "nvfp4": 1e-4, FP8: 1e-4}
 
 
 def if_long(*cases: Any) -> list[Any]:
@@ -249,9 +250,11 @@ def test_products_of_kept_weights_are_those_of_the_plain_ones(packed, kind, mode
         assert info.weight_format(None, "no", dtype) is None
     exact = logits(plain, PROMPT, 1, dtype=torch.float32)
     kept = logits(path, PROMPT, 2, dtype=torch.float32, quantization=form)
-    differences = (kept - exact).norm(dim=-1) / exact.norm(dim=-1)
+    if model_type == "llama":
+        assert (kept - exact).norm() <= ROUNDED[form] * exact.norm()
     # A rounding may choose another expert of two that are nearly as good, for a row.
-    assert (differences > ROUNDED[form]).sum() <= (model_type != "llama")
+    differences = (kept - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert (differences > 2 * ROUNDED[form]).sum() <= 1
     # bfloat16 rounds the plain model nearly as much.
     rounded, narrow = (
         (logits(each, PROMPT, 2, dtype=torch.bfloat16, quantization=held) - exact).norm()
