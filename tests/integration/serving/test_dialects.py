@@ -4,16 +4,7 @@ streamed, tools round trip, structured output, and streams that survive the kill
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -22,8 +13,6 @@ import ollama
 import openai
 import pytest
 
-from pipespec.client import registry
-from pipespec.controller.membership import Membership
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, NAME, Server, serving
 
@@ -132,18 +121,6 @@ def test_anthropic_tools_go_round(claude: anthropic.Anthropic) -> None:
     assert claude.messages.create(**asked).content[0].type == "text"
 
 
-def test_anthropic_package_raises_its_errors(server: Server, claude: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="container") as refused:
-        claude.messages.create(**ASKED, extra_body={"container": "a"})
-    assert refused.value.type == "invalid_request_error"
-    with pytest.raises(anthropic.NotFoundError, match="not served"):
-        claude.messages.create(**ASKED | {"model": "claude"})
-    stranger = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    with stranger, pytest.raises(anthropic.AuthenticationError) as unknown:
-        stranger.messages.create(**ASKED)
-    assert unknown.value.type == "authentication_error"
-
-
 # --- OpenAI's responses -----------------------------------------------------------------------
 
 
@@ -206,47 +183,6 @@ def test_response_tools_go_round(gpt: openai.OpenAI) -> None:
     assert by_id.usage.input_tokens == by_hand.usage.input_tokens  # type: ignore[union-attr]
 
 
-# --- OpenAI's package for Node ----------------------------------------------------------------
-
-NODE_PACKAGES = Path(sys.prefix, "node", "node_modules")
-SCRIPT = Path(__file__).parents[2] / "helpers" / "node_openai.cjs"
-needs_node = pytest.mark.skipif(
-    shutil.which("node") is None or not (NODE_PACKAGES / "openai").exists(),
-    reason="needs Node and its package openai, which `make test` installs where npm is",
-)
-
-
-@needs_node
-def test_openai_package_for_node_reads_chats_and_responses(
-    server: Server, gpt: openai.OpenAI
-) -> None:
-    given = json.dumps({"model": MODEL, "messages": HELLO, "schema": SCHEMA})
-    ended = subprocess.run(
-        ["node", SCRIPT, f"{server.url}/v1", KEY, given],
-        env=os.environ | {"NODE_PATH": str(NODE_PACKAGES)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    same = gpt.chat.completions.create(
-        model=MODEL,
-        messages=HELLO,  # type: ignore[arg-type]
-        temperature=0,
-        max_completion_tokens=24,
-    )
-    text = same.choices[0].message.content
-    events = found["responses"].pop("events")
-    assert (events[0], events[-1]) == ("response.created", "response.incomplete")
-    for interface in ("chat", "responses"):
-        assert found[interface] == {"whole": text, "streamed": text}
-    jsonschema.validate(json.loads(found["tools"]["arguments"]), SCHEMA)
-    assert found["tools"]["tokens"] == 4
-    jsonschema.validate(found["structured"], SCHEMA)
-    assert found["refused"] == "NotFoundError"
-
-
 # --- Ollama -----------------------------------------------------------------------------------
 
 
@@ -293,91 +229,3 @@ def test_ollama_tools_and_formats(llama: ollama.Client) -> None:
 def get_weather(city: str) -> str:
     """The weather in a city."""
     return city
-
-
-# --- faults -----------------------------------------------------------------------------------
-
-LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO}
-
-
-def anthropic_text(server: Server, on_text: Callable[[], None]) -> str:
-    """The text of a message that streams."""
-    text = ""
-    with anthropic.Anthropic(
-        base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        ours = {"ignore_eos": True, "seed": 3}
-        with client.messages.stream(**LONG, max_tokens=96, extra_body=ours) as stream:
-            for piece in stream.text_stream:
-                text += piece
-                on_text()
-    return text
-
-
-def response_text(server: Server, on_text: Callable[[], None]) -> str:
-    """The text of a response that streams."""
-    text = ""
-    asked = {"model": MODEL, "input": "Tell me a story", "max_output_tokens": 96}
-    ours = {"ignore_eos": True, "seed": 3}
-    with server.openai(KEY) as client:
-        for event in client.responses.create(**asked, stream=True, extra_body=ours):  # type: ignore[call-overload]
-            if event.type == "response.output_text.delta":
-                text += event.delta
-                on_text()
-    assert event.response.output_text == text
-    return text
-
-
-def ollama_text(server: Server, on_text: Callable[[], None]) -> str:
-    """The text of a chat that streams."""
-    text = ""
-    body = {"model": MODEL, "messages": HELLO, "ignore_eos": True}
-    body |= {"options": {"num_predict": 96, "seed": 3}}
-    with server.http.stream("POST", "/api/chat", json=body) as reply:
-        for line in reply.iter_lines():
-            piece = ollama.ChatResponse(**json.loads(line))
-            text += piece.message.content or ""
-            on_text()
-    assert piece.done
-    return text
-
-
-STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {
-    "anthropic": anthropic_text,
-    "responses": response_text,
-    "ollama": ollama_text,
-}
-# A rank is killed when every stream has read so many further pieces.
-PIECES = 4
-
-
-def test_streams_of_all_dialects_survive_the_kill_of_every_rank(
-    place: Sandbox, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
-    cluster = registry.find(NAME)
-    counts = dict.fromkeys(STREAMS, 0)
-    struck: list[int] = []
-    turn = threading.Lock()
-
-    def read(name: str) -> None:
-        """A stream has read a piece."""
-        counts[name] += 1
-        with turn:
-            if len(struck) < 3 and min(counts.values()) >= PIECES * (len(struck) + 1):
-                with Membership(cluster.url, cluster.namespace) as shared:
-                    (pid,) = shared.alive([f"local/{len(struck)}"]).values()
-                os.kill(pid, signal.SIGKILL)
-                struck.append(len(struck))
-
-    def texts(notify: Callable[[str], None]) -> dict[str, str]:
-        with ThreadPoolExecutor(len(STREAMS)) as users:
-            asked = {
-                name: users.submit(stream, server, partial(notify, name))
-                for name, stream in STREAMS.items()
-            }
-            return {name: each.result() for name, each in asked.items()}
-
-    undisturbed = texts(lambda _: None)
-    assert texts(read) == undisturbed
-    assert struck == [0, 1, 2]
