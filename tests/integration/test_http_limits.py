@@ -27,8 +27,7 @@ pytestmark = pytest.mark.slow
 NAME = "lab"
 # As large models have, so that nothing here is refused for its length alone.
 CONTEXT = 131072
-COMPLETIONS = "/v1/completions"
-KEY, KIND = {"X-Api-Key": "sesame"}, {"Content-Type": "application/json"}
+KEY = "sesame"
 MOST_HEADERS = 8192
 
 
@@ -49,20 +48,8 @@ def guarded(place: Sandbox) -> Iterator[Server]:
     """A server with a key and short timeouts."""
     limits = ("--header-timeout", "1", "--body-timeout", "1")
     limits = (*limits, "--max-header-bytes", str(MOST_HEADERS))
-    with serving(place, "--on", NAME, "--api-key", KEY["X-Api-Key"], *limits) as server:
+    with serving(place, "--on", NAME, "--api-key", KEY, *limits) as server:
         yield server
-
-
-# --- bodies -----------------------------------------------------------------------------------
-
-
-def test_body_limit_follows_the_context_of_the_model(guarded: Server) -> None:
-    most = 2**20 + 64 * CONTEXT
-    for size, status in ((most + 1, 413), (most, 400)):
-        content = b"[" + b" " * (size - 2) + b"]"
-        reply = guarded.http.post(COMPLETIONS, content=content, headers=KIND | KEY)
-        assert reply.status_code == status
-        assert (f"{most} bytes" in reply.json()["error"]["message"]) == (status == 413)
 
 
 # --- before the key is checked ----------------------------------------------------------------
@@ -159,6 +146,13 @@ def test_incomplete_request_times_out(guarded: Server) -> None:
     reply = sent(guarded, BODY + b"Content-Length: 100\r\n\r\n{")
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert "The body has not come within 1 s" in sentence(reply)
+    with connected(guarded) as connection:  # which is kept alive
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        heard = b""
+        while b"}" not in heard:
+            heard += connection.recv(2**16)
+        connection.sendall(START)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
 
 
 def test_body_of_a_refused_request_times_out(guarded: Server) -> None:
@@ -174,16 +168,6 @@ def test_body_of_a_refused_request_times_out(guarded: Server) -> None:
         assert time.perf_counter() - began < 10
 
 
-def test_slow_headers_time_out_on_kept_alive_connections(guarded: Server) -> None:
-    with connected(guarded) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = b""
-        while b"}" not in heard:
-            heard += connection.recv(2**16)
-        connection.sendall(START)
-        assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
-
-
 def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Version: 13\r\n\r\n"
     reply = sent(guarded, START + upgrade % b"websocket")
@@ -193,11 +177,6 @@ def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
     with connected(guarded) as connection:
         connection.sendall(START.replace(b"/v1/models", b"/health") + upgrade % b"h2c")
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-
-
-def test_pipelined_requests_are_answered_one_after_another(guarded: Server) -> None:
-    last = START + b"Connection: close\r\n\r\n"
-    assert sent(guarded, (START + b"\r\n") * 500 + last).count(b"HTTP/1.1 401 ") == 501
 
 
 # --- connections ------------------------------------------------------------------------------

@@ -74,24 +74,23 @@ def test_failure_during_a_stream_is_an_event_before_the_end(
         error = json.loads(lines[-2].removeprefix("data: "))["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert "cancelled by another client" in error["message"]
-        whole = ASKED | {"stream": False}
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, "cancelled")
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, GRAMMAR)
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "grammar_failed")
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, NOT_FINITE)
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "not_finite")
-        assert "logits are not finite" in reply.json()["error"]["message"]
+        for reason, status, kind, code in (
+            ("cancelled", 500, "server_error", None),
+            (GRAMMAR, 400, "invalid_request_error", "grammar_failed"),
+            (NOT_FINITE, 500, "server_error", "not_finite"),
+        ):
+            whole = ASKED | {"stream": False}
+            asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
+            request, _ = await scene.taken()
+            scene.finish(request, reason)
+            reply = await asking
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"], error["code"]) == (status, kind, code)
+        assert "logits are not finite" in error["message"]
         assert (await scene.http.get("/load")).json() == {"server_load": 0}
+        unknown = await scene.http.post("/requests/7/cancel")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == "There is no request 7."
 
     play(redis, served, story)
 

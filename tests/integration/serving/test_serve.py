@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +16,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipespec.client import registry
-from pipespec.controller.membership import Membership
 from pipespec.system.folders import resource_dir
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, NAME, Server, serving
@@ -39,12 +33,6 @@ PROMPTS = (
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0}
 HELLO = [{"role": "user", "content": "Tell me a story"}]
 LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def server(place: Sandbox) -> Iterator[Server]:
-    with serving(place, "--on", NAME) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -214,24 +202,9 @@ def test_logprobs_equal_hugging_face(
     assert alone.usage is not None
     assert alone.usage.completion_tokens == 0
     assert alone.choices[0].text == tokenizer.decode(long)
-    assert alone.choices[0].logprobs is not None
-    assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
     (shown, *_) = server.chunks("/v1/completions", asked)
+    assert alone.choices[0].logprobs is not None
     assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
-
-    # Before temperature: those of a warmer request are of the same distribution.
-    chat = client.chat.completions.create(  # type: ignore[call-overload]
-        messages=HELLO, logprobs=True, top_logprobs=2, **ASKED
-    )
-    warm = client.chat.completions.create(  # type: ignore[call-overload]
-        messages=HELLO, logprobs=True, top_logprobs=2, seed=1, **ASKED | {"temperature": 3}
-    )
-    content, first = chat.choices[0].logprobs.content, warm.choices[0].logprobs.content[0]
-    assert [t.logprob for t in first.top_logprobs] == pytest.approx(
-        [t.logprob for t in content[0].top_logprobs], abs=1e-4
-    )
-    said = b"".join(bytes(token.bytes) for token in content)
-    assert said.decode(errors="replace").strip() == chat.choices[0].message.content.strip()
 
 
 # --- who leaves, and who comes in numbers -----------------------------------------------------
@@ -261,30 +234,10 @@ def test_disconnected_client_cancels_its_requests(server: Server, client: openai
     assert server.metric("pipespec_request_success_total") == left + 4
 
 
-def test_slow_reader_delays_no_other_stream(server: Server, client: openai.OpenAI) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps(
-        {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "n": 4, "stream": True}
-    )
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        slow.connect((host, int(port)))
-        slow.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json"
-            f"\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        assert slow.recv(64).startswith(b"HTTP/1.1 200")
-        told = client.completions.create(prompt=PROMPTS[0], **ASKED)
-        assert told.choices[0].finish_reason == "length"
-    until(lambda: server.http.get("/load").json() == {"server_load": 0})
-
-
 # --- the other routes -------------------------------------------------------------------------
 
 
-def test_models_tokenize_and_metrics_routes(
-    server: Server, client: openai.OpenAI, tokenizer: Any
-) -> None:
+def test_models_and_tokenize_routes(server: Server, client: openai.OpenAI, tokenizer: Any) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT)
     assert client.models.retrieve(MODEL) == model
@@ -302,13 +255,6 @@ def test_models_tokenize_and_metrics_routes(
     assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == PROMPTS[0]
     info = server.http.get("/tokenizer_info").json()
     assert (info["vocab_size"], info["model_max_length"]) == (len(tokenizer), CONTEXT)
-    assert server.http.get("/version").json()["version"]
-    assert server.http.get("/health").status_code == 200
-    before = server.metric("vllm:generation_tokens_total")
-    client.completions.create(prompt=PROMPTS[0], **ASKED)
-    assert server.metric("vllm:generation_tokens_total") == before + NUM_TOKENS
-    assert server.metric("pipespec_generation_tokens_total") == before + NUM_TOKENS
-    assert server.metric("vllm:time_to_first_token_seconds_count") > 0
 
 
 def test_cluster_metrics_count_the_requests(
@@ -328,7 +274,7 @@ def test_cluster_metrics_count_the_requests(
     until(settled)
 
     names = (
-        *("pipespec_decided_tokens_total", "pipespec_rows_total", "pipespec_steps_total"),
+        *("pipespec_decided_tokens_total", "pipespec_steps_total"),
         *("vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count"),
         *("vllm:spec_decode_num_draft_tokens_total", "pipespec_draft_rows_total"),
         *("vllm:spec_decode_num_accepted_tokens_total", "pipespec_draft_hits_total"),
@@ -336,7 +282,7 @@ def test_cluster_metrics_count_the_requests(
         *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
         *(f"vllm:request_{part}_time_seconds_count" for part in ("queue", "prefill", "inference")),
         *(f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "inference")),
-        *("vllm:request_decode_time_seconds_sum", "vllm:e2e_request_latency_seconds_sum"),
+        "vllm:request_decode_time_seconds_sum",
     )
     before = {name: told(name) for name in names}
     asked = PROMPTS[:2]
@@ -358,70 +304,16 @@ def test_cluster_metrics_count_the_requests(
     assert fed == since["pipespec_draft_rows_total"] > hits
     assert hits == since["pipespec_draft_hits_total"] > 0
     assert hits == since["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-    # What was decided without having been fed before is fed then, but for the last token.
-    missed = decided - hits
-    roots = since["pipespec_rows_total"] - fed - prompts
-    assert missed - len(asked) <= roots <= missed
     parts = {
         part: since[f"vllm:request_{part}_time_seconds_sum"]
         for part in ("queue", "prefill", "decode", "inference")
     }
     assert min(parts.values()) > 0
     assert parts["inference"] == pytest.approx(parts["prefill"] + parts["decode"])
-    whole = parts["queue"] + parts["inference"]
-    # An answer's last token comes before its end.
-    assert parts["inference"] < whole <= since["vllm:e2e_request_latency_seconds_sum"] + 1e-6
     for part in ("queue", "prefill", "inference"):
         assert since[f"vllm:request_{part}_time_seconds_count"] == len(asked)
     until(lambda: 'pipespec_stage_busy_share{engine="0"' in server.http.get("/metrics").text)
     assert 0 < told("pipespec_stage_busy_share") < 2  # of two stages together
-
-
-def test_fault_is_counted_and_no_counter_decreases(
-    place: Sandbox, server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
-    cluster = registry.find(NAME)
-    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
-    first = seen = server.counted()
-    kinds = "pipespec_faults_total"
-    faults, epoch = server.metric(kinds), server.metric("pipespec_epoch")
-    before = [server.metric(f"pipespec_recovery_seconds_{kind}") for kind in ("count", "sum")]
-
-    def look() -> float:
-        """Faults so far."""
-        nonlocal seen
-        now = server.counted()
-        fallen = {key for key in seen if now.get(key, -1.0) < seen[key]}
-        assert not fallen
-        seen = now
-        return sum(value for (name, *_), value in now.items() if name == kinds)
-
-    asked = ASKED | LONG | {"prompt": PROMPTS[0], "max_tokens": 80}
-    undisturbed = client.completions.create(**asked).choices[0].text
-    text = ""
-    for piece in client.completions.create(stream=True, **asked):
-        struck, text = bool(text), text + piece.choices[0].text
-        if text and not struck:
-            with Membership(cluster.url, cluster.namespace) as shared:
-                (pid,) = shared.alive(["local/1"]).values()
-            os.kill(pid, signal.SIGKILL)
-        if len(text) % 7 == 0:
-            look()
-    assert text == undisturbed
-    # On a busy machine a lease may run out beside it.
-    until(lambda: 0 < look() - faults == server.metric("pipespec_epoch") - epoch)
-    until(lambda: look() and server.metric("pipespec_resumption_seconds_count") > 0)
-    recoveries = server.metric("pipespec_recovery_seconds_count") - before[0]
-    assert 0 < recoveries <= look() - faults
-    whole = server.metric("pipespec_recovery_seconds_sum") - before[1]
-    silent = server.metric("pipespec_resumption_seconds_sum")
-    assert 0 < whole < silent < PATIENCE_S
-    # And the new epoch goes on from what was counted in the one before.
-    decided = "pipespec_decided_tokens_total"
-    until(lambda: look() and server.metric("vllm:kv_cache_usage_perc") == 0)
-    (before,) = (value for (name, *_), value in first.items() if name == decided)
-    assert server.metric(decided) > before + 80
 
 
 @pytest.mark.long

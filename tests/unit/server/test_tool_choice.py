@@ -11,10 +11,8 @@ from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import Owner, RunningCluster
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
-from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.client.registry import RunningCluster
+from pipespec.core import TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.chat_prompt import render_chat
@@ -24,9 +22,9 @@ from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, Requ
 from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_stream import OutputDelta
 from pipespec.server.tool_parsers.tool_choice import string_parameters
+from tests.helpers import dialects
 from tests.helpers.calling import HERMES, WEATHER, calling
 
-DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
 DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "And in Zürich?"},
@@ -48,11 +46,8 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def running() -> RunningCluster:
-    served = calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
-    return RunningCluster(
-        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
-    )
+def running(demo: ModelInfo) -> RunningCluster:
+    return dialects.entry_of(calling(demo, HERMES))
 
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
@@ -230,12 +225,3 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
         "name": "f",
         "arguments": '{"a": 1}',
     }
-
-
-def test_message_of_a_tool_call_alone_has_no_content(running: RunningCluster) -> None:
-    shape = ChatFormat(chat(running), running.served.tokenizer, "demo")
-    shape.add(OutputDelta(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', (5,)))
-    shape.add(OutputDelta(0, "\n", (6,), finish_reason="stop"))
-    message = shape.response().model_dump()["choices"][0]["message"]
-    assert message["content"] is None
-    assert len(message["tool_calls"]) == 1

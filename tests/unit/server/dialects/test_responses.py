@@ -6,14 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.conversations import KeptResponse, conversation_name
@@ -21,7 +17,6 @@ from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.dialects.responses_schema import RESPONSES, ResponsesRequest
 from pipespec.server.preparation import ConversationWanted, Preparer
 from tests.helpers import dialects
-from tests.helpers.calling import HERMES, calling
 
 PATH = "/v1/responses"
 TOOL = {
@@ -33,16 +28,6 @@ TOOL = {
 ASKED: dict[str, Any] = {"model": "demo", "max_output_tokens": 50, "input": "Hello"}
 ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
-
-
-@pytest.fixture(scope="module")
-def preparer(served: ModelInfo) -> Preparer:
-    return dialects.preparer(served)
 
 
 def fields(earlier: Any = (), **body: Any) -> dict[str, Any]:
@@ -85,11 +70,6 @@ def comparable(response: Response) -> dict[str, Any]:
 
 
 # --- requests ---------------------------------------------------------------------------------
-
-
-def test_every_field_of_the_package_is_in_one_table() -> None:
-    assert dialects.unlisted_fields(PATH, ResponseCreateParamsBase) == set()
-    assert dialects.contradictions(PATH) == set()
 
 
 def test_items_become_messages() -> None:
@@ -170,41 +150,6 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
     }
     request = dialects.prepared(preparer, PATH, ASKED | {"tools": [TOOL], "tool_choice": some})
     assert request.parsed.tool_use is not None and request.parsed.sampling_params[0].grammar
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "said"),
-    [
-        ({"input": 3}, "input", "valid string"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "should be an item of"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content",
-            "images are not read",
-        ),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens is 1000000"),
-        ({"background": True}, "background", "no such service"),
-        ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"truncation": "auto"}, "truncation", "refused"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'allowed_tools'"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs it"),
-        (
-            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-            "text.format",
-            "text.format cannot be followed",
-        ),
-        ({"include": ["file_search_call.results"]}, "include[0]", "include"),
-        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "effort"),
-    ],
-    ids=str,
-)
-def test_wrong_field_is_named_as_the_client_knows_it(
-    preparer: Preparer, body: dict[str, Any], param: str, said: str
-) -> None:
-    with pytest.raises(ApiError, match=said) as refused:
-        dialects.prepared(preparer, PATH, ASKED | body)
-    assert refused.value.param == param
 
 
 # --- conversations ----------------------------------------------------------------------------

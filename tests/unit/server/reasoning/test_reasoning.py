@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.sampling.grammar import unpack_mask
@@ -134,11 +132,6 @@ def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
 
 
 # --- grammars ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModelInfo:
-    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 FORM = {
