@@ -18,7 +18,6 @@ from tests.helpers.serving import NAME, Server, serving
 
 pytestmark = pytest.mark.slow
 FIRST, SECOND = "first-key", "second-key"
-HELLO = [{"role": "user", "content": "Who is Tom?"}]
 
 
 @pytest.fixture(scope="module")
@@ -129,17 +128,6 @@ def test_older_name_of_a_constraint_is_honoured_with_a_warning(server: Server) -
     plain = server.http.post("/v1/completions", json=body)
     assert "warning" not in plain.headers
     assert plain.json()["system_fingerprint"] == told["system_fingerprint"]
-
-
-def test_chat_continues_its_last_message(server: Server) -> None:
-    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
-    body = {"messages": begun, "continue_final_message": True, "return_token_ids": True}
-    body |= {"max_tokens": 4, "temperature": 0}
-    told = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    prompt = {"prompt": told["prompt_token_ids"], "max_tokens": 4, "temperature": 0}
-    same = completed(server, **prompt, return_token_ids=True)["choices"][0]
-    assert same["text"] == told["choices"][0]["message"]["content"]
-    assert same["token_ids"] == told["choices"][0]["token_ids"]
 
 
 # --- X-Request-Id -----------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt-file", "/"], "Is a directory"),
         (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
         (["generate", "--prompt", "a", "policy.widht=3"], "did you mean policy.width?"),
-        (["generate", "--prompt", "a", "policy.width=0", "--json"], "policy.width is 0"),
+        (["generate", "policy.width=0", "--json", "--prompt", "a", "--chat"], "policy.width is 0"),
+        (["generate", "--prompt", "a", "model.target=/no/such", "model.draft=/no"], "/no/such"),
         (
             ["bench", "concurrency=0"],
             "concurrency is 0, but must be a whole number from 1 to 1000000000",
@@ -154,17 +155,6 @@ def test_the_prompt_can_come_from_standard_input(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert "Standard input cannot be read: it is not UTF-8" in refused(capsys, "generate", *argv)
-
-
-def test_settings_and_options_mix_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", "policy=level", "--json", "cluster.stages=0", "--prompt", "a", "--chat"]
-    assert "cluster.stages is 0" in refused(capsys, *argv)
-
-
-def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = str(tmp_path / "missing")
-    argv = ["--prompt", "a", f"model.target={missing}", f"model.draft={missing}"]
-    assert missing in refused(capsys, "generate", *argv)
 
 
 def test_user_without_a_home_folder_gets_a_sentence(

@@ -30,23 +30,16 @@ from pipespec.head.policies.static_tree import StaticTree
 from pipespec.system.folders import resource_dir
 
 PACKAGE = Path(pipespec.__file__).parent
-MODULE = '''
+MODULE = """
 from dataclasses import dataclass
 
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.settings import setting
 
 
 @dataclass(frozen=True)
 class Narrow(BestFirst):
-    """At most two rows, whatever the width."""
-
-    most: int = setting(2, "Most rows of a step.", "rows", limits=(1, 2))
-
-    @property
-    def max_rows(self) -> int:
-        return min(self.most, super().max_rows)
-'''
+    max_rows = 2
+"""
 
 
 @pytest.fixture
