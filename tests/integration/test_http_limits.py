@@ -15,8 +15,6 @@ import pytest
 
 from pipespec.client import registry
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from tests.helpers.log import head_of
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
@@ -32,14 +30,13 @@ MOST_HEADERS = 8192
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+def place(tmp_path_factory: pytest.TempPathFactory, demo: ModelInfo) -> Iterator[Sandbox]:
     """A cluster that servers take to be up: its registry entry, its Redis and a test's head."""
     folder = tmp_path_factory.mktemp("limits")
-    served = ModelInfo.of(decide(compose(["model.context=1024"])))
     with pytest.MonkeyPatch.context() as patch, EmbeddedRedis() as redis:
         patch.setenv("XDG_STATE_HOME", str(folder))
         with head_of(redis, NAMESPACE), registry.claim(NAME), Sandbox(folder) as place:
-            registry.publish(cluster_of(redis, replace(served, context=CONTEXT)))
+            registry.publish(cluster_of(redis, replace(demo, context=CONTEXT)))
             yield place
 
 

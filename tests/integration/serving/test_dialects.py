@@ -90,10 +90,6 @@ def test_openai_package_reads_responses_whole_and_streamed(gpt: openai.OpenAI) -
             text += event.delta
     assert event.type == "response.incomplete" and event.response.output_text == text
     assert told.output_text == text
-    with gpt.responses.stream(**asked | {"max_output_tokens": 40, "temperature": 1}) as stream:
-        kinds = [event.type for event in stream]
-    assert kinds[0] == "response.created"
-    assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
 def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
@@ -142,5 +138,4 @@ def test_ollama_package_reads_answers_whole_and_streamed(
     body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
     same = server.http.post("/v1/completions", json=body).json()
     assert raw.response == same["choices"][0]["text"]
-    assert [each.model for each in llama.list().models] == [MODEL]
     assert (llama.show(MODEL).modelinfo or {})["pipespec.context_length"] == 1024

@@ -276,13 +276,10 @@ def test_cluster_metrics_count_the_requests(
     names = (
         *("pipespec_decided_tokens_total", "pipespec_steps_total"),
         *("vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count"),
-        *("vllm:spec_decode_num_draft_tokens_total", "pipespec_draft_rows_total"),
-        *("vllm:spec_decode_num_accepted_tokens_total", "pipespec_draft_hits_total"),
-        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
         *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
         *(f"vllm:request_{part}_time_seconds_count" for part in ("queue", "prefill", "inference")),
-        *(f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "inference")),
-        "vllm:request_decode_time_seconds_sum",
     )
     before = {name: told(name) for name in names}
     asked = PROMPTS[:2]
@@ -300,16 +297,7 @@ def test_cluster_metrics_count_the_requests(
     assert since["vllm:iteration_tokens_total_sum"] == prompts + decided
     assert since["vllm:iteration_tokens_total_count"] >= since["pipespec_steps_total"] > decided / 5
     fed = since["vllm:spec_decode_num_draft_tokens_total"]
-    hits = since["vllm:spec_decode_num_accepted_tokens_total"]
-    assert fed == since["pipespec_draft_rows_total"] > hits
-    assert hits == since["pipespec_draft_hits_total"] > 0
-    assert hits == since["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-    parts = {
-        part: since[f"vllm:request_{part}_time_seconds_sum"]
-        for part in ("queue", "prefill", "decode", "inference")
-    }
-    assert min(parts.values()) > 0
-    assert parts["inference"] == pytest.approx(parts["prefill"] + parts["decode"])
+    assert fed > since["vllm:spec_decode_num_accepted_tokens_total"] > 0
     for part in ("queue", "prefill", "inference"):
         assert since[f"vllm:request_{part}_time_seconds_count"] == len(asked)
     until(lambda: 'pipespec_stage_busy_share{engine="0"' in server.http.get("/metrics").text)

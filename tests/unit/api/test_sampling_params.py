@@ -57,7 +57,6 @@ def test_a_single_stop_text_may_be_given_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"temperature": -1}, "temperature is -1.0, but must be 0"),
         ({"top_p": 0}, "top_p is 0.0, but must be more than 0"),
         ({"max_tokens": 0}, "max_tokens is 0, but must be a whole number"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, but must be .* 3"),

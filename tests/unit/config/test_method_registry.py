@@ -89,9 +89,6 @@ def test_sizes_are_taken_by_the_policies_that_have_them() -> None:
     assert sized_policy(BestFirst(), 4, 2).max_nodes < BestFirst().max_nodes
     assert sized_policy(Root(), 4, 2).max_rows == 1
     assert sized_policy(StaticTree(), 4, 2) == StaticTree(), "its shape is its size"
-
-
-def test_a_policy_without_a_size_has_the_settings_of_its_file() -> None:
     assert default_policy("static_tree") == StaticTree()
 
 

@@ -14,7 +14,6 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
-from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.message_schema import Tool
 from pipespec.server.openai_format import ChatFormat
@@ -23,7 +22,7 @@ from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_stream import OutputDelta
 from pipespec.server.tool_parsers.tool_choice import string_parameters
 from tests.helpers import dialects
-from tests.helpers.calling import HERMES, WEATHER, calling
+from tests.helpers.calling import HERMES, WEATHER, calling, fits
 
 DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
 CONVERSATION: list[dict[str, Any]] = [
@@ -146,14 +145,9 @@ def test_required_call_is_the_only_answer_that_matches(
     running: RunningCluster, body: dict[str, Any], texts: list[str], unfit: list[str], reason: str
 ) -> None:
     ask = chat(running, tools=[WEATHER, DIG], **body)
-    tokenizer, (sampling,) = running.served.tokenizer, ask.sampling_params
     for text in (*texts, *unfit):
-        matcher = running.served.grammars().compile(sampling.grammar)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        taken = matcher.consume(ids)
-        ended = unpack_mask(matcher.allowed(), running.served.vocab_size)[list(ask.eos)].any()
-        assert (taken == len(ids) and ended) == (text in texts)
-    shape = ChatFormat(ask, tokenizer, "demo")
+        assert fits(running.served, ask, text) == (text in texts)
+    shape = ChatFormat(ask, running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, texts[0], (5,)))
     shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
     (choice,) = shape.response().model_dump()["choices"]
@@ -187,12 +181,10 @@ def test_references_to_definitions_of_tools_are_resolved(running: RunningCluster
         "required": ["at"],
     }
     tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    (sampling,) = chat(running, tools=[tool, WEATHER], tool_choice="required").sampling_params
-    for place, fits in (("Uri", True), ("Ulm", False)):
+    ask = chat(running, tools=[tool, WEATHER], tool_choice="required")
+    for place in ("Uri", "Ulm"):
         text = json.dumps([{"name": "go", "arguments": {"at": place}}], separators=(",", ":"))
-        ids = running.served.tokenizer.encode(text)
-        matcher = running.served.grammars().compile(sampling.grammar)
-        assert (matcher.consume(ids) == len(ids)) == fits
+        assert fits(running.served, ask, text) == (place == "Uri")
 
 
 def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:

@@ -18,3 +18,9 @@ def served(demo: ModelInfo) -> ModelInfo:
 @pytest.fixture(scope="module")
 def preparer(served: ModelInfo) -> Preparer:
     return dialects.preparer(served)
+
+
+@pytest.fixture(scope="module")
+def thinking(demo: ModelInfo) -> ModelInfo:
+    """A model whose answers may begin with reasoning."""
+    return calling(demo, HERMES + "{# <think> </think> #}")

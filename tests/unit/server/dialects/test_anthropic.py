@@ -200,19 +200,21 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage.input_tokens == len(request.parsed.prompts[0]) - 3
 
 
-def test_calls_are_blocks_of_their_own(served: ModelInfo, preparer: Preparer) -> None:
-    answer = dialects.deltas(f"I look. {CALL} {CALL}")
-    streamed = message(events(served, preparer, answer, tools=[TOOL]))
-    assert [block.type for block in streamed.content] == ["text", "tool_use", "tool_use"]
-    _, first, second = streamed.content
+def test_reasoning_and_calls_are_blocks_of_their_own(thinking: ModelInfo) -> None:
+    preparer, kinds = dialects.preparer(thinking), ["thinking", "text", "tool_use", "tool_use"]
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
+    streamed = message(events(thinking, preparer, answer, tools=[TOOL]))
+    assert [block.type for block in streamed.content] == kinds
+    thought, _, first, second = streamed.content
+    assert thought.thinking == "Hm, so."  # type: ignore[union-attr]
     assert first.input == second.input == {"city": "Zürich"}  # type: ignore[union-attr]
     assert first.id != second.id  # type: ignore[union-attr]
     assert streamed.stop_reason == "tool_use"
-    told = whole(served, preparer, answer, tools=[TOOL])
-    assert [block.type for block in told.content] == ["text", "tool_use", "tool_use"]
+    told = whole(thinking, preparer, answer, tools=[TOOL])
+    assert [block.type for block in told.content] == kinds
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    alone = whole(served, preparer, answer, tools=[TOOL], tool_choice=choice)
-    assert len(alone.content) == 2
+    alone = whole(thinking, preparer, answer, tools=[TOOL], tool_choice=choice)
+    assert [block.type for block in alone.content] == kinds[:3]
 
 
 @pytest.mark.parametrize(

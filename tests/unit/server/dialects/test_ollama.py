@@ -147,19 +147,19 @@ def test_separators_of_lines_in_a_text_end_no_line(served: ModelInfo, preparer: 
     assert found["tool_calls"][0]["function"]["arguments"] == {"city": text}
 
 
-def test_calls_are_sent_when_they_are_whole(served: ModelInfo, preparer: Preparer) -> None:
-    answer = dialects.deltas(f"I look. {CALL} {CALL}")
-    made = [
-        ollama.ChatResponse(**line)
-        for line in lines(chat_shape(served, preparer, tools=[WEATHER]), answer)
-    ]
+def test_reasoning_is_told_and_calls_are_sent_when_they_are_whole(thinking: ModelInfo) -> None:
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
+    shape, other = (
+        chat_shape(thinking, dialects.preparer(thinking), tools=[WEATHER]) for _ in range(2)
+    )
+    made = [ollama.ChatResponse(**line) for line in lines(shape, answer)]
+    assert "".join(each.message.thinking or "" for each in made) == "Hm, so."
     calls = [call.function for each in made for call in each.message.tool_calls or ()]
     assert [(call.name, call.arguments) for call in calls] == [
         ("get_weather", {"city": "Zürich"})
     ] * 2
-    whole = dialects.whole_of(chat_shape(served, preparer, tools=[WEATHER]), answer)
-    told = ollama.ChatResponse(**whole).message
-    assert told.content == "I look."
+    told = ollama.ChatResponse(**dialects.whole_of(other, answer)).message
+    assert (told.thinking, told.content) == ("Hm, so.", "I look.")
     assert [call.function for call in told.tool_calls or ()] == calls
 
 

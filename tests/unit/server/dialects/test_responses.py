@@ -214,12 +214,15 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage is not None and told.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_calls_are_items_of_their_own(served: ModelInfo, preparer: Preparer) -> None:
-    answer = dialects.deltas(f"I look. {CALL} {CALL}")
-    made = events(served, preparer, answer, tools=[TOOL])
+def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None:
+    preparer, texts = dialects.preparer(thinking), ["Hm, so.", "I look.", ARGUMENTS, ARGUMENTS]
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
+    made = events(thinking, preparer, answer, tools=[TOOL])
     response = made[-1].response
-    assert [item.type for item in response.output] == ["message", *["function_call"] * 2]
-    assert [item.arguments for item in response.output[1:]] == [ARGUMENTS] * 2
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in response.output] == kinds
+    assert response.output[0].content[0].text == texts[0]
+    assert [item.arguments for item in response.output[2:]] == texts[2:]
     for index, item in enumerate(response.output):
         assert item.status == "completed"
         of_item = [e for e in made if getattr(e, "output_index", None) == index]
@@ -228,8 +231,8 @@ def test_calls_are_items_of_their_own(served: ModelInfo, preparer: Preparer) -> 
         assert of_item[-1].item == item
         pieces = [e.delta for e in of_item if e.type.endswith(".delta")]
         assert len(pieces) > 1
-        assert "".join(pieces) == ("I look." if index == 0 else ARGUMENTS)
-    told = whole(served, preparer, answer, tools=[TOOL])
+        assert "".join(pieces) == texts[index]
+    told = whole(thinking, preparer, answer, tools=[TOOL])
     assert comparable(told) == comparable(response)
 
 
