@@ -161,7 +161,7 @@ def test_any_standard_input(names: list[str], value: Any, raw: bytes) -> None:
             assert_ends_well("up", "-", NO_DEVICE, NO_MODEL, stdin=text)
 
 
-OPTIONS = ("--stage-ms", "--hop-ms", "--draft-ms", "--curve", "--spread", "--policies")
+OPTIONS = ("stage_ms", "hop_ms", "draft_ms", "curve", "spread", "policy")
 PROFILE = {"stages": 2, "stage_ms": [[1, "8:2"], ["1:3"]], "hop_ms": 1, "draft_ms": 0.5}
 
 
@@ -170,9 +170,9 @@ PROFILE = {"stages": 2, "stage_ms": [[1, "8:2"], ["1:3"]], "hop_ms": 1, "draft_m
 def test_any_plan(options: list[tuple[str, str]], profile: bytes) -> None:
     with place() as folder:
         (folder / "profile").write_bytes(profile)
-        argv = ["plan", "--policies", "root,level", "--widths", "4", "--rounds", "1"]
-        argv += ["--tokens", "3", "--stages", "2", "--profile", "profile"]
-        assert_ends_well(*argv, *(word for pair in options for word in pair))
+        argv = ["plan", "policy=level", "policy.width=4", "proposer.rounds=1", "stages=2"]
+        argv += ["--tokens", "3", "--profile", "profile"]
+        assert_ends_well(*argv, *(f"{name}={value}" for name, value in options))
 
 
 # --- files ------------------------------------------------------------------------------------

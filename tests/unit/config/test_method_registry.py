@@ -30,16 +30,23 @@ from pipespec.head.policies.static_tree import StaticTree
 from pipespec.system.folders import resource_dir
 
 PACKAGE = Path(pipespec.__file__).parent
-MODULE = """
+MODULE = '''
 from dataclasses import dataclass
 
 from pipespec.head.policies.best_first import BestFirst
+from pipespec.settings import setting
 
 
 @dataclass(frozen=True)
 class Narrow(BestFirst):
-    max_rows = 2
-"""
+    """At most two rows, whatever the width."""
+
+    most: int = setting(2, "Most rows of a step.", "rows", limits=(1, 2))
+
+    @property
+    def max_rows(self) -> int:
+        return min(self.most, super().max_rows)
+'''
 
 
 @pytest.fixture
@@ -140,8 +147,8 @@ def test_an_added_policy_is_planned_and_composed(tmp_path: Path) -> None:
             text=True,
         ).stdout
 
-    small = ["--stages", "2", "--widths", "4", "--rounds", "1", "--tokens", "30", "--json"]
-    named = json.loads(run("-m", "pipespec", "plan", "--policies", "narrow", *small))
+    small = ["stages=2", "policy.width=4", "proposer.rounds=1", "--tokens", "30", "--json"]
+    named = json.loads(run("-m", "pipespec", "plan", "policy=narrow", *small))
     assert [(p["policy"], p["width"]) for p in named["predictions"]] == [("narrow", 2)]
     assert "best_first, level, narrow" in run("-m", "pipespec", "generate", "--help")
     code = "from pipespec.config.compose import compose; print(compose(['policy=narrow']).policy)"
