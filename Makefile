@@ -23,8 +23,6 @@ QUICK := build/bench
 # FlashInfer and what its Python imports, of the versions that its tests ran with.
 FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-bindings==13.5.0 \
   cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71
-# OpenAI's package for Node, whose tests are skipped where there is no npm.
-NODE_OPENAI := openai@7.57.0
 # The tests of a file share what is slow to make; files share the cores, the long ones first. A third
 # worker makes it no faster on two cores.
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
@@ -120,9 +118,6 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -c constraints.txt -e '.[test]'
-	if command -v npm >/dev/null; then \
-	  npm install --silent --no-audit --no-fund --no-save --prefix $(VENV)/node $(NODE_OPENAI) || \
-	  echo "$(NODE_OPENAI) was not installed; its test is skipped." >&2; fi
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.test

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
+from pipespec.sampling.grammar import unpack_mask
+from pipespec.server.request_parsing import ParsedRequest
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -38,3 +40,12 @@ def calling(served: ModelInfo, template: str, *special: str) -> ModelInfo:
     return replace(
         served, vocab_size=served.vocab_size + len(special), context=2000, backend=backend
     )
+
+
+def fits(served: ModelInfo, request: ParsedRequest, text: str) -> bool:
+    """Whether the grammar of a request lets an answer be this text."""
+    matcher = served.grammars().compile(request.sampling_params[0].grammar)
+    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    taken = matcher.consume(ids)
+    allowed = unpack_mask(matcher.allowed(), served.vocab_size)
+    return taken == len(ids) and bool(allowed[list(request.eos)].any())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import Owner, RunningCluster
 from pipespec.core import SamplingParams
 from pipespec.server.dialects.routes import DIALECTS
 from pipespec.server.preparation import PreparedRequest, Preparer
@@ -18,6 +19,13 @@ from pipespec.server.response_stream import OutputDelta
 DEFAULTS = RequestDefaults(
     SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
 )
+
+
+def entry_of(served: ModelInfo) -> RunningCluster:
+    """The registry's entry of a cluster that serves a model."""
+    return RunningCluster(
+        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
 
 
 def preparer(served: ModelInfo) -> Preparer:

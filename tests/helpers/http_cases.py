@@ -34,7 +34,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-FORM = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SURROGATE = "\ud800"
 # Instead of any value.
 HOSTILE: tuple[Any, ...] = (
@@ -70,44 +69,6 @@ FIELDS = (
         "tokens",
     ),
     *("content", "add_special_tokens", "return_token_strs", "metadata", "json_schema", "bad_words"),
-)
-# Of structured_outputs and response_format.
-FORMS: tuple[dict[str, Any], ...] = (
-    {"regex": "[a-z]{1,3}"},
-    {"regex": ""},
-    {"regex": "("},
-    {"regex": "(a{1,99}){1,99}"},
-    {"regex": "(a*)*b"},
-    {"regex": SURROGATE},
-    {"regex": "\\p{Greek}+(?=x)"},
-    {"choice": ["yes", "no"]},
-    {"choice": [""]},
-    {"choice": [SURROGATE]},
-    {"choice": ["a" * 2000]},
-    {"grammar": "start: /a+/"},
-    {"grammar": "start: start"},
-    {"grammar": "}{"},
-    {"json": FORM},
-    {"json": {}},
-    {"json": "not JSON"},
-    {"json": {"$ref": "#"}},
-    {"json": {"$ref": "http://127.0.0.1:9/schema"}},
-    {"json": {"type": "string", "pattern": "("}},
-    {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
-    {"json": {"enum": []}},
-    {"json": {"type": "nothing"}},
-    {"json_object": True},
-    {"structural_tag": "x"},
-    {"json": FORM, "regex": "a"},
-)
-RESPONSE_FORMATS: tuple[dict[str, Any], ...] = (
-    {"type": "json_object"},
-    {"type": "json_object", "schema": FORM},
-    {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}},
-    {"type": "json_schema", "json_schema": {}},
-    {"type": "json_schema", "json_schema": {"name": SURROGATE, "schema": {"const": SURROGATE}}},
-    {"type": "text"},
-    {"type": "xml"},
 )
 # Bodies that are no JSON, or hardly.
 TEXTS: tuple[bytes, ...] = (
@@ -153,7 +114,6 @@ def cases(count: int, seed: int) -> Iterator[Case]:
     makers: list[tuple[Callable[[random.Random], Case], int]] = [
         (valid, 15),
         (mutated, 45),
-        (formed, 12),
         (no_json, 8),
         (odd_route, 10),
         (odd_headers, 10),
@@ -283,18 +243,6 @@ def change(draw: random.Random, body: dict[str, Any]) -> None:
 
 def hostile(draw: random.Random) -> Any:
     return deepcopy(draw.choice(HOSTILE))  # a later change may go into it
-
-
-def formed(draw: random.Random) -> Case:
-    """An answer is to fit a form, which is not always one."""
-    path = draw.choice((CHAT, COMPLETIONS))
-    body = body_for(draw, path)
-    body.pop("tools", None)
-    body.pop("tool_choice", None)
-    name, forms = draw.choice(
-        (("structured_outputs", FORMS), ("response_format", RESPONSE_FORMATS))
-    )
-    return posted("formed", path, body | {name: draw.choice(forms)})
 
 
 def no_json(draw: random.Random) -> Case:

@@ -22,11 +22,9 @@ NAME = "lab"  # of the cluster
 class Server:
     """`pipespec serve` as a process, once it answers."""
 
-    def __init__(
-        self, place: Sandbox, *arguments: str, files: int | None = None, model: str = MODEL
-    ):
+    def __init__(self, place: Sandbox, *arguments: str, model: str = MODEL):
         usual = ("--json", "--port", "0", "--served-model-name", model)
-        self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments, files=files)
+        self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -78,11 +76,9 @@ class Server:
 
 
 @contextmanager
-def serving(
-    place: Sandbox, *arguments: str, files: int | None = None, model: str = MODEL
-) -> Iterator[Server]:
+def serving(place: Sandbox, *arguments: str, model: str = MODEL) -> Iterator[Server]:
     """A server that ends with the block."""
-    server = Server(place, *arguments, files=files, model=model)
+    server = Server(place, *arguments, model=model)
     try:
         yield server
     finally:

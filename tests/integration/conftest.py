@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from tests.helpers.log import head_of
@@ -22,6 +25,19 @@ names = count()
 def server() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:
         yield server
+
+
+@pytest.fixture
+def redis() -> Iterator[EmbeddedRedis]:
+    """A Redis for one test."""
+    with EmbeddedRedis() as redis:
+        yield redis
+
+
+@pytest.fixture(scope="session")
+def demo() -> ModelInfo:
+    """The demo pair's target, with a short context."""
+    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 @pytest.fixture

@@ -15,46 +15,29 @@ import pytest
 
 from pipespec.client import registry
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from tests.helpers.log import head_of
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.scenes import NAMESPACE, cluster_of
 from tests.helpers.serving import Server, serving
-from tests.helpers.stalls import watching
 
 pytestmark = pytest.mark.slow
 NAME = "lab"
 # As large models have, so that nothing here is refused for its length alone.
 CONTEXT = 131072
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MEGABYTES = 40
-# How long the server may keep another client waiting. A body that is read by the event loop holds
-# everybody up for nearly all of the time that it takes.
-MOST_GAP_S = 0.4
-KEY, KIND = {"X-Api-Key": "sesame"}, {"Content-Type": "application/json"}
+KEY = "sesame"
 MOST_HEADERS = 8192
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+def place(tmp_path_factory: pytest.TempPathFactory, demo: ModelInfo) -> Iterator[Sandbox]:
     """A cluster that servers take to be up: its registry entry, its Redis and a test's head."""
     folder = tmp_path_factory.mktemp("limits")
-    served = ModelInfo.of(decide(compose(["model.context=1024"])))
     with pytest.MonkeyPatch.context() as patch, EmbeddedRedis() as redis:
         patch.setenv("XDG_STATE_HOME", str(folder))
         with head_of(redis, NAMESPACE), registry.claim(NAME), Sandbox(folder) as place:
-            registry.publish(cluster_of(redis, replace(served, context=CONTEXT)))
+            registry.publish(cluster_of(redis, replace(demo, context=CONTEXT)))
             yield place
-
-
-@pytest.fixture(scope="module")
-def server(place: Sandbox) -> Iterator[Server]:
-    """A server that accepts large bodies, on busy machines too, without a key."""
-    limits = ("--max-body-bytes", str(MEGABYTES * 2**20), "--preparation-timeout", "60")
-    with serving(place, "--on", NAME, *limits) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -62,52 +45,8 @@ def guarded(place: Sandbox) -> Iterator[Server]:
     """A server with a key and short timeouts."""
     limits = ("--header-timeout", "1", "--body-timeout", "1")
     limits = (*limits, "--max-header-bytes", str(MOST_HEADERS))
-    with serving(place, "--on", NAME, "--api-key", KEY["X-Api-Key"], *limits) as server:
+    with serving(place, "--on", NAME, "--api-key", KEY, *limits) as server:
         yield server
-
-
-# --- the event loop ---------------------------------------------------------------------------
-
-LARGE: dict[str, tuple[str, dict[str, Any] | bytes, int]] = {
-    "a long prompt": (COMPLETIONS, {"prompt": "word " * 2_000_000}, 400),
-    "a longer prompt": (COMPLETIONS, {"prompt": "word " * 6_200_000}, 400),
-    "a long text": ("/tokenize", {"prompt": "word " * 300_000}, 200),
-    "messages": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 300_000}, 400),
-    "wrong messages": (CHAT, {"messages": [{"role": "poet"}] * 300_000}, 400),
-    "token ids": (COMPLETIONS, b'{"prompt": [' + b"1," * 5_000_000 + b"1]}", 400),
-    "too many ids": ("/detokenize", {"tokens": [300] * 1_000_000}, 400),
-    "ids of a text": ("/detokenize", {"tokens": [300] * 200_000}, 200),
-    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(range(10**6), 1)}, 400),
-    "no end": (COMPLETIONS, b'{"prompt": ' + b"[" * 30_000_000, 400),
-}
-
-
-OFTEN = ("a long text",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in LARGE],
-)
-def test_large_body_does_not_delay_other_clients(server: Server, name: str) -> None:
-    path, body, status = LARGE[name]
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with watching(server.url, server.process.pid) as stalls:
-        began_ns = time.monotonic_ns()
-        reply = server.http.post(path, content=content, headers=KIND)
-        ended_ns = time.monotonic_ns()
-        took = (ended_ns - began_ns) / 1e9
-        assert stalls.within(began_ns, ended_ns) < MOST_GAP_S, f"of {took:.2f} s"
-    assert reply.status_code == status, reply.text[:200]
-
-
-def test_body_limit_follows_the_context_of_the_model(guarded: Server) -> None:
-    most = 2**20 + 64 * CONTEXT
-    for size, status in ((most + 1, 413), (most, 400)):
-        content = b"[" + b" " * (size - 2) + b"]"
-        reply = guarded.http.post(COMPLETIONS, content=content, headers=KIND | KEY)
-        assert reply.status_code == status
-        assert (f"{most} bytes" in reply.json()["error"]["message"]) == (status == 413)
 
 
 # --- before the key is checked ----------------------------------------------------------------
@@ -172,7 +111,7 @@ def test_trailers_beyond_the_limit_end_the_connection(guarded: Server) -> None:
         began = time.perf_counter()
         reply = sent(guarded, begun, *parts)
         assert not reply or reply.startswith(b"HTTP/1.1 431 ")
-        assert time.perf_counter() - began < MOST_GAP_S + 1
+        assert time.perf_counter() - began < 1.5
 
 
 def test_body_of_many_small_chunks_ends_the_connection(guarded: Server) -> None:
@@ -204,6 +143,13 @@ def test_incomplete_request_times_out(guarded: Server) -> None:
     reply = sent(guarded, BODY + b"Content-Length: 100\r\n\r\n{")
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert "The body has not come within 1 s" in sentence(reply)
+    with connected(guarded) as connection:  # which is kept alive
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        heard = b""
+        while b"}" not in heard:
+            heard += connection.recv(2**16)
+        connection.sendall(START)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
 
 
 def test_body_of_a_refused_request_times_out(guarded: Server) -> None:
@@ -219,16 +165,6 @@ def test_body_of_a_refused_request_times_out(guarded: Server) -> None:
         assert time.perf_counter() - began < 10
 
 
-def test_slow_headers_time_out_on_kept_alive_connections(guarded: Server) -> None:
-    with connected(guarded) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = b""
-        while b"}" not in heard:
-            heard += connection.recv(2**16)
-        connection.sendall(START)
-        assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
-
-
 def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
     upgrade = b"Connection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Version: 13\r\n\r\n"
     reply = sent(guarded, START + upgrade % b"websocket")
@@ -238,11 +174,6 @@ def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
     with connected(guarded) as connection:
         connection.sendall(START.replace(b"/v1/models", b"/health") + upgrade % b"h2c")
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-
-
-def test_pipelined_requests_are_answered_one_after_another(guarded: Server) -> None:
-    last = START + b"Connection: close\r\n\r\n"
-    assert sent(guarded, (START + b"\r\n") * 500 + last).count(b"HTTP/1.1 401 ") == 501
 
 
 # --- connections ------------------------------------------------------------------------------
@@ -257,21 +188,6 @@ def idle(server: Server, count: int) -> Iterator[None]:
             with suppress(BrokenPipeError, ConnectionResetError):  # it has made place already
                 connection.sendall(START)
         yield
-
-
-@pytest.mark.long
-def test_idle_connections_do_not_use_up_few_descriptors(place: Sandbox) -> None:
-    with (
-        serving(place, "--on", NAME, files=128) as server,
-        server.http.stream("POST", COMPLETIONS, json={"prompt": "a", "stream": True}) as stream,
-        idle(server, 200),
-    ):
-        assert stream.status_code == 200
-        for _ in range(20):
-            with connected(server) as connection:
-                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-                assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        assert server.http.get("/load").json() == {"server_load": 1}
 
 
 @pytest.mark.long
@@ -316,18 +232,3 @@ def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:
         assert server.process.stderr is not None
         lines = server.process.stderr.read().splitlines()
     assert len(lines) <= 1, lines
-
-
-@pytest.mark.long
-def test_pipelined_requests_on_a_closing_connection_log_no_traceback(place: Sandbox) -> None:
-    body = b'{"prompt": "a"}'
-    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with serving(place, "--on", NAME) as server:
-        for _ in range(5):
-            reply = sent(server, whole + whole + b"nonsense\r\n\r\n")
-            assert (reply.count(b"HTTP/1.1 200 "), reply.count(b"HTTP/1.1 400 ")) == (2, 1)
-        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
-        server.end()
-        assert server.process.stderr is not None
-        assert "Traceback" not in server.process.stderr.read()

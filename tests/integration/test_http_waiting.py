@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,6 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import GRAMMAR, NOT_FINITE
 from pipespec.errors import PipespecError
@@ -28,22 +26,11 @@ from tests.helpers.scenes import NAMESPACE, PATIENCE_S, Scene, cluster_of, play
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_tokens": 5}
 
 
-@pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return ModelInfo.of(decide(compose(["model.context=100"])))
-
-
-@pytest.fixture
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as redis:
-        yield redis
-
-
 def test_waiting_stream_sends_keepalives(
-    redis: EmbeddedRedis, served: ModelInfo, monkeypatch: pytest.MonkeyPatch
+    redis: EmbeddedRedis, demo: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_stream, "KEEPALIVE_S", 0.05)
-    word = served.tokenizer.encode(" king")[0]
+    word = demo.tokenizer.encode(" king")[0]
 
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
@@ -56,13 +43,13 @@ def test_waiting_stream_sends_keepalives(
         *chunks, done = (line.removeprefix("data: ") for line in received)
         assert done == "[DONE]"
         texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
-        assert "".join(texts) == served.tokenizer.decode([word])
+        assert "".join(texts) == demo.tokenizer.decode([word])
 
-    play(redis, served, story)
+    play(redis, demo, story)
 
 
 def test_failure_during_a_stream_is_an_event_before_the_end(
-    redis: EmbeddedRedis, served: ModelInfo
+    redis: EmbeddedRedis, demo: ModelInfo
 ) -> None:
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
@@ -74,29 +61,28 @@ def test_failure_during_a_stream_is_an_event_before_the_end(
         error = json.loads(lines[-2].removeprefix("data: "))["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert "cancelled by another client" in error["message"]
-        whole = ASKED | {"stream": False}
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, "cancelled")
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, GRAMMAR)
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "grammar_failed")
-        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
-        request, _ = await scene.taken()
-        scene.finish(request, NOT_FINITE)
-        reply = await asking
-        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "not_finite")
-        assert "logits are not finite" in reply.json()["error"]["message"]
+        for reason, status, kind, code in (
+            ("cancelled", 500, "server_error", None),
+            (GRAMMAR, 400, "invalid_request_error", "grammar_failed"),
+            (NOT_FINITE, 500, "server_error", "not_finite"),
+        ):
+            whole = ASKED | {"stream": False}
+            asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
+            request, _ = await scene.taken()
+            scene.finish(request, reason)
+            reply = await asking
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"], error["code"]) == (status, kind, code)
+        assert "logits are not finite" in error["message"]
         assert (await scene.http.get("/load")).json() == {"server_load": 0}
+        unknown = await scene.http.post("/requests/7/cancel")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == "There is no request 7."
 
-    play(redis, served, story)
+    play(redis, demo, story)
 
 
-def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, served: ModelInfo) -> None:
+def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, demo: ModelInfo) -> None:
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as first:
             assert first.status_code == 200
@@ -117,14 +103,14 @@ def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, served:
             async with scene.http.stream("POST", "/v1/completions", json=ASKED) as third:
                 assert third.status_code == 200
 
-    play(redis, served, story, max_queued_requests=1)
+    play(redis, demo, story, max_queued_requests=1)
 
 
 # --- a cluster that loads ----------------------------------------------------------------------
 
 
 def test_requests_are_refused_until_the_cluster_is_ready(
-    redis: EmbeddedRedis, served: ModelInfo
+    redis: EmbeddedRedis, demo: ModelInfo
 ) -> None:
     key = {"X-Api-Key": "sesame"}
     cluster = LateCluster()
@@ -151,7 +137,7 @@ def test_requests_are_refused_until_the_cluster_is_ready(
         assert (await http.get("/metrics")).status_code == 401
         assert up(await http.get("/metrics", headers=key)) == 0
         with head_of(redis, NAMESPACE):
-            cluster.running = cluster_of(redis, served)
+            cluster.running = cluster_of(redis, demo)
             while (await http.get("/health")).status_code != 200:
                 pass
             assert up(await http.get("/metrics", headers=key)) == 1
@@ -170,9 +156,9 @@ def test_signal_ends_a_server_whose_cluster_is_loading() -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_failing_cluster_ends_the_server_with_its_reason(
-    redis: EmbeddedRedis, served: ModelInfo, ready: bool
+    redis: EmbeddedRedis, demo: ModelInfo, ready: bool
 ) -> None:
-    cluster = LateCluster(cluster_of(redis, served) if ready else None)
+    cluster = LateCluster(cluster_of(redis, demo) if ready else None)
 
     async def script(http: httpx2.AsyncClient) -> None:
         while (await http.get("/version")).status_code != (200 if ready else 503):

@@ -1,7 +1,7 @@
 """`pipespec serve` as a process with its own cluster, and the processes of both.
 
 with HttpServer(folder, "cluster.stages=2") as server:
-    asyncio.run(read_stream(server.address.connect, "/v1/completions", {...}))
+    stream = await open_stream(server.address.connect, "/v1/completions", {...})
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +25,6 @@ from tools.rig.testbed import Testbed
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "bench"
 STATE_VARIABLE = "XDG_STATE_HOME"  # the variable that says where the registry is
-ANSWER_S = 120.0
 END_S = 60.0
 NO_ENVIRONMENT: Mapping[str, str] = {}
 
@@ -102,11 +100,10 @@ def start(
 
 
 class ServerAddress:
-    """The address of a server, and the figures that it publishes."""
+    """The address of a server."""
 
     def __init__(self, url: str, bed: Testbed | None = None):
-        self.root = url.removesuffix("/v1")
-        host, _, port = self.root.removeprefix("http://").rpartition(":")
+        host, _, port = url.removesuffix("/v1").removeprefix("http://").rpartition(":")
         self._address = (host, int(port))
         self._bed = bed
 
@@ -117,24 +114,6 @@ class ServerAddress:
         made = self._bed.socket(self._bed.hosts[0])
         made.connect(self._address)
         return made
-
-    def get(self, path: str) -> str:
-        """The reply to a GET."""
-        with urllib.request.urlopen(self.root + path, timeout=ANSWER_S) as reply:
-            text: str = reply.read().decode()
-        return text
-
-    def metric(self, name: str) -> float:
-        """A metric of /metrics, summed over its labels. Raises ServerFailed."""
-        lines = [line for line in self.get("/metrics").splitlines() if not line.startswith("#")]
-        found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
-        if not found:
-            raise ServerFailed(f"/metrics has no metric {name}.")
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
-
-    def open_requests(self) -> int:
-        """How many answers are pending."""
-        return int(json.loads(self.get("/load"))["server_load"])
 
 
 # --- its cluster -------------------------------------------------------------------------------

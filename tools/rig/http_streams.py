@@ -1,11 +1,10 @@
 """A client of streamed HTTP answers that does little work while they arrive.
 
-    stream = await read_stream(connect, "/v1/completions", {"prompt": "Once", "stream": True})
-    for event in stream.events():
-        print(event.at_ns, event.data)
+    stream = await open_stream(connect, "/v1/completions", {"prompt": "Once", "stream": True})
+    await stream.ended
+    print(stream.text)
 
-Each request has a connection of its own. What arrives is stored with its time and parsed after the
-end, because a process with many requests would otherwise measure its own parsing.
+Each request has a connection of its own. What arrives is parsed after the end.
 """
 
 from __future__ import annotations
@@ -13,68 +12,34 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 # Makes a socket that is connected to the server.
 Connect = Callable[[], socket.socket]
 DATA, DONE = b"data: ", b"data: [DONE]"
-# The receive buffer of a client that reads slowly, bytes.
-SMALL_BUFFER = 2048
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """How a client behaves.
-
-    Attributes:
-        leave_after: it closes the connection after so many events; None: it does not.
-        leave_s: it closes it after so many seconds; None: it does not.
-        pause_s: how long it pauses after each read, seconds.
-    """
-
-    leave_after: int | None = None
-    leave_s: float | None = None
-    pause_s: float = 0.0
-
-
-STAY = Behaviour()
 NO_HEADERS: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class Event:
-    """One event of a stream, and when it arrived, on the machine's monotonic clock."""
-
-    at_ns: int
-    data: dict[str, Any]
 
 
 class Stream(asyncio.Protocol):
     """A request and its answer."""
 
-    def __init__(self, request: bytes, behaviour: Behaviour):
-        self.sent_ns = 0
-        self.left = False  # whether this side closed the connection
+    def __init__(self, request: bytes):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
-        self._behaviour = behaviour
         self._num_events = 0
-        self._pieces: list[tuple[int, bytes]] = []
-        self._transport: asyncio.Transport
+        self._received = bytearray()
 
     @property
     def body(self) -> bytes:
         """All that arrived after the headers, a stream's chunks unparsed."""
-        return b"".join(data for _, data in self._pieces).partition(b"\r\n\r\n")[2]
+        return bytes(self._received).partition(b"\r\n\r\n")[2]
 
     @property
     def status(self) -> int:
         """The HTTP status; 0: no reply has arrived."""
-        line = self._pieces[0][1].split(b" ", 2) if self._pieces else []
+        line = bytes(self._received[:64]).split(b" ", 2)
         return int(line[1]) if len(line) > 1 else 0
 
     @property
@@ -90,58 +55,29 @@ class Stream(asyncio.Protocol):
     @property
     def text(self) -> str:
         """The text of a stream of one completion."""
-        choices = [choice for event in self.events() for choice in event.data.get("choices", ())]
-        return "".join(choice["text"] for choice in choices)
-
-    def events(self) -> Iterator[Event]:
-        """The events of a stream."""
-        rest = b""
-        for at_ns, data in self._pieces:
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if line.startswith(DATA) and not line.startswith(DONE):
-                    yield Event(at_ns, json.loads(line[len(DATA) :]))
-
-    def leave(self) -> None:
-        """Close the connection at once."""
-        if not self.ended.done():
-            self.left = True
-            self._transport.abort()
+        lines = [line for line in self.body.splitlines() if line.startswith(DATA)]
+        events = [json.loads(line[len(DATA) :]) for line in lines if not line.startswith(DONE)]
+        return "".join(choice["text"] for event in events for choice in event.get("choices", ()))
 
     # --- for asyncio --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self.sent_ns = time.monotonic_ns()
         transport.write(self._request)
-        if self._behaviour.leave_s is not None:
-            asyncio.get_running_loop().call_later(self._behaviour.leave_s, self.leave)
 
     def data_received(self, data: bytes) -> None:
-        self._pieces.append((time.monotonic_ns(), data))
+        self._received += data
         self._num_events += data.count(DATA)
-        behaviour = self._behaviour
-        if behaviour.leave_after is not None and self._num_events >= behaviour.leave_after:
-            self.leave()
-        elif behaviour.pause_s:
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(behaviour.pause_s, self._read_on)
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
-
-    def _read_on(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
 
 
 async def open_stream(
     connect: Connect,
     path: str,
     body: dict[str, Any],
-    behaviour: Behaviour = STAY,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> Stream:
     """Send a request; its `ended` is done at the end. Raises OSError if no server listens."""
@@ -156,17 +92,6 @@ async def open_stream(
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
     request = "\r\n".join([*lines, "", ""]).encode() + text
     connection = connect()
-    if behaviour.pause_s:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     loop = asyncio.get_running_loop()
-    _, stream = await loop.create_connection(lambda: Stream(request, behaviour), sock=connection)
-    return stream
-
-
-async def read_stream(
-    connect: Connect, path: str, body: dict[str, Any], behaviour: Behaviour = STAY
-) -> Stream:
-    """Send a request and read its answer, as far as the behaviour allows. Raises OSError."""
-    stream = await open_stream(connect, path, body, behaviour)
-    await stream.ended
+    _, stream = await loop.create_connection(lambda: Stream(request), sock=connection)
     return stream

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
 import httpx2
@@ -30,10 +29,6 @@ from tests.helpers.waiting import until
 pytestmark = [pytest.mark.slow, needs_chromium]
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-# What half of the frames that draw anything may take, and how far apart half of all frames and
-# nine of ten may be, on a machine that decodes meanwhile.
-DRAW_MS = 16
-FRAME_MS, LATE_FRAME_MS = 34, 150
 
 
 @pytest.fixture
@@ -323,12 +318,6 @@ def test_page_cancels_a_request(server: Server, view: View) -> None:
 
 
 def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: Server) -> None:
-    with httpx2.Client(base_url=server.url) as anybody:
-        page = anybody.get("/")
-        assert page.status_code == 200 and "default-src 'none'" in str(page.headers)
-        assert anybody.get("/events").status_code == 401
-        assert anybody.post("/requests/1/cancel").status_code == 401
-        assert anybody.get("/page/../../app.py").status_code in (401, 404)
     context = browser.new_context(viewport={"width": 400, "height": 800}, color_scheme="dark")
     page = context.new_page()
     page.goto(server.url)
@@ -369,33 +358,6 @@ def test_page_shows_a_new_epoch_and_continues(
 
 
 @pytest.mark.long
-def test_page_stays_fluent_with_many_requests(server: Server, view: View) -> None:
-    with Asking(server, 32, max_tokens=400):
-        view.wait("document.querySelectorAll('#requests tbody tr').length === 32")
-        view.page.locator("#requests .watch").first.click()
-        view.page.wait_for_selector("#tree svg")
-        view.page.evaluate("performance.clearMeasures('frame')")
-        gaps = view.page.evaluate(
-            """() => new Promise((resolve) => {
-                const gaps = [];
-                let last = performance.now();
-                const next = (now) => {
-                    gaps.push(now - last);
-                    last = now;
-                    gaps.length < 180 ? requestAnimationFrame(next) : resolve(gaps.slice(1));
-                };
-                requestAnimationFrame(next);
-            })"""
-        )
-        drawn = view.page.evaluate("performance.getEntriesByName('frame').map((e) => e.duration)")
-    assert len(drawn) > 3
-    told = f"apart {sorted(gaps)}, drawn {sorted(drawn)}"
-    assert median(drawn) < DRAW_MS, told
-    assert median(gaps) < FRAME_MS, told
-    assert sorted(gaps)[int(0.9 * len(gaps))] < LATE_FRAME_MS, told
-
-
-@pytest.mark.long
 def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> None:
     arguments = ("--on", NAME, "--api-key", KEY, "--shutdown-timeout", "30")
     with serving(place, *arguments) as first:
@@ -422,41 +384,21 @@ def test_charts_without_data_show_no_axes(browser: Any, server: Server) -> None:
     context.close()
 
 
-@pytest.mark.parametrize(("locale", "is_half_day"), [("en-US", True), ("de-DE", False)])
-def test_charts_write_times_as_the_browsers_locale_does(
-    opened: Callable[..., View], locale: str, is_half_day: bool
-) -> None:
-    view = opened(locale=locale)
-    view.page.wait_for_selector("#speed .u-over")
-    place = view.page.locator("#speed .u-over").bounding_box()
-    # The newest values are on the right.
-    view.page.mouse.move(place["x"] + place["width"] - 2, place["y"] + 60)
-    view.wait("document.querySelector('#speed-value').textContent.includes(' at ')")
-    assert (view.text("#speed-value")[-2:] in ("AM", "PM")) == is_half_day
-
-
-def test_hostile_names_and_texts_stay_text_and_are_shown_to_their_key_alone(
-    place: Sandbox, browser: Any
-) -> None:
+def test_hostile_names_and_texts_stay_text(place: Sandbox, browser: Any) -> None:
     hostile = '<img src=x onerror="window.hacked = 1">\u202eevil'
     arguments = ("--on", NAME, "--api-key", KEY, "--api-key", "other", "--shutdown-timeout", "0")
     with serving(place, *arguments, model=hostile) as server:
-        views = [View(browser, server.url, key=key) for key in (KEY, "other")]
+        view = View(browser, server.url)
         with Asking(server, 1, prompt=hostile):
-            views[0].page.wait_for_selector("#requests .watch").click()
-            views[0].page.wait_for_selector("#tree svg")
-            assert origins(views[0]) == [("127.0.0.1", hostile)]
-            views[1].page.wait_for_selector("#requests .cancel")
-            assert origins(views[1]) == [("by another server, or with another key", "")]
-            assert views[1].page.is_hidden("#requests .watch")
-            request = views[0].page.get_attribute("#tree svg", "data-request")
+            view.page.wait_for_selector("#requests .watch").click()
+            view.page.wait_for_selector("#tree svg")
+            assert origins(view) == [("127.0.0.1", hostile)]
+            request = view.page.get_attribute("#tree svg", "data-request")
             path = f"{server.url}/events?request={request}"
             refused = httpx2.get(path, headers={"X-Api-Key": "other"})
             assert refused.status_code == 404
             assert f"no open request {request} with your API key" in refused.text
-            for view in views:
-                assert view.text("#model") == hostile
-                assert view.page.locator("main img, main script, header img").count() == 0
-                assert view.page.evaluate("window.hacked === undefined")
-        for view in views:
-            view.close()
+            assert view.text("#model") == hostile
+            assert view.page.locator("main img, main script, header img").count() == 0
+            assert view.page.evaluate("window.hacked === undefined")
+        view.close()

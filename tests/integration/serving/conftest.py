@@ -1,4 +1,4 @@
-"""The cluster that the tests of servers share; each starts servers of its own on it."""
+"""The cluster and the server that the tests of this folder share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.sandbox import Sandbox
-from tests.helpers.serving import cluster_up
+from tests.helpers.serving import NAME, Server, cluster_up, serving
 
 CONTEXT = 1024
 SETTINGS = (
@@ -25,3 +25,9 @@ SETTINGS = (
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     with cluster_up(tmp_path_factory.mktemp("serving"), *SETTINGS) as place:
         yield place
+
+
+@pytest.fixture(scope="package")
+def server(place: Sandbox) -> Iterator[Server]:
+    with serving(place, "--on", NAME) as server:
+        yield server

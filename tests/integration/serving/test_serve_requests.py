@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx2
-import jsonschema
 import pytest
 
 from pipespec.client import registry
@@ -22,23 +18,6 @@ from tests.helpers.serving import NAME, Server, serving
 
 pytestmark = pytest.mark.slow
 FIRST, SECOND = "first-key", "second-key"
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["Tom", "Lily"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-HELLO = [{"role": "user", "content": "Who is Tom?"}]
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
-
-
-@pytest.fixture(scope="module")
-def server(place: Sandbox) -> Iterator[Server]:
-    with serving(place, "--on", NAME) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +62,6 @@ def test_prefix_cache_is_shared_only_within_a_cache_salt(server: Server) -> None
     assert cached(server, prompt=prompt, cache_salt=None) > 16, "null is as if it were left out"
 
 
-def test_cache_salt_does_not_change_the_text(server: Server) -> None:
-    prompt = long_prompt()
-    texts = {
-        completed(server, prompt=prompt, max_tokens=40, **salt)["choices"][0]["text"]
-        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"})
-    }
-    assert len(texts) == 1
-
-
 def test_private_prefixes_are_not_shared_between_api_keys(server: Server, private: Server) -> None:
     prompt = long_prompt()
     assert cached(private, FIRST, prompt=prompt) == 0
@@ -131,24 +101,17 @@ def test_redis_holds_nothing_comparable_with_an_api_key(
 # --- who can reach it ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "warned"),
-    [
-        (("--host", "0.0.0.0"), True),
-        (("--host", "0.0.0.0", "--api-key", FIRST), False),
-        (("--host", "127.0.0.1"), False),
-    ],
-)
+@pytest.mark.parametrize("key", [(), ("--api-key", FIRST)])
 def test_reachable_server_without_api_key_warns_in_one_line(
-    place: Sandbox, arguments: tuple[str, ...], warned: bool
+    place: Sandbox, key: tuple[str, ...]
 ) -> None:
-    server = Server(place, "--on", NAME, *arguments)
+    server = Server(place, "--on", NAME, "--host", "0.0.0.0", *key)
     assert server.http.get("/health").status_code == 200
     server.http.close()
     server.process.terminate()
     _, err = server.process.communicate(timeout=PATIENCE_S)
     expected = f"{server.url} may be reached from other machines and asks for no API key"
-    assert err.count("\n") == err.count(expected) == int(warned)
+    assert err.count("\n") == err.count(expected) == int(not key)
 
 
 # --- forms and seeds --------------------------------------------------------------------------
@@ -165,17 +128,6 @@ def test_older_name_of_a_constraint_is_honoured_with_a_warning(server: Server) -
     plain = server.http.post("/v1/completions", json=body)
     assert "warning" not in plain.headers
     assert plain.json()["system_fingerprint"] == told["system_fingerprint"]
-
-
-def test_chat_continues_its_last_message(server: Server) -> None:
-    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
-    body = {"messages": begun, "continue_final_message": True, "return_token_ids": True}
-    body |= {"max_tokens": 4, "temperature": 0}
-    told = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-    prompt = {"prompt": told["prompt_token_ids"], "max_tokens": 4, "temperature": 0}
-    same = completed(server, **prompt, return_token_ids=True)["choices"][0]
-    assert same["text"] == told["choices"][0]["message"]["content"]
-    assert same["token_ids"] == told["choices"][0]["token_ids"]
 
 
 # --- X-Request-Id -----------------------------------------------------------------------------
@@ -217,34 +169,3 @@ def test_only_valid_request_ids_of_clients_are_sent_back(server: Server) -> None
         assert id_of(given.encode()) == given
     for wrong in (b"", b"x" * 129, b"a b", b"<script>", b"\xe9", b"-a", b'"', b"a,b"):
         assert id_of(wrong).startswith("req_")
-
-
-# --- the page ---------------------------------------------------------------------------------
-
-
-def test_documented_tools_example_works(server: Server) -> None:
-    """Run by a shell, with the address of this server alone replaced."""
-    section = PAGE.read_text().partition("\n## Tools\n")[2].partition("\n## ")[0]
-    block = section.partition("```console\n$ ")[2].partition("\n```")[0]
-    example = block[: block.rindex("'") + 1]
-    assert example.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ")
-    command = example.replace("http://127.0.0.1:8000", server.url)
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    reply = json.loads(ran.stdout)
-    (choice,) = reply["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "get_weather"
-    body = json.loads(example.partition("-d '")[2].rpartition("'")[0])
-    (offered,) = body["tools"]
-    jsonschema.validate(
-        json.loads(call["function"]["arguments"]), offered["function"]["parameters"]
-    )
-
-
-def test_every_documented_request_is_answered(server: Server) -> None:
-    for body in re.findall(r"-d '(\{.*?\})'\n", PAGE.read_text(), re.DOTALL):
-        asked = {"max_tokens": 32, **json.loads(body)}  # a name of any length, at a temperature
-        with httpx2.Client(base_url=server.url, timeout=120) as http:
-            reply = http.post("/v1/chat/completions", json=asked)
-        assert reply.status_code == 200, reply.text

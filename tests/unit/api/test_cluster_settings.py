@@ -71,18 +71,6 @@ def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
             {"policy": Root(), "settings": {"policy.width": 3}},
             "policy and the setting 'policy.width' are both given",
         ),
-    ],
-)
-def test_arguments_that_exclude_each_other_are_refused(
-    arguments: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        AsyncLLM(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
         ({"settings": {"polcy.width": 3}}, "The setting 'polcy.width' does not exist"),
         ({"stages": 0}, "cluster.stages is 0, but must be"),
         ({"model": "/nowhere"}, "/nowhere"),

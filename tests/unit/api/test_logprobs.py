@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from pipespec import Logprob
 from pipespec.api.outputs import LogprobsAtPlace, logprobs_by_place
@@ -25,24 +28,20 @@ class Letters:
 TOP = ((4, -0.5), (1, -1.5), (2, -2.0))
 
 
-def at_place(token: int, reported: TokenLogprobs, most: int) -> LogprobsAtPlace:
-    found = logprobs_by_place(Letters(), [token], [reported], most)
-    assert found is not None
-    return found[0]
-
-
-def test_the_token_of_a_place_comes_first_and_is_not_repeated_among_the_most_probable() -> None:
-    found = at_place(1, TokenLogprobs(-1.5, TOP), 2)
-    assert list(found.items()) == [(1, Logprob(-1.5, 2, "b")), (4, Logprob(-0.5, 1, "e"))]
-
-
-def test_a_token_outside_the_most_probable_has_no_rank() -> None:
-    found = at_place(7, TokenLogprobs(-9.0, TOP), 1)
-    assert found == {7: Logprob(-9.0, None, "h"), 4: Logprob(-0.5, 1, "e")}
-
-
-def test_with_no_others_asked_for_only_the_token_of_a_place_is_reported() -> None:
-    assert list(at_place(7, TokenLogprobs(-9.0), 0)) == [7]
+@pytest.mark.parametrize(
+    ("token", "own", "top", "most", "found"),
+    [
+        # The token comes first, and not again among the most probable.
+        (1, -1.5, TOP, 2, {1: Logprob(-1.5, 2, "b"), 4: Logprob(-0.5, 1, "e")}),
+        (7, -9.0, TOP, 1, {7: Logprob(-9.0, None, "h"), 4: Logprob(-0.5, 1, "e")}),
+        (7, -9.0, (), 0, {7: Logprob(-9.0, None, "h")}),
+    ],
+)
+def test_the_token_and_the_most_probable_are_reported(
+    token: int, own: float, top: Any, most: int, found: LogprobsAtPlace
+) -> None:
+    (place,) = logprobs_by_place(Letters(), [token], [TokenLogprobs(own, top)], most) or ()
+    assert list(place.items()) == list(found.items())
 
 
 def test_none_are_returned_where_none_were_asked_for() -> None:

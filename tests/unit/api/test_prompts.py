@@ -38,32 +38,24 @@ def test_a_conversation_is_rendered_by_the_chat_template(model: ModelInfo) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("tokenize", "given", "said"),
     [
-        ("", "The prompt is empty"),
-        ([], "There is no prompt"),
-        (["Once", ""], "The prompt is empty"),
-        (7, "There is no prompt"),
-        ([7.5], "A prompt is 7.5, but must be a text or a list of token ids"),
-        ([10**6], "the token id 1000000, but they go from 0 to"),
-        ([1] * CONTEXT, f"has {CONTEXT} tokens, but the context holds {CONTEXT}"),
-        ("king " * 100, "tokens, but the context holds"),
+        (tokenize_prompts, "", "The prompt is empty"),
+        (tokenize_prompts, [], "There is no prompt"),
+        (tokenize_prompts, ["Once", ""], "The prompt is empty"),
+        (tokenize_prompts, 7, "There is no prompt"),
+        (tokenize_prompts, [7.5], "A prompt is 7.5, but must be a text or a list of token ids"),
+        (tokenize_prompts, [10**6], "the token id 1000000, but they go from 0 to"),
+        (tokenize_prompts, [1] * CONTEXT, f"has {CONTEXT} tokens, but the context holds {CONTEXT}"),
+        (tokenize_prompts, "king " * 100, "tokens, but the context holds"),
+        (tokenize_chats, "Hello", "There is no message"),
+        (tokenize_chats, [], "There is no message"),
+        (tokenize_chats, [{"content": "Hello"}], "must be a list of messages"),
+        (tokenize_chats, [["Hello"]], "must be a list of messages"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_refused(model: ModelInfo, given: Any, said: str) -> None:
+def test_what_cannot_be_used_is_refused(
+    model: ModelInfo, tokenize: Any, given: Any, said: str
+) -> None:
     with pytest.raises(PromptError, match=said):
-        tokenize_prompts(model, given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("Hello", "There is no message"),
-        ([], "There is no message"),
-        ([{"content": "Hello"}], "must be a list of messages"),
-        ([["Hello"]], "must be a list of messages"),
-    ],
-)
-def test_messages_that_cannot_be_used_are_refused(model: ModelInfo, given: Any, said: str) -> None:
-    with pytest.raises(PromptError, match=said):
-        tokenize_chats(model, given)
+        tokenize(model, given)

@@ -25,7 +25,7 @@ def known() -> None:
         (["generate", "--help"], 0),
         (["status"], 0),
         (["down", "nobody"], 2),
-        (["plan", "--stages", "2", "--tokens", "20", "--widths", "4"], 0),
+        (["plan", "stages=2", "--tokens", "20", "policy.width=4"], 0),
         (["generate", "--prompt", "a", "policy.width=-1"], 2),
         (["compare", "--help"], 0),
         (["compare", "--prompt", "a", "policy=root", "policy=level policy.width=-1"], 2),

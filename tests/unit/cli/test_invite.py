@@ -40,19 +40,20 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_a_detached_cluster_gets_the_same_options_and_writes_no_token_to_its_log() -> None:
     wanted = parsed("--invite", "--at", "fd00::7")
     assert wanted == JoinOptions("fd00::7")
+    assert parsed() is None
     passed_on = parsed(*wanted.flags)
     assert passed_on == JoinOptions("fd00::7", silent=True)
 
 
-def test_without_invite_no_host_may_join() -> None:
-    assert parsed() is None
-    for option in (["--at", "10.0.0.1"], ["--hosts", "2"]):
-        with pytest.raises(ConfigError, match="add --invite"):
-            parsed(*option)
-
-
-def test_a_cluster_that_waits_for_hosts_stays_in_the_foreground() -> None:
-    with pytest.raises(ConfigError, match="leave --detach out"):
-        parsed("--invite", "--detach", "--hosts", "2")
-    with pytest.raises(ConfigError, match=r"--hosts is 0, but must be 1 to"):
-        parsed("--invite", "--hosts", "0")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--at 10.0.0.1", "add --invite"),
+        ("--hosts 2", "add --invite"),
+        ("--invite --detach --hosts 2", "leave --detach out"),
+        ("--invite --hosts 0", "--hosts is 0, but must be 1 to"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parsed(*options.split())

@@ -47,13 +47,10 @@ def test_its_command_and_the_example_of_its_settings_are_understood(text: str) -
     assert "$PIPESPEC_ARGUMENTS" in command
 
 
-def test_its_variables_are_read(text: str) -> None:
+def test_its_variables_are_read_and_it_has_time_to_end(text: str) -> None:
     ours = {serve.KEY_VARIABLE, "PIPESPEC_ARGUMENTS"}
     assert set(re.findall(r"\bPIPESPEC_\w+", text)) == ours
     assert [line.partition("=")[0] for line in values(text, "Environment")] == ["TMPDIR"]
-
-
-def test_it_has_time_to_end(text: str) -> None:
     (seconds,) = values(text, "TimeoutStopSec")
     assert float(seconds) >= ServerOptions(("a",)).shutdown_timeout + ENDING_S
 

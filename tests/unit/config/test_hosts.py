@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
@@ -135,27 +134,19 @@ def test_the_examples_are_valid(example):
     assert load_hosts(example).num_stages >= 1
 
 
-def test_there_are_examples():
-    assert len(EXAMPLES) >= 3
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("host: []\n", "the file has an unknown setting 'host'; did you mean hosts?"),
         ("", "it has no hosts"),
-        ("hosts: []\n", "it has no hosts"),
         ("- a\n", "the file is"),
-        ("just text\n", "unknown setting 'just text'"),
         ("hosts: [\n", "it is not YAML in line"),
         ("name: a\nname: b\n", "it is not YAML in line 2"),
         ("hosts: [{address: a, devices: [cpu, cpu], adress: b}]", "unknown setting 'adress'"),
         ("hosts: [{name: a, devices: [cpu, cpu]}]", "hosts[0] has no address"),
         ("hosts: [{address: a, devices: cpu0}]", "a device is auto, cpu, cuda or cuda:N"),
-        ("hosts: [{address: a, devices: [cuda:1, cpu, cuda:1]}]", "'cuda:1' twice"),
         ("hosts: [{address: a, devices: [cuda, cuda:0]}]", "'cuda:0' twice"),
         ("hosts: [{address: a, devices: [auto, cpu]}]", "'auto' beside others"),
-        ("hosts: [{address: a, devices: []}]", "a list of at least one"),
         ("hosts: [{address: a, devices: [cpu, []]}]", "a list of at least one"),
         ("hosts: [{address: a, devices: [cpu, [[cpu]]]}]", "a device is auto, cpu"),
         ("hosts: [{address: a, devices: [cpu, [cpu, cuda:0]]}]", "of one kind"),
@@ -163,11 +154,9 @@ def test_there_are_examples():
         ("hosts: [{name: a, address: a, devices: [cpu, [cpu, cpu]]}]\ndraft: a/2", "them, a/1"),
         ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 worker"),
         ("hosts: [{address: a, port: '22'}]", "hosts[0].port is '22', but must be a whole"),
-        ("hosts: [{address: a, port: 70000}]", "from 1 to 65535"),
         ("hosts: [{address: a, memory_gib: 0}]", "a number above 0 and at most 1000000000 (GiB)"),
         ("hosts: [{address: a, name: a/b}]", "hosts[0].name is 'a/b'"),
         ("hosts: [{address: -oProxyCommand=x}]", "must not begin with '-'"),
-        ("hosts: [{address: a, ssh: -oProxyCommand=x}]", "must not begin with '-'"),
         ("hosts: [{address: a, user: 'b c'}]", "or hold a space"),
         ("hosts: [{address: a, env: {A-B: c}}]", "cannot be the name of a variable"),
         ("hosts: [{address: a, env: [A]}]", "must map names to texts"),
@@ -188,15 +177,11 @@ TWO = (
     ("line", "said"),
     [
         ("draft: alfa/0", "draft is 'alfa/0', which is no worker; did you mean alpha/0?"),
-        ("draft: alpha", "which is no worker"),
         ("order: [alpha, gamma]", "order holds 'gamma', which is no host; choose from alpha, beta"),
         ("order: [alpha]", "but must name each of alpha, beta once"),
-        ("order: [alpha, beta, beta]", "but must name each of alpha, beta once"),
         ("split: [3]", "split has 1 entries, but there are 2 stages"),
         ("split: [3, 0]", "must be a whole number from 1 to"),
         ("spares: 2", "use at most 1"),
-        ("spares: -1", "from 0 to 1000"),
-        ("spares: true", "from 0 to 1000"),
         ("name: 'a b'", "name is 'a b'"),
     ],
 )
@@ -223,10 +208,6 @@ def test_dollar_signs_are_left_alone(tmp_path):
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: it cannot be read: No such file"):
         load_hosts(tmp_path / "nowhere.yaml")
-
-
-def test_the_full_file_is_plain_yaml():
-    assert yaml.safe_load(FULL)["spares"] == 1
 
 
 @pytest.mark.parametrize(

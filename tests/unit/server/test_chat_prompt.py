@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import render_chat, template_options
 from pipespec.server.request_schema import ChatRequest
@@ -28,8 +25,8 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), TEMPLATE)
+def served(demo: ModelInfo) -> ModelInfo:
+    return calling(demo, TEMPLATE)
 
 
 def rendered(served: ModelInfo, messages: list[dict[str, Any]], **fields: Any) -> str:
@@ -97,11 +94,19 @@ def test_options_that_contradict_are_refused(
         rendered(served, messages, **fields)
 
 
-def test_template_that_leaves_the_continued_message_out_is_refused(served: ModelInfo) -> None:
-    assert served.backend is not None
-    backend = replace(served.backend, chat_template="{{ messages[0].content }}")
-    with pytest.raises(ApiError, match="leaves the last message out"):
-        rendered(replace(served, backend=backend), [HELLO, BEGUN], continue_final_message=True)
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content }}", "leaves the last message out"),
+        ("{{ raise_exception('no') }}", "TemplateError: no"),
+    ],
+)
+def test_template_that_cannot_render_is_refused(
+    served: ModelInfo, template: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        rendered(calling(served, template), [HELLO, BEGUN], continue_final_message=True)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
 CALL = {"id": "call_1", "function": {"name": "look", "arguments": '{"at": "é"}'}}

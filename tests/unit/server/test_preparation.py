@@ -11,8 +11,6 @@ from dataclasses import replace
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import (
     MAX_CONTAINERS,
@@ -34,8 +32,8 @@ LOOPS = "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endf
 
 
 @pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return ModelInfo.of(decide(compose([f"model.context={CONTEXT}"])))
+def served(demo: ModelInfo) -> ModelInfo:
+    return replace(demo, context=CONTEXT)
 
 
 def test_slow_template_is_refused_and_delays_no_other_request(served: ModelInfo) -> None:

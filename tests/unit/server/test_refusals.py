@@ -14,13 +14,12 @@ from starlette.testclient import TestClient
 
 from pipespec.client.async_client import AsyncClient
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import Owner, RunningCluster
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
+from pipespec.client.registry import RunningCluster
 from pipespec.server.app import make_app
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.preparation import PreparationPool
+from tests.helpers import dialects
 from tests.helpers.calling import TEMPLATE, WEATHER, calling
 
 CONTEXT = 512
@@ -29,12 +28,9 @@ NO_REDIS = "redis://127.0.0.1:1"
 
 
 @pytest.fixture(scope="module")
-def running() -> RunningCluster:
+def running(demo: ModelInfo) -> RunningCluster:
     """The entry of a cluster that does not answer."""
-    served = ModelInfo.of(decide(compose([f"model.context={CONTEXT}"])))
-    return RunningCluster(
-        "lab", NO_REDIS, "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
-    )
+    return replace(dialects.entry_of(replace(demo, context=CONTEXT)), url=NO_REDIS)
 
 
 @contextmanager
@@ -61,6 +57,11 @@ def called(arguments: Any, role: str = "assistant") -> dict[str, Any]:
     """A conversation in which a tool was called."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"messages": [*HELLO, {"role": role, "content": None, "tool_calls": [call]}]}
+
+
+def part(kind: str) -> dict[str, Any]:
+    """A message with one part."""
+    return {"messages": [{"role": "user", "content": [{"type": kind}]}]}
 
 
 def tool(**fields: Any) -> dict[str, Any]:
@@ -95,39 +96,18 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role", "'poet'"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]", "no tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0]", "no content"),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[1].content",
-        "'image_url', but images are not read",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": [{"type": "input_audio"}]}]},
-        "messages[1].content",
-        "'input_audio', but recordings are not read",
-    ),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": [{"type": "poem"}]}]},
-        "messages[1].content",
-        "reads parts of type 'text' alone",
-    ),
+    (part("image_url"), "messages[0].content", "'image_url', but images are not read"),
+    (part("input_audio"), "messages[0].content", "'input_audio', but recordings are not read"),
+    (part("poem"), "messages[0].content", "reads parts of type 'text' alone"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
-        "messages[1].tool_calls[0].function",
-        "missing",
-    ),
     (called("[1]"), "messages[1].tool_calls[0].function.arguments", "must be a JSON object"),
     (called("{"), "messages[1].tool_calls[0].function.arguments", "it is not JSON"),
-    (called({}), "messages[1].tool_calls[0].function.arguments", "must be a JSON object as text"),
     (called("{}", role="user"), "messages[1]", "only 'assistant' calls tools"),
     ({"tools": [WEATHER]}, "tools", "--tool-call-parser hermes|llama3_json|mistral"),
-    ({"tools": {}}, "tools", "valid list"),
     ({"tools": [WEATHER] * 129}, "tools", "128 items at most"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "'custom'"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
     (tool(name="a b"), "tools[0].function.name", "'a b', but should match"),
     (tool(parameters=[]), "tools[0].function.parameters", "is []"),
-    (tool(strict="yes"), "tools[0].function.strict", "valid boolean"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'any', but must be 'none'"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "but must be"),
     (
@@ -142,13 +122,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [WEATHER], "tool_choice": named("dig")}, "tool_choice", "'dig', which is not in"),
     ({"tool_choice": "required"}, "tool_choice", "tools holds none"),
-    ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "a"}]}, "functions", "replaced it by tools"),
-    (
-        tool(parameters={"$defs": [1]}) | {"tool_choice": "required"},
-        "tools",
-        "no JSON object",
-    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "but has no json_schema"),
     (
@@ -166,14 +140,6 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         "goes with the type 'json_object'",
     ),
-    (
-        {"response_format": {"type": "json_object", "schema": {"not": {}}}},
-        "response_format",
-        'Unimplemented keys: ["not"]',
-    ),
-    (schema({"type": "string", "not": {}}), "response_format", 'Unimplemented keys: ["not"]'),
-    (schema({"$ref": "#/$defs/none"}), "response_format", "'/$defs/none' does not exist"),
-    (schema({"pattern": "(?=a)", "type": "string"}), "response_format", "look-around"),
     (schema({"type": "string"}) | {"ignore_eos": True}, "ignore_eos", "ends by itself"),
     (
         schema({}) | {"structured_outputs": {"regex": "a"}},
@@ -183,32 +149,9 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "must name one of json"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must name one"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "it is not JSON"),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 or more"),
-    ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "GBNF"),
-    (
-        {"structured_outputs": {"structural_tag": "x", "regex": "a"}},
-        "structured_outputs.structural_tag",
-        "structural_tag is not supported; leave it out",
-    ),
-    (
-        {"structured_outputs": {"structural_tag": "x"}},
-        "structured_outputs.structural_tag",
-        "structured_outputs.structural_tag is not supported; leave it out.",
-    ),
-    ({"structured_outputs": {"regex": ""}}, "structured_outputs", "no text but the empty one"),
-    ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "no text but the empty one"),
-    ({"structured_outputs": {"regex": "[^\\s\\S]"}}, "structured_outputs", "no text fits it"),
-    (
-        {"structured_outputs": {"regex": "(a{1,500}){1,500}"}},
-        "structured_outputs",
-        "its counts multiply to too many states",
-    ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex"),
     ({"guided_json": {"not": {}}}, "guided_json", "guided_json cannot be followed"),
-    ({"guided_choice": []}, "guided_choice", "1 or more"),
     ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "structured_outputs"),
-    ({"tools": [WEATHER], "tool_choice": allowed("dig")}, "tool_choice", "'dig', which is not in"),
     ({"tools": [WEATHER], "tool_choice": allowed()}, "tool_choice", "'allowed_tools'"),
     ({"json_schema": {}}, "json_schema", "structured_outputs"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
@@ -216,65 +159,41 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": 2**40}, "priority", "less than or equal"),
     ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     ({"stream": True, "stream_options": 3}, "stream_options", "is 3, but should be an object"),
-    ({"messages": []}, "messages", "should have 1 or more items"),
     ({"stop_token_ids": [1] * 2000}, "stop_token_ids", "should have 1024 items at most"),
     ({"max_tokens": 10**9}, "max_tokens", f"the context holds {CONTEXT}"),
-    ({"max_completion_tokens": 600}, "max_completion_tokens", f"the context holds {CONTEXT}"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "leave one out"),
-    ({"max_tokens": 10**30}, "max_tokens", "less than or equal"),
     ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
     ({"temperature": "hot"}, "temperature", "is 'hot', but should be a valid number"),
-    ({"temperature": -1}, "temperature", "is -1, but should be greater than or equal to 0"),
     ({"top_p": 0}, "top_p", "greater than 0"),
-    ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
     ({"top_k": -2}, "top_k", "is -2"),
     ({"min_p": -0.5}, "min_p", "is -0.5"),
     ({"repetition_penalty": 5e-324}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"presence_penalty": 3}, "presence_penalty", "less than"),
-    ({"frequency_penalty": -3}, "frequency_penalty", "greater than"),
-    ({"n": 0}, "n", "greater than or equal to 1"),
     ({"n": 1000}, "n", "128"),
-    ({"n": True}, "n", "valid integer"),
-    ({"seed": -(2**63) - 1}, "seed", "greater than or equal"),
     ({"seed": 2**63}, "seed", "less than or equal"),
     ({"stop": ["x"] * 1000}, "stop", "holds 1000 texts, but may hold 64"),
     ({"stop": [""]}, "stop", "empty"),
     ({"stop": 3}, "stop", "is 3, but must be a text"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "is -1"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "0 to 2047"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "ends at 2047"),
-    ({"logit_bias": [1]}, "logit_bias", "object"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "3 at most"),
-    ({"stream": "yes"}, "stream", "valid boolean"),
-    ({"model": 3}, "model", "valid string"),
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "empty"),
-    ({"prompt": []}, "prompt", "empty"),
-    ({"prompt": [[]]}, "prompt", "empty"),
-    ({"prompt": None}, "prompt", "must be a text"),
-    ({"prompt": [10**30]}, "prompt", "0 to 2047"),
     ({"prompt": [-1]}, "prompt", "0 to 2047"),
-    ({"prompt": {"a": 1}}, "prompt", "must be a text"),
     ({"prompt": ["a", 1]}, "prompt", "must be a text"),
     ({"prompt": ["a"] * 2000}, "prompt", "2000 prompts"),
     ({"prompt": ["a"] * 20, "n": 100}, "n", "may be 1024 in all"),
-    ({"prompt": "a " * 600}, "prompt", f"context holds {CONTEXT}"),
-    ({"prompt": "word " * 200_000}, "prompt", f"context holds {CONTEXT}"),
     ({"prompt": [1] * 600}, "prompt", f"has 600 tokens, but the context holds {CONTEXT}"),
     ({"suffix": "b"}, "suffix", "not supported"),
     ({"best_of": 3}, "best_of", "n=1"),
     ({"logprobs": 21}, "logprobs", "20"),
-    ({"logprobs": True}, "logprobs", "valid integer"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "a stream does not report"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
     ({"max_tokens": 0}, "max_tokens", "unless echo asks for the prompt"),
-    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 ELSEWHERE: list[tuple[str, dict[str, Any], int, str | None, str]] = [
@@ -345,32 +264,15 @@ def test_invalid_body_is_one_sentence(http: TestClient, content: bytes, said: st
 
 HALF = "a\ud800"
 HALVES: list[tuple[str, dict[str, Any], str]] = [
-    (COMPLETIONS, {"prompt": HALF}, "prompt"),
     (COMPLETIONS, {"prompt": ["a", HALF]}, "prompt"),
-    (COMPLETIONS, {"prompt": "a", "stop": HALF}, "stop"),
-    (COMPLETIONS, {"prompt": "a", "model": HALF}, "model"),
     (COMPLETIONS, {"prompt": "a", "temperature": HALF}, "temperature"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {HALF: 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "cache_salt": HALF}, "cache_salt"),
     (COMPLETIONS, {"prompt": "a", "unknown": [{"deep": [HALF]}]}, "unknown"),
     (COMPLETIONS, {"prompt": "a", HALF: 1}, "a?"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": HALF}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"grammar": HALF}}, "structured_outputs"),
-    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": [HALF]}}, "structured_outputs"),
-    (CHAT, {"messages": [{"role": "user", "content": HALF}]}, "messages"),
     (CHAT, {"messages": [{"role": HALF, "content": "a"}]}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "name": HALF}]}, "messages"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
-        "messages",
-    ),
-    (CHAT, {"messages": HELLO} | tool(description=HALF), "tools"),
-    (CHAT, {"messages": HELLO} | tool(parameters={HALF: {}}), "tools"),
     (CHAT, {"messages": HELLO} | schema({"const": HALF}), "response_format"),
-    ("/tokenize", {"prompt": HALF}, "prompt"),
     ("/tokenize", {"content": HALF}, "content"),
-    ("/tokenize", {"messages": [{"role": "user", "content": HALF}]}, "messages"),
 ]
 
 
@@ -401,24 +303,9 @@ def test_surrogate_pairs_are_accepted(http: TestClient) -> None:
     assert http.post("/tokenize", content=content, headers=headers).status_code == 200
 
 
-def test_seeds_of_int64_are_accepted(http: TestClient) -> None:
-    for seed in (-(2**63), -1, 0, 2**63 - 1):
-        # It is not refused: the cluster does not answer.
-        assert http.post(COMPLETIONS, json={"prompt": "a", "seed": seed}).status_code == 503
-
-
-def test_body_beyond_the_limit_is_413(http: TestClient) -> None:
-    reply = http.post(COMPLETIONS, json={"prompt": "a" * 2 * 2**20})
-    assert reply.status_code == 413
-    check_error(reply, None, f"more than {2**20 + 64 * CONTEXT} bytes")
-
-
-def test_chunked_body_beyond_the_limit_is_413(http: TestClient) -> None:
-    reply = http.post(
-        COMPLETIONS,
-        content=(b"a" * 2**20 for _ in range(2)),
-        headers={"Content-Type": "application/json"},
-    )
+@pytest.mark.parametrize("content", [b"a" * 2**21, (b"a" * 2**20 for _ in range(2))])
+def test_body_beyond_the_limit_is_413(http: TestClient, content: bytes | Iterator[bytes]) -> None:
+    reply = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 413
     check_error(reply, None, f"more than {2**20 + 64 * CONTEXT} bytes")
 
@@ -447,12 +334,14 @@ def test_unknown_tool_format_names_the_option(running: RunningCluster) -> None:
 
 def test_unreachable_cluster_is_503(http: TestClient) -> None:
     asked = {"prompt": "a"}
-    for reply in (http.get("/health"), http.post(COMPLETIONS, json=asked)):
+    cancelled = http.post("/requests/1/cancel")
+    for reply in (http.get("/health"), http.post(COMPLETIONS, json=asked), cancelled):
         assert reply.status_code == 503
         assert int(reply.headers["retry-after"]) >= 1
         check_error(reply, None, "not ready")
         assert "127.0.0.1" not in reply.text  # the address of Redis stays secret
     assert http.get("/load").json() == {"server_load": 0}
+    assert http.get("/docs").status_code == 404  # it would load scripts from elsewhere
     assert "pipespec_cluster_up" in http.get("/metrics").text
 
 
@@ -489,28 +378,9 @@ def test_cors_headers_are_sent_only_to_allowed_origins(running: RunningCluster) 
         assert allowed.headers["access-control-allow-origin"] == "http://here"
         other = http.options(CHAT, headers=asks | {"Origin": "http://there"})
         assert "access-control-allow-origin" not in other.headers
+        plain = http.get("/version", headers={"Origin": "http://here", "X-Api-Key": "key"})
+        assert "X-Request-Id" in plain.headers["access-control-expose-headers"]
     with client_of(running) as http:
         refused = http.get("/version", headers=asks)
         assert refused.status_code == 403
         assert "access-control-allow-origin" not in refused.headers
-
-
-def test_foreign_pages_cannot_cancel_requests_unless_allowed(running: RunningCluster) -> None:
-    path, foreign = "/requests/1/cancel", {"Origin": "http://here"}
-    with client_of(running) as http:
-        reply = http.post(path, headers=foreign)
-        assert reply.status_code == 403
-        check_error(reply, None, "Web pages of the origin 'http://here' may not send requests")
-        # The cluster does not answer.
-        for headers in ({}, {"Sec-Fetch-Site": "same-origin", "Origin": "http://localhost"}):
-            assert http.post(path, headers=headers).status_code == 503
-    with client_of(running, allowed_origins=("http://here",)) as http:
-        assert http.post(path, headers=foreign).status_code == 503
-
-
-def test_openapi_has_no_422_and_loads_nothing_from_elsewhere(http: TestClient) -> None:
-    schema = http.get("/openapi.json").json()
-    chat = schema["paths"]["/v1/chat/completions"]["post"]["responses"]
-    assert {"200", "400", "401", "404", "413", "429", "503"} <= chat.keys()
-    assert "422" not in chat
-    assert http.get("/docs").status_code == 404

@@ -11,12 +11,9 @@ from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.client.registry import Owner, RunningCluster
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
-from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.client.registry import RunningCluster
+from pipespec.core import TokenLogprobs
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
-from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.message_schema import Tool
 from pipespec.server.openai_format import ChatFormat
@@ -24,9 +21,9 @@ from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, Requ
 from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_stream import OutputDelta
 from pipespec.server.tool_parsers.tool_choice import string_parameters
-from tests.helpers.calling import HERMES, WEATHER, calling
+from tests.helpers import dialects
+from tests.helpers.calling import HERMES, WEATHER, calling, fits
 
-DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
 DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "And in Zürich?"},
@@ -48,11 +45,8 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def running() -> RunningCluster:
-    served = calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
-    return RunningCluster(
-        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
-    )
+def running(demo: ModelInfo) -> RunningCluster:
+    return dialects.entry_of(calling(demo, HERMES))
 
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
@@ -151,14 +145,9 @@ def test_required_call_is_the_only_answer_that_matches(
     running: RunningCluster, body: dict[str, Any], texts: list[str], unfit: list[str], reason: str
 ) -> None:
     ask = chat(running, tools=[WEATHER, DIG], **body)
-    tokenizer, (sampling,) = running.served.tokenizer, ask.sampling_params
     for text in (*texts, *unfit):
-        matcher = running.served.grammars().compile(sampling.grammar)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        taken = matcher.consume(ids)
-        ended = unpack_mask(matcher.allowed(), running.served.vocab_size)[list(ask.eos)].any()
-        assert (taken == len(ids) and ended) == (text in texts)
-    shape = ChatFormat(ask, tokenizer, "demo")
+        assert fits(running.served, ask, text) == (text in texts)
+    shape = ChatFormat(ask, running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, texts[0], (5,)))
     shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
     (choice,) = shape.response().model_dump()["choices"]
@@ -192,12 +181,10 @@ def test_references_to_definitions_of_tools_are_resolved(running: RunningCluster
         "required": ["at"],
     }
     tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    (sampling,) = chat(running, tools=[tool, WEATHER], tool_choice="required").sampling_params
-    for place, fits in (("Uri", True), ("Ulm", False)):
+    ask = chat(running, tools=[tool, WEATHER], tool_choice="required")
+    for place in ("Uri", "Ulm"):
         text = json.dumps([{"name": "go", "arguments": {"at": place}}], separators=(",", ":"))
-        ids = running.served.tokenizer.encode(text)
-        matcher = running.served.grammars().compile(sampling.grammar)
-        assert (matcher.consume(ids) == len(ids)) == fits
+        assert fits(running.served, ask, text) == (place == "Uri")
 
 
 def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:
@@ -230,12 +217,3 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
         "name": "f",
         "arguments": '{"a": 1}',
     }
-
-
-def test_message_of_a_tool_call_alone_has_no_content(running: RunningCluster) -> None:
-    shape = ChatFormat(chat(running), running.served.tokenizer, "demo")
-    shape.add(OutputDelta(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', (5,)))
-    shape.add(OutputDelta(0, "\n", (6,), finish_reason="stop"))
-    message = shape.response().model_dump()["choices"][0]["message"]
-    assert message["content"] is None
-    assert len(message["tool_calls"]) == 1

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import json
-import typing
 from dataclasses import replace
 from typing import Any
 
 import ollama
 import pytest
-from ollama._types import ChatRequest, GenerateRequest, Options
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
-from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects import ollama_schema
-from pipespec.server.dialects.error_replies import error_reply
 from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
 from pipespec.server.dialects.ollama_models import tags_reply
-from pipespec.server.dialects.ollama_schema import OllamaOptions
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
-from tests.helpers.calling import HERMES, WEATHER, calling
+from tests.helpers.calling import WEATHER
 
 CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
 HELLO = [{"role": "user", "content": "Hello"}]
 ASKED: dict[str, Any] = {"model": "demo", "messages": HELLO}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
-
-
-@pytest.fixture(scope="module")
-def preparer(served: ModelInfo) -> Preparer:
-    return dialects.preparer(served)
 
 
 def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaChatFormat:
@@ -54,19 +37,6 @@ def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
 
 
 # --- requests ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("path", "sent"), [(CHAT, ChatRequest), (GENERATE, GenerateRequest)])
-def test_every_field_of_the_package_is_in_one_table(path: str, sent: Any) -> None:
-    assert dialects.unlisted_fields(path, sent) - {"model_config"} == set()
-    assert dialects.contradictions(path) == set()
-
-
-def test_every_option_of_the_package_is_in_one_table() -> None:
-    known = {*OllamaOptions.model_fields}
-    ignored, refused = ollama_schema.IGNORED_OPTIONS, {*ollama_schema.REFUSED_OPTIONS}
-    assert {*typing.get_type_hints(Options)} - {"model_config"} <= known | ignored | refused
-    assert not (known & ignored or known & refused or ignored & refused)
 
 
 def test_options_reach_the_request(preparer: Preparer) -> None:
@@ -149,32 +119,6 @@ def test_request_without_a_prompt_is_answered_at_once(
     assert (told.done, told.done_reason) == (True, "load")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "said"),
-    [
-        (CHAT, {"model": "other"}, "model", "not served"),
-        (CHAT, {"options": {"mirostat": 1}}, "options.mirostat", "options.mirostat is not"),
-        (CHAT, {"options": {"temperature": -1}}, "options.temperature", "greater than"),
-        (CHAT, {"options": {"repeat_penalty": 0.0}}, "options.repeat_penalty", "is 0.0"),
-        (CHAT, {"format": {"not": {}}}, "format", "format cannot be followed"),
-        (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages", "not called"),
-        (CHAT, {"messages": [HELLO[0] | {"images": ["a"]}]}, "messages[0]", "images"),
-        (GENERATE, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-        (GENERATE, {"prompt": "a", "context": [1]}, "context", "/api/chat"),
-        (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, "system", "raw is true"),
-    ],
-    ids=str,
-)
-def test_wrong_field_is_named_as_the_client_knows_it(
-    preparer: Preparer, path: str, body: dict[str, Any], param: str, said: str
-) -> None:
-    with pytest.raises(ApiError, match=said) as refused:
-        dialects.prepared(preparer, path, ASKED | body)
-    assert refused.value.param == param
-    reply = json.loads(bytes(error_reply(path, refused.value).body))
-    assert reply == {"error": refused.value.message}
-
-
 # --- replies ----------------------------------------------------------------------------------
 
 
@@ -203,19 +147,19 @@ def test_separators_of_lines_in_a_text_end_no_line(served: ModelInfo, preparer: 
     assert found["tool_calls"][0]["function"]["arguments"] == {"city": text}
 
 
-def test_calls_are_sent_when_they_are_whole(served: ModelInfo, preparer: Preparer) -> None:
-    answer = dialects.deltas(f"I look. {CALL} {CALL}")
-    made = [
-        ollama.ChatResponse(**line)
-        for line in lines(chat_shape(served, preparer, tools=[WEATHER]), answer)
-    ]
+def test_reasoning_is_told_and_calls_are_sent_when_they_are_whole(thinking: ModelInfo) -> None:
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
+    shape, other = (
+        chat_shape(thinking, dialects.preparer(thinking), tools=[WEATHER]) for _ in range(2)
+    )
+    made = [ollama.ChatResponse(**line) for line in lines(shape, answer)]
+    assert "".join(each.message.thinking or "" for each in made) == "Hm, so."
     calls = [call.function for each in made for call in each.message.tool_calls or ()]
     assert [(call.name, call.arguments) for call in calls] == [
         ("get_weather", {"city": "Zürich"})
     ] * 2
-    whole = dialects.whole_of(chat_shape(served, preparer, tools=[WEATHER]), answer)
-    told = ollama.ChatResponse(**whole).message
-    assert told.content == "I look."
+    told = ollama.ChatResponse(**dialects.whole_of(other, answer)).message
+    assert (told.thinking, told.content) == ("Hm, so.", "I look.")
     assert [call.function for call in told.tool_calls or ()] == calls
 
 

@@ -6,14 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.conversations import KeptResponse, conversation_name
@@ -21,7 +17,6 @@ from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.dialects.responses_schema import RESPONSES, ResponsesRequest
 from pipespec.server.preparation import ConversationWanted, Preparer
 from tests.helpers import dialects
-from tests.helpers.calling import HERMES, calling
 
 PATH = "/v1/responses"
 TOOL = {
@@ -33,16 +28,6 @@ TOOL = {
 ASKED: dict[str, Any] = {"model": "demo", "max_output_tokens": 50, "input": "Hello"}
 ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def served() -> ModelInfo:
-    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
-
-
-@pytest.fixture(scope="module")
-def preparer(served: ModelInfo) -> Preparer:
-    return dialects.preparer(served)
 
 
 def fields(earlier: Any = (), **body: Any) -> dict[str, Any]:
@@ -85,11 +70,6 @@ def comparable(response: Response) -> dict[str, Any]:
 
 
 # --- requests ---------------------------------------------------------------------------------
-
-
-def test_every_field_of_the_package_is_in_one_table() -> None:
-    assert dialects.unlisted_fields(PATH, ResponseCreateParamsBase) == set()
-    assert dialects.contradictions(PATH) == set()
 
 
 def test_items_become_messages() -> None:
@@ -172,41 +152,6 @@ def test_fields_reach_the_request(preparer: Preparer) -> None:
     assert request.parsed.tool_use is not None and request.parsed.sampling_params[0].grammar
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "said"),
-    [
-        ({"input": 3}, "input", "valid string"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "should be an item of"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content",
-            "images are not read",
-        ),
-        ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens is 1000000"),
-        ({"background": True}, "background", "no such service"),
-        ({"conversation": "conv_1"}, "conversation", "not supported"),
-        ({"truncation": "auto"}, "truncation", "refused"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
-        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'allowed_tools'"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs it"),
-        (
-            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-            "text.format",
-            "text.format cannot be followed",
-        ),
-        ({"include": ["file_search_call.results"]}, "include[0]", "include"),
-        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "effort"),
-    ],
-    ids=str,
-)
-def test_wrong_field_is_named_as_the_client_knows_it(
-    preparer: Preparer, body: dict[str, Any], param: str, said: str
-) -> None:
-    with pytest.raises(ApiError, match=said) as refused:
-        dialects.prepared(preparer, PATH, ASKED | body)
-    assert refused.value.param == param
-
-
 # --- conversations ----------------------------------------------------------------------------
 
 
@@ -269,12 +214,15 @@ def test_stream_of_text_has_the_events_that_the_package_expects(
     assert told.usage is not None and told.usage.input_tokens_details.cached_tokens == 3
 
 
-def test_calls_are_items_of_their_own(served: ModelInfo, preparer: Preparer) -> None:
-    answer = dialects.deltas(f"I look. {CALL} {CALL}")
-    made = events(served, preparer, answer, tools=[TOOL])
+def test_reasoning_and_calls_are_items_of_their_own(thinking: ModelInfo) -> None:
+    preparer, texts = dialects.preparer(thinking), ["Hm, so.", "I look.", ARGUMENTS, ARGUMENTS]
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL} {CALL}")
+    made = events(thinking, preparer, answer, tools=[TOOL])
     response = made[-1].response
-    assert [item.type for item in response.output] == ["message", *["function_call"] * 2]
-    assert [item.arguments for item in response.output[1:]] == [ARGUMENTS] * 2
+    kinds = ["reasoning", "message", "function_call", "function_call"]
+    assert [item.type for item in response.output] == kinds
+    assert response.output[0].content[0].text == texts[0]
+    assert [item.arguments for item in response.output[2:]] == texts[2:]
     for index, item in enumerate(response.output):
         assert item.status == "completed"
         of_item = [e for e in made if getattr(e, "output_index", None) == index]
@@ -283,8 +231,8 @@ def test_calls_are_items_of_their_own(served: ModelInfo, preparer: Preparer) -> 
         assert of_item[-1].item == item
         pieces = [e.delta for e in of_item if e.type.endswith(".delta")]
         assert len(pieces) > 1
-        assert "".join(pieces) == ("I look." if index == 0 else ARGUMENTS)
-    told = whole(served, preparer, answer, tools=[TOOL])
+        assert "".join(pieces) == texts[index]
+    told = whole(thinking, preparer, answer, tools=[TOOL])
     assert comparable(told) == comparable(response)
 
 

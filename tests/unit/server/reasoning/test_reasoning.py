@@ -8,24 +8,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import ollama
 import pytest
-from anthropic.types import Message
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.responses import Response
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
-from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
-from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.answer_blocks import AnswerBlocks
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.anthropic_format import AnthropicFormat
-from pipespec.server.dialects.ollama_format import OllamaChatFormat
-from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning.harmony import SPECIAL
@@ -33,7 +24,7 @@ from pipespec.server.reasoning.reasoning_use import Family, ReasoningUse, reason
 from pipespec.server.tool_parsers.parser_families import FAMILIES
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects
-from tests.helpers.calling import WEATHER, calling
+from tests.helpers.calling import WEATHER, calling, fits
 
 QWEN = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content.split('</think>')[-1] }}"
@@ -136,11 +127,6 @@ def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
 # --- grammars ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModelInfo:
-    return ModelInfo.of(decide(compose(["model.context=100"])))
-
-
 FORM = {
     "type": "json_schema",
     "json_schema": {
@@ -156,7 +142,7 @@ FORM = {
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "fits", "unfit"),
+    ("template", "special", "good", "unfit"),
     [
         (
             QWEN,
@@ -183,18 +169,13 @@ FORM = {
     ],
 )
 def test_grammar_begins_after_the_reasoning(
-    demo: ModelInfo, template: str, special: tuple[str, ...], fits: list[str], unfit: list[str]
+    demo: ModelInfo, template: str, special: tuple[str, ...], good: list[str], unfit: list[str]
 ) -> None:
     served = calling(demo, template, *special)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": FORM}
-    request = dialects.prepared(dialects.preparer(served), "/v1/chat/completions", body)
-    (sampling,) = request.parsed.sampling_params
-    for text in (*fits, *unfit):
-        matcher = served.grammars().compile(sampling.grammar)
-        ids = served.tokenizer.encode(text, add_special_tokens=False)
-        taken = matcher.consume(ids)
-        ended = unpack_mask(matcher.allowed(), served.vocab_size)[list(request.parsed.eos)].any()
-        assert (taken == len(ids) and ended) == (text in fits), text
+    request = dialects.prepared(dialects.preparer(served), CHATS, body)
+    for text in (*good, *unfit):
+        assert fits(served, request.parsed, text) == (text in good), text
 
 
 def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) -> None:
@@ -203,10 +184,7 @@ def test_grammar_of_the_cluster_begins_after_the_reasoning_too(demo: ModelInfo) 
     served = calling(demo, R1)
     preparer = Preparer(served, defaults, ("demo",), None)
     body: dict[str, Any] = {"messages": HELLO}
-    (sampling,) = dialects.prepared(preparer, CHATS, body).parsed.sampling_params
-    matcher = served.grammars().compile(sampling.grammar)
-    ids = served.tokenizer.encode("Hm.</think>12", add_special_tokens=False)
-    assert matcher.consume(ids) == len(ids)
+    assert fits(served, dialects.prepared(preparer, CHATS, body).parsed, "Hm.</think>12")
     with pytest.raises(ApiError, match="what the cluster's grammar describes ends by itself"):
         dialects.prepared(preparer, CHATS, body | {"ignore_eos": True})
     plain = dialects.prepared(preparer, "/v1/completions", {"prompt": "Hi"}).parsed
@@ -223,45 +201,28 @@ def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInf
     body = {"messages": messages, "continue_final_message": True, "response_format": FORM}
     parsed = dialects.prepared(dialects.preparer(served), CHATS, body).parsed
     assert parsed.reasoning == ReasoningUse("gpt_oss", begun=True)
-    matcher = served.grammars().compile(parsed.sampling_params[0].grammar)
-    ids = served.tokenizer.encode('{"a":1}', add_special_tokens=False)
-    assert matcher.consume(ids) == len(ids)
+    assert fits(served, parsed, '{"a":1}')
 
 
 def test_grammar_is_alone_where_reasoning_is_off(demo: ModelInfo) -> None:
     served = calling(demo, QWEN)
     body = {"messages": [{"role": "user", "content": "Hi"}], "response_format": FORM}
-    path = "/v1/chat/completions"
     preparer = dialects.preparer(served)
-    asked = dialects.prepared(preparer, path, body | {"reasoning_effort": "none"})
+    asked = dialects.prepared(preparer, CHATS, body | {"reasoning_effort": "none"})
     assert asked.parsed.reasoning is None
     assert "</think>" not in (asked.parsed.sampling_params[0].grammar or "")
 
 
 # --- replies ----------------------------------------------------------------------------------
 
-ANSWER = f"<think>Hm, so.</think>I look. {CALL}"
 
-
-def both(served: ModelInfo, kind: Any, path: str, **body: Any) -> tuple[Any, list[bytes]]:
-    """The whole reply to a request, and the events of its stream."""
-    request = dialects.prepared(dialects.preparer(served), path, {"model": "demo"} | body)
-
-    def shape() -> Any:
-        return kind(request.parsed, served.tokenizer, "demo", **request.options)
-
-    answer = dialects.deltas(ANSWER)
-    return dialects.whole_of(shape(), answer), dialects.stream_of(shape(), answer)
-
-
-@pytest.fixture(scope="module")
-def thinking(demo: ModelInfo) -> ModelInfo:
-    return calling(demo, QWEN + "{# <tool_call> tool_calls #}")
-
-
-def test_chats_have_reasoning_content(thinking: ModelInfo) -> None:
-    path = "/v1/chat/completions"
-    told, events = both(thinking, ChatFormat, path, messages=HELLO, tools=[WEATHER])
+def test_chats_have_reasoning_content(demo: ModelInfo) -> None:
+    thinking = calling(demo, QWEN + "{# <tool_call> tool_calls #}")
+    body = {"messages": HELLO, "tools": [WEATHER]}
+    parsed = dialects.prepared(dialects.preparer(thinking), CHATS, body).parsed
+    shape, other = (ChatFormat(parsed, thinking.tokenizer, "demo") for _ in range(2))
+    answer = dialects.deltas(f"<think>Hm, so.</think>I look. {CALL}")
+    told, events = dialects.whole_of(shape, answer), dialects.stream_of(other, answer)
     message = told["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm, so.", "I look.")
     assert message["tool_calls"][0]["function"]["name"] == "f"
@@ -270,40 +231,3 @@ def test_chats_have_reasoning_content(thinking: ModelInfo) -> None:
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, so."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
-
-
-def test_messages_have_thinking_blocks(thinking: ModelInfo) -> None:
-    tool = {"name": "get_weather", "input_schema": {"type": "object"}}
-    body = {"messages": HELLO, "max_tokens": 50, "tools": [tool]}
-    told, events = both(thinking, AnthropicFormat, "/v1/messages", **body)
-    blocks = Message.model_validate(told, strict=True).content
-    assert [block.type for block in blocks] == ["thinking", "text", "tool_use"]
-    assert blocks[0].thinking == "Hm, so."  # type: ignore[union-attr]
-    data = [json.loads(event.split(b"data: ")[1]) for event in events]
-    thought = [each["delta"]["thinking"] for each in data if "thinking" in each.get("delta", {})]
-    assert "".join(thought) == "Hm, so."
-
-
-def test_responses_have_reasoning_items(thinking: ModelInfo) -> None:
-    tool = {"type": "function", "name": "get_weather", "parameters": {}}
-    told, events = both(thinking, ResponsesFormat, "/v1/responses", input="Hi", tools=[tool])
-    response = Response.model_validate(told, strict=True, extra="forbid")
-    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
-    assert response.output[0].content[0].text == "Hm, so."  # type: ignore[union-attr, index]
-    data = [json.loads(event.split(b"data: ")[1]) for event in events]
-    kinds = [each["type"].removeprefix("response.") for each in data]
-    first = kinds.index("output_item.added")
-    assert kinds[first : first + 2] == ["output_item.added", "content_part.added"]
-    thought = [each["delta"] for each in data if each["type"].endswith("reasoning_text.delta")]
-    assert "".join(thought) == "Hm, so."
-    last = [each for each in data if each["type"] == "response.reasoning_text.done"]
-    assert [each["text"] for each in last] == ["Hm, so."]
-
-
-def test_ollamas_messages_have_thinking(thinking: ModelInfo) -> None:
-    told, events = both(thinking, OllamaChatFormat, "/api/chat", messages=HELLO, tools=[WEATHER])
-    message = ollama.ChatResponse(**told).message
-    assert (message.thinking, message.content) == ("Hm, so.", "I look.")
-    lines = [ollama.ChatResponse(**json.loads(event)).message for event in events]
-    assert "".join(line.thinking or "" for line in lines) == "Hm, so."
-    assert [call.function.name for line in lines for call in line.tool_calls or ()] == ["f"]
