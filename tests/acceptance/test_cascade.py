@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipespec.cluster.deployment import decide
@@ -16,8 +15,7 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.scheduler import Scheduler
 from tests.helpers import models
-from tests.helpers.matrix import some_of
-from tests.helpers.proposers import POLICIES, write_truth
+from tests.helpers.proposers import POLICIES
 from tools.rig import cluster
 
 TOKENS = 24
@@ -63,18 +61,6 @@ def watched(monkeypatch) -> dict[str, list]:
 
         monkeypatch.setattr(kind, "__init__", init)
     return made
-
-
-@pytest.mark.parametrize(
-    ("policy", "stages", "sync"), some_of(POLICIES, [1, 3], ["lockstep", "free"], share=3)
-)
-def test_cascade_gives_the_text_of_hugging_face(trio, redis, policy, stages, sync):
-    deployment = cascade(
-        trio, *POLICIES[policy], f"cluster.stages={stages}", f"cluster.sync={sync}"
-    )
-    asked = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in PROMPTS]
-    answers = cluster.decode(deployment, redis, asked)
-    assert [tokens for tokens, *_ in answers] == trio[-1]
 
 
 @pytest.mark.long
@@ -146,23 +132,3 @@ def test_memory_estimate_includes_the_mid_size_model(trio):
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match="GiB on cpu"):
         require_memory(deployment, ranks, lambda device: wanted - 1)
-
-
-@pytest.mark.long
-def test_synthetic_cascade_gives_the_text_of_the_target(trio, redis, watched, tmp_path):
-    target, draft, _, expected = trio
-    truth = tmp_path / "truth.jsonl"
-    write_truth(truth, PROMPTS, expected)
-    deployment = cluster.make_deployment(
-        target,
-        draft,
-        "proposer=synthetic_cascade",
-        f"proposer.truth={truth}",
-        *POLICIES["best_first"],
-        "cluster.stages=3",
-    )
-    assert deployment.mid is None
-    asked = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in PROMPTS]
-    answers = cluster.decode(deployment, redis, asked)
-    assert [tokens for tokens, *_ in answers] == expected
-    assert np.sum([each.totals.scored for each in watched["schedulers"]]) > 0

@@ -250,16 +250,19 @@ def refuse(capsys, monkeypatch):
     return run
 
 
-def test_number_out_of_range_is_refused(refuse):
-    assert "policy.width is 0" in refuse("policy.width=0")
-    assert "only 16 layers" in refuse("cluster.stages=17")
-    assert "temperature is -0.5" in refuse("sampling.temperature=-0.5")
-
-
-def test_unusable_prompt_is_refused(refuse):
-    assert "empty" in refuse(prompt="")
-    assert "the context holds 2048" in refuse(prompt="king " * 4000)
-    assert "the context holds 8" in refuse("model.context=8")
+@pytest.mark.parametrize(
+    ("setting", "prompt", "said"),
+    [
+        ("policy.width=0", PROMPT, "policy.width is 0"),
+        ("cluster.stages=17", PROMPT, "only 16 layers"),
+        ("sampling.temperature=-0.5", PROMPT, "temperature is -0.5"),
+        ("model.context=8", PROMPT, "the context holds 8"),
+        ("cluster.stages=1", "", "empty"),
+        ("cluster.stages=1", "king " * 4000, "the context holds 2048"),
+    ],
+)
+def test_setting_or_prompt_out_of_range_is_refused(refuse, setting, prompt, said):
+    assert said in refuse(setting, prompt=prompt)
 
 
 def test_unloadable_model_is_refused(refuse, tmp_path):

@@ -70,16 +70,6 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path, redis, way):
     assert isinstance(failure_of(NOT_FINITE), NonFiniteLogits)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("sampling", [None, DRAWN])
-def test_overflowing_weights_fail_every_request_with_the_reason(tmp_path, redis, value, sampling):
-    target = models.build("llama", tmp_path / "target")
-    spoil(target, "model.layers.2.mlp.down_proj.weight", value=value)
-    deployment = cluster.make_deployment(target, draft(tmp_path / "draft"), "cluster.stages=2")
-    answers = cluster.decode(deployment, redis, [asked(PROMPT, sampling)])
-    assert [(tokens, reason) for tokens, reason, _ in answers] == [([], NOT_FINITE)]
-
-
 @pytest.mark.parametrize(
     ("settings", "spoilt"),
     some_of(

@@ -205,35 +205,6 @@ def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
     assert ask(running, asked, fault=lambda: os.kill(pid, signal.SIGKILL)) == right
 
 
-@pytest.mark.long
-def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
-    clusters, path, _ = crowd
-    running = clusters.running()
-    (first,) = prompts([50])
-    (answer,) = reference(path, [first], TOKENS)
-    assert ask(running, [first]) == [answer]
-    until(lambda: statistics(running)["running"] == 0)
-    before = statistics(running)["cache_hits"]
-    second = [*first, *answer, 5, 6, 7]
-    assert ask(running, [second]) == reference(path, [second], TOKENS)
-    until(lambda: statistics(running)["cache_hits"] - before == len(first) - 1)
-
-
-@pytest.mark.long
-def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
-    """One asks first, the others at once; the draft shares it too."""
-    clusters, path, _ = crowd
-    running = clusters.running("scheduler.state_interval=32")
-    common, *ends = prompts([83, 9, 30, 14])
-    asked = [[*common, *end] for end in ends]
-    right = reference(path, asked, TOKENS)
-    assert ask(running, asked[:1]) == right[:1]
-    until(lambda: statistics(running)["running"] == 0)
-    before = statistics(running)["cache_hits"]
-    assert ask(running, asked[1:]) == right[1:]
-    until(lambda: statistics(running)["cache_hits"] - before == 2 * 64)
-
-
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))
 def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     """Of two prompts that begin alike, and of a conversation."""

@@ -18,10 +18,8 @@ from pipespec.controller.async_request_log import (
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.redis_connection import RedisConnection
-from pipespec.controller.request_log import Forgotten
 from pipespec.errors import ControllerError, Unreachable
-from tests.helpers.log import accept, head_of, take
+from tests.helpers.log import accept, take
 from tests.helpers.waiting import soon
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
@@ -103,55 +101,6 @@ def test_a_cancelled_request_ends(server: EmbeddedRedis, namespace: str) -> None
             await log.cancel(99)
 
     run(server.url, namespace, story)
-
-
-def test_following_continues_after_a_restart_and_names_lost_requests(namespace: str) -> None:
-    with EmbeddedRedis(port=0) as server:
-
-        async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
-            with head_of(server, namespace) as head:
-                ids = [await log.enqueue(**ASKED) for _ in range(2)]
-                for request in ids:
-                    await streams.add(request)
-                    accept(head, request, 3, [request])
-                head.tokens(ids[0])
-                received = []
-                while len(received) < 2:
-                    received += await streams.next(LONG_S)
-            server.restart()
-            with pytest.raises(Unreachable):
-                await streams.next(LONG_S)
-            # An enqueue repeats itself, and is done once.
-            third = await log.enqueue(**ASKED)
-            assert third == ids[-1] + 1
-            with head_of(server, namespace) as head:
-                accept(head, ids[1], 3, [ids[1], 8])  # decoded again
-                head.finish(ids[0], "length")
-                head.tokens(ids[0])
-            received = []
-            while len(received) < 2:
-                received += await streams.next(LONG_S)
-            assert received == [(ids[0], Finished("length")), (ids[1], Accepted(4, (8,)))]
-            RedisConnection(server.url).call("FLUSHALL")
-            await streams.close()
-            with pytest.raises(Forgotten, match=f"Request {ids[1]} is not in the log"):
-                await streams.next(LONG_S)
-
-        run(server.url, namespace, story)
-
-
-def test_a_redis_that_stays_away_raises_unreachable_after_the_patience(namespace: str) -> None:
-    with EmbeddedRedis() as server:
-        url = server.url
-
-    async def story() -> None:
-        async with listening(url, namespace, patience=0.2) as (log, _):
-            began = time.monotonic()
-            with pytest.raises(Unreachable):
-                await log.enqueue(**ASKED)
-            assert 0.2 <= time.monotonic() - began < LONG_S / 2
-
-    asyncio.run(story())
 
 
 def test_a_call_cancelled_halfway_does_not_disturb_the_next(

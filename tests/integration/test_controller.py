@@ -109,12 +109,6 @@ def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
         assert cluster.run_step(step, verdict) == [verdict] * 3
 
 
-def test_early_verdict_is_announced_before_the_rank_has_computed(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
-    cluster.ranks[3].complete([compute(3, 0)], b"early")
-    assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"early"
-
-
 def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
     cluster.settle()

@@ -169,18 +169,6 @@ def test_the_text_of_kept_weights_is_one_for_every_stage_count_and_policy(fp8, m
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("keep", ["no", "auto"])
-def test_token_ids_in_float32_are_those_of_the_dequantised_model(fp8, keep):
-    for kind, model_type in (("compressed channel", "llama"), ("deepseek", "deepseek_v3")):
-        path, plain = fp8(kind, model_type)
-        prompts = [PROMPT[start:] for start in (0, 3, 6)]
-        expected = cluster.reference(plain, prompts, NEW_TOKENS)
-        for stages in (1, 2):
-            settings = (f"cluster.stages={stages}", "model.dtype=float32")
-            assert text(path, *settings, f"model.keep_quantized={keep}") == expected
-
-
 def test_a_rank_says_what_it_holds_and_what_is_expanded(fp8):
     path, plain = fp8("deepseek")
     kept = cluster.make_deployment(path, plain, "cluster.stages=2")

@@ -96,15 +96,6 @@ def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
     assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
 
 
-def test_wait_for_an_epoch_ends_when_it_begins(life: Life) -> None:
-    life.begin("first")
-    shared = life.worker()
-    start = time.monotonic()
-    found = during(lambda: shared.epoch(1, PATIENCE_S), lambda: life.begin("second"))
-    assert found == Epoch(2, "second")
-    assert time.monotonic() - start < PATIENCE_S
-
-
 # Suspicions -----------------------------------------------------------------------------------
 
 

@@ -108,19 +108,3 @@ def test_draft_reads_an_answer_as_hugging_face_does(length: int) -> None:
     assert list(text.ranks) == torch.where(ranks > 16, 0, ranks).tolist()
     expected = logits.softmax(-1).topk(16).values
     assert torch.tensor(text.probabilities) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["policy=root"], "schedules one row a step; leave policy out"),
-        (["proposer=suffix"], "but the proposer has none"),
-        (["sampling.temperature=0.5"], "measures greedy decoding"),
-    ],
-)
-def test_what_cannot_be_profiled_is_one_sentence(
-    settings: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "--output", str(tmp_path / "p.json"), *settings]) == 2
-    error = capfd.readouterr().err
-    assert message in error and error.count("\n") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -13,7 +12,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
-from pipespec.errors import RankFailed, Unreachable
+from pipespec.errors import RankFailed
 from tests.helpers.log import accept, head_of
 from tools.rig.log import client_of
 
@@ -81,20 +80,6 @@ def test_a_request_that_has_finished_is_followed_no_more(
     assert ended == [(ids[0], Finished("length")), (ids[2], Finished("length"))]
 
 
-def test_a_request_that_is_followed_late_is_read_from_its_start(
-    head: Controller, answers: Answers
-) -> None:
-    request = head.enqueue(**ASKED)
-    accept(head, request, 3, [10, 11])
-    head.finish(request, "stop")
-    head.tokens(request)
-    answers.add(request)
-    assert received(answers, 2) == [
-        (request, Accepted(3, (10, 11))),
-        (request, Finished("stop")),
-    ]
-
-
 def test_the_whole_timeout_is_waited_also_for_no_request(
     head: Controller, answers: Answers
 ) -> None:
@@ -146,21 +131,3 @@ def test_following_continues_after_a_restart_and_no_event_comes_twice(namespace:
             answers.add(ids[0])
             with pytest.raises(RankFailed, match="ended before the request was finished"):
                 answers.next(LONG_S)
-
-
-def test_a_redis_that_stays_away_raises_unreachable_after_the_patience(namespace: str) -> None:
-    with ExitStack() as ending:
-        server = ending.enter_context(EmbeddedRedis())
-        with head_of(server, namespace) as head:
-            request = head.enqueue(**ASKED)
-        with (
-            client_of(server.url, namespace, patience=0.2) as client,
-            client.follow() as answers,
-        ):
-            answers.add(request)
-            assert answers.next(0.01) == []
-            began = time.monotonic()
-            ending.close()
-            with pytest.raises(Unreachable):
-                answers.next(LONG_S)
-            assert 0.2 <= time.monotonic() - began < 5

@@ -138,3 +138,32 @@ def test_models_that_cannot_be_divided_get_no_group(
     said = capsys.readouterr().out
     assert ("cannot compute the target" in said) == bool(target)
     assert ("the draft together" in said) == bool(draft)
+
+
+@pytest.mark.parametrize(
+    ("devices", "more", "settings", "said"),
+    [
+        ("[cpu, cpu]", "draft: a/1", [], "says already (draft)"),
+        ("[cpu, cpu, cpu]", "", ["policy.width=9"], "rows a batch, but 9"),
+    ],
+)
+def test_divisions_that_cannot_be_planned_are_refused(
+    devices: str,
+    more: str,
+    settings: list[str],
+    said: str,
+    partition: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--groups", "--tokens", "20", *settings]
+    of_devices = [BOTH] * (devices.count(",") + 1)
+    assert partition(*asked, devices=devices, of_devices=of_devices, more=more) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_devices_measured_without_groups_are_not_divided(
+    partition: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = [BOTH | {"sum_ms": None}] * 3
+    assert partition("--groups", devices="[cpu, cpu, cpu]", of_devices=alone) == 2
+    assert "measured without --groups" in capsys.readouterr().err

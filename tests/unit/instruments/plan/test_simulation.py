@@ -180,17 +180,6 @@ def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
     assert ran.tokens_per_step == pytest.approx(4, rel=0.01)  # roots alone fill the batches
 
 
-@pytest.mark.long
-def test_the_order_of_the_methods():
-    """The table of SpecPipe's Figure 10, continued by best_first."""
-    rates = [
-        simulate(policy, machine(8), PUBLISHED, rounds=3, num_tokens=300).tokens_per_step
-        for policy in (Root(), StaticTree(), Level(64, 8), BestFirst(64, 8, 4096))
-    ]
-    assert rates == sorted(rates)
-    assert rates[2] > 0.75 and rates[3] > 1.15
-
-
 def test_a_crowded_tree_costs_best_first_its_second_chances():
     """Why `pipespec plan` gives the tree NODES_PER_ROW: a small one forgets what it passed over."""
     small, large = (
@@ -251,15 +240,6 @@ def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_
     )
     ms = [each.ms / each.tokens for each in (root, level, default)]
     assert ms[0] == 80 and ms[1] > ms[0] and ms[2] < ms[0] / 2.8
-
-
-@pytest.mark.parametrize("rounds", [(1, 3), pytest.param((3, 8), marks=pytest.mark.long)])
-def test_more_draft_rounds_never_make_it_slower(rounds):
-    fewer, more = (
-        simulate(BestFirst(64, 16), machine(8), ONE_B, rounds=count, num_tokens=300).tokens_per_step
-        for count in rounds
-    )
-    assert more > fewer
 
 
 def test_a_slow_draft_hides_the_hop():
