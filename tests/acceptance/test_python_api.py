@@ -165,15 +165,6 @@ def test_several_threads_may_use_it_at_once(llm: LLM, expected: list[list[int]])
             assert [output.token_ids for output in outputs] == expected
 
 
-def test_it_works_under_a_running_event_loop(llm: LLM, expected: list[list[int]]) -> None:
-    """As in a notebook, where every cell runs in one."""
-
-    async def cell() -> list[list[int]]:
-        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-
-    assert asyncio.run(cell()) == expected
-
-
 def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
     pieces = llm.stream(PROMPTS[0], LONG)
     assert next(pieces)

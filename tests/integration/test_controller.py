@@ -496,11 +496,3 @@ def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> Non
     head.publish_draft_tokens(5, END_OF_SEQUENCE)
     assert last.read_draft_tokens(5, until=99)[0].step == END_OF_SEQUENCE.step
     assert last.read_draft_tokens(5, until=99) == []
-
-
-def test_wait_for_draft_tokens_ends_with_a_new_epoch(cluster: Cluster) -> None:
-    begin = threading.Timer(0.1, lambda: epoch_control.begin_epoch(cluster.url, cluster.namespace))
-    begin.start()
-    with pytest.raises(StaleEpoch):
-        cluster.ranks[-1].read_draft_tokens(5, until=0)
-    begin.join()

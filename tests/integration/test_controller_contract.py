@@ -84,13 +84,6 @@ def test_a_queue_that_is_empty_and_closed_gives_none(case: Case) -> None:
     assert case.head.next_requests(9, wait=False) is None
 
 
-def test_a_request_can_be_read_by_its_number(case: Case) -> None:
-    found = case.head.next_requests(1, wait=True)
-    assert found is not None
-    assert case.head.request(case.requests[0]) == found[0][0]
-    assert found[0][0].prompt == PROMPT
-
-
 def test_accepted_tokens_can_be_read_back(case: Case) -> None:
     number, other, _ = case.requests
     case.head.next_requests(3, wait=True)
@@ -125,10 +118,6 @@ def test_the_head_learns_which_requests_are_cancelled(case: Case) -> None:
     case.head.next_requests(1, wait=False)
     assert case.head.cancelled(number)
     assert not case.head.cancelled(other)
-
-
-def test_without_a_dashboard_no_request_is_watched(case: Case) -> None:
-    assert case.head.watched_requests(case.requests) is None
 
 
 def draft_of(step: int) -> DraftTokens:

@@ -89,15 +89,6 @@ class RecordingLink:
 # Epochs ---------------------------------------------------------------------------------------
 
 
-def test_the_newest_epoch_is_there_at_once(server: EmbeddedRedis) -> None:
-    begin(server, "first")
-    begin(server, "second")
-    with beating(server) as heartbeat:
-        assert heartbeat.next(0) == Epoch(2, "second")
-        assert heartbeat.next(1) == Epoch(2, "second")
-        heartbeat.check(2)
-
-
 def test_each_new_epoch_wakes_waiting_workers(server: EmbeddedRedis) -> None:
     with beating(server) as heartbeat:
         for number in (1, 2, 3):
@@ -368,13 +359,3 @@ def test_a_redis_that_takes_nothing_more_is_given_up_at_once(server: EmbeddedRed
             with pytest.raises(ControllerError, match=r"Redis refuses writes: .*maxmemory"):
                 ask(epoch)
     assert len(link.callers) == 1
-
-
-def test_a_redis_that_was_never_there_is_given_up() -> None:
-    with EmbeddedRedis() as server:
-        url = server.url
-    with (
-        Heartbeat(url, NAMESPACE, WORKER, patience_s=0) as heartbeat,
-        pytest.raises(Unreachable, match="refused the connection"),
-    ):
-        heartbeat.next(0)

@@ -6,7 +6,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.batch_times import NO_TIMES
-from pipespec.controller import epoch_control, log_records, request_log
+from pipespec.controller import epoch_control, request_log
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.epoch_control import MAX_FAILED_CLUSTERS
@@ -618,29 +617,3 @@ def test_every_rank_reports(server: EmbeddedRedis, head: Controller, namespace: 
         }
     with pytest.raises(ControllerError, match=r"2 of 3 ranks \(\[0, 1\]\)"):
         reports_of(server.url, namespace, request, count=3, timeout=0.01)
-
-
-def test_fields_added_to_a_request_travel(
-    head: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request of a later release, with sampling parameters."""
-    monkeypatch.setattr(request_log, "Request", Later)
-    monkeypatch.setattr(log_records, "Request", Later)
-    sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
-    request = head.enqueue(prompt=(1,), sampling=sampling)
-    assert take(head) == Later(request, (1,), sampling, None)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float
-    penalties: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Later:
-    id: int
-    prompt: tuple[int, ...]
-    sampling: Sampling | None = None
-    seed: int | None = None
-    priority: int = 0

@@ -209,26 +209,24 @@ def test_too_little_memory_says_how_much_and_where():
         plan_slices(Problem(workers, Needs((GIB,) * 32)))
 
 
-def test_a_split_that_does_not_fit_names_the_worker():
-    problem = mixed(draft="cpu/0", order=("old", "new", "cpu"), split=(4, 26, 2))
-    with pytest.raises(ConfigError, match=r"2\.0 GiB.*old/1 has 24\.0 GiB.*26\.0.*layers 4 to 29"):
-        plan_slices(problem)
-
-
-def test_a_split_that_does_not_add_up_is_refused():
-    with pytest.raises(ConfigError, match="31 layers for 3 stages, but the target has 32"):
-        plan_slices(mixed(split=(10, 10, 11)))
-
-
-def test_a_draft_without_room_is_refused():
-    needs = replace(mixed().needs, draft_bytes=70 * GIB)
-    with pytest.raises(ConfigError, match=r"draft needs 70\.0 GiB, but cpu/0 has 64\.0: 6\.0 GiB"):
-        plan_slices(mixed(needs=needs))
-
-
-def test_more_stages_than_layers_are_refused_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"3 workers are to be stages.*2 layers; name 1"):
-        plan_slices(mixed(needs=Needs((1, 1))))
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"draft": "cpu/0", "order": ("old", "new", "cpu"), "split": (4, 26, 2)},
+            r"2\.0 GiB.*old/1 has 24\.0 GiB.*26\.0.*layers 4 to 29",
+        ),
+        ({"split": (10, 10, 11)}, "31 layers for 3 stages, but the target has 32"),
+        (
+            {"needs": replace(mixed().needs, draft_bytes=70 * GIB)},
+            r"draft needs 70\.0 GiB, but cpu/0 has 64\.0: 6\.0 GiB",
+        ),
+        ({"needs": Needs((1, 1))}, r"3 workers are to be stages.*2 layers; name 1"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused_in_one_sentence(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_slices(mixed(**asked))
 
 
 # --- workers die ------------------------------------------------------------------------------
