@@ -47,8 +47,8 @@ def test_profile_predicts_what_the_bench_then_measures(
     shown = capfd.readouterr().out
     assert "Milliseconds by rows, times EMULATED" in shown and "mine" in shown
 
-    plan = ["plan", "--profile", file, "--policies", "root,level", "--widths", "16", "--json"]
-    assert main([*plan, "--rounds", "auto"]) == 0
+    plan = ["plan", "--profile", file, "policy=root,level", "policy.width=16", "--json"]
+    assert main([*plan, "proposer.rounds=auto"]) == 0
     answer = json.loads(capfd.readouterr().out)
     root, level = answer["predictions"]
     assert [text["benchmark"] for text in level["texts"]] == ["mine", "mine"]

@@ -178,18 +178,6 @@ def test_a_man_in_the_middle_learns_nothing(
         assert relay.kept == b"", "not even the password was sent"
 
 
-def test_a_middle_that_the_system_trusts_would_pass_without_the_pin(
-    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the test before tells what the pin does."""
-    trusted = "of an authority that the system trusts"
-    with Between(server.port, middle(tmp_path, trusted, monkeypatch)) as relay:
-        # The relay does not speak TLS to the server, so nothing is answered.
-        with pytest.raises(Unreachable):
-            check_server(f"rediss://:{password(server)}@{LOOPBACK}:{relay.port}", timeout=1)
-        assert password(server).encode() in relay.kept
-
-
 def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server: EmbeddedRedis) -> None:
     """Those of `ssl.create_default_context` from Python 3.13 on."""
     trusted = parse_url(server.url_at(HOST))["ssl_ca_data"]

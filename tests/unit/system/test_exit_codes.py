@@ -20,7 +20,7 @@ from pipespec.errors import PipespecError
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 
 PIPESPEC = shlex.join([sys.executable, "-m", "pipespec"])
-QUICK = "plan --policies root --tokens 5"
+QUICK = "plan policy=root --tokens 5"
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +166,8 @@ def test_without_standard_error_the_command_works_all_the_same() -> None:
     answer = shell(f"{PIPESPEC} {QUICK} --json 2>&-")
     assert answer.returncode == 0
     assert json.loads(answer.stdout)["plain_tbt_ms"]
-    assert shell(f"{PIPESPEC} plan --stages 0 2>&-").returncode == 2
-    assert shell(f"{PIPESPEC} plan --stages 0 <&- >&- 2>&-").returncode == 1
+    assert shell(f"{PIPESPEC} plan stages=0 2>&-").returncode == 2
+    assert shell(f"{PIPESPEC} plan stages=0 <&- >&- 2>&-").returncode == 1
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
@@ -186,7 +186,7 @@ def test_what_is_opened_takes_no_place_of_a_closed_stream(closed: str) -> None:
 
 def test_a_standard_error_that_is_full_changes_no_exit_code() -> None:
     assert shell(f"{PIPESPEC} {QUICK} 2>/dev/full").returncode == 0
-    assert shell(f"{PIPESPEC} plan --stages 0 2>/dev/full").returncode == 2
+    assert shell(f"{PIPESPEC} plan stages=0 2>/dev/full").returncode == 2
 
 
 def test_a_terminal_of_few_characters_is_one_sentence() -> None:
