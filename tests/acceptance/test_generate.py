@@ -207,24 +207,6 @@ def test_interrupted_generate_leaves_no_process_or_key(tmp_path, sent):
     assert not run.leftovers()
 
 
-@pytest.mark.long
-def test_killed_process_does_not_change_the_text(tmp_path):
-    """With it its host is started again, which takes longer than the patience given here."""
-    _, tokens, text = expected(60)
-    assert len(tokens) == 60, "it must go on long enough to be killed in the midst of it"
-    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=2", "cluster.patience_s=3",
-              "decode.max_new_tokens=60", "decode.ignore_eos=true")  # fmt: skip
-    run.await_text()
-    run.ranks()[2].kill()
-    code, rest, err = run.finish()
-    assert code == 0, err
-    assert rest.endswith("\n")
-    rest = rest.removesuffix("\n")  # the first letter was read already
-    assert text.endswith(rest)
-    assert len(rest) > len(text) // 2
-    assert not run.leftovers()
-
-
 # --- refused before any rank starts -------------------------------------------------------------
 
 

@@ -191,8 +191,8 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     ],
 )
 def test_figures_of_something_else_are_refused(figures, hosts_file, settings, changes, said):
+    config = compose(["cluster.stages=3", *settings])
     with pytest.raises(ConfigError, match=said):
-        config = compose(["cluster.stages=3", *settings])
         problem(load_hosts(hosts_file), replace(figures, **changes), config)
 
 

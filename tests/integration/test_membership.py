@@ -116,14 +116,6 @@ def test_each_suspicion_is_reported_once_in_order(life: Life) -> None:
     assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
 
 
-def test_wait_for_a_suspicion_ends_when_there_is_one(life: Life) -> None:
-    teller, shared = life.worker(), life.worker()
-    found = during(
-        lambda: shared.suspicions(PATIENCE_S), lambda: teller.suspect(3, "alpha/0", "silence")
-    )
-    assert found == [Suspicion(3, "alpha/0", "silence")]
-
-
 # Leases ---------------------------------------------------------------------------------------
 
 

@@ -262,39 +262,6 @@ def test_prompts_of_several_requests_share_a_step_and_take_turns():
     assert ends[0] == 3
 
 
-def test_long_prompt_does_not_slow_down_a_running_answer():
-    """A stage takes 10 ms, and half a millisecond for every row."""
-
-    def gaps(prompt: int) -> tuple[list[float], int]:
-        """The times of the steps in which the answer runs, and how many of them the prompt
-        takes that comes in the midst of it."""
-        on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 256, 9000, 2, 256))
-        on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
-        stages, times, in_flight = Stages(), [], [0] * NUM_STEPS
-        read = 0
-        for step in range(900):
-            if step == 100 and prompt:
-                on.add(Request(1, tuple(range(prompt)), 9), lambda token: False, 0)
-            list(on.admit())
-            on.begin_step()
-            answer = on.sequences[0]
-            if stages.has_passed(0, answer.context.nodes[-1], step):
-                on.apply(Verdict(0, len(answer.context.tokens), (1,)), now=0)
-            ms = 10 + 0.5 * max(in_flight)
-            on.end_verdicts(0.0, ms)
-            batch = on.next_batch(ms)
-            in_flight = [*in_flight[1:], len(batch)]
-            stages.take(batch.rows, step)
-            on.end_step(ms)
-            times.append(ms)
-            read += bool((batch.rows[:, SEQUENCE] == 1).any())
-        return times, read
-
-    times, read = gaps(1000)
-    assert max(times) <= 2 * float(np.median(gaps(0)[0]))
-    assert read <= 160, "and the prompt is read as fast as that allows"
-
-
 @pytest.mark.parametrize("policy", [Root(), BestFirst(16, 8)], ids=name)
 def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
     policy: SpeculationPolicy,

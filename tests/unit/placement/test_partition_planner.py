@@ -163,43 +163,6 @@ def mixed(**wishes):
     return replace(Problem(workers, needs), **wishes)
 
 
-def test_the_slow_processor_drafts_and_the_fast_device_holds_most_layers():
-    found = plan_slices(mixed())
-    assert found.workers_by_rank[0] == "cpu/0"
-    by_worker = dict(zip(found.workers_by_rank[1:], map(len, found.layers), strict=True))
-    assert by_worker["new/0"] > by_worker["old/0"]
-    assert found.step_ms == max(found.rank_ms)
-
-
-def test_memory_limits_a_slice_that_time_would_make_longer():
-    roomy = plan_slices(mixed())
-    small = mixed()
-    workers = tuple(
-        replace(m, memory_bytes=8 * GIB) if m.name == "new/0" else m for m in small.workers
-    )
-    tight = plan_slices(replace(small, workers=workers))
-    sizes = dict(zip(tight.workers_by_rank[1:], map(len, tight.layers), strict=True))
-    assert sizes["new/0"] <= 8
-    assert tight.step_ms > roomy.step_ms
-
-
-def test_a_slow_link_is_crossed_as_seldom_as_possible():
-    workers = tuple(Worker(f"{host}/0", draft_round_ms=0.1) for host in "abc")
-    far = Route(rtt_ms=50.0)
-    routes = {("a", "b"): far, ("b", "c"): Route(0.1), ("a", "c"): Route(0.1)}
-    found = plan_slices(Problem(workers, Needs((1, 1)), routes))
-    assert {"a", "b"} != {name[0] for name in found.workers_by_rank[1:]}
-    assert sum(found.link_ms) == pytest.approx(
-        min(cost(found.problem, *layout)[1] for layout in layouts(found.problem))
-    )
-
-
-def test_spares_hold_nothing():
-    found = plan_slices(mixed(spares=("old/1",)))
-    assert "old/1" not in found.workers_by_rank
-    assert found.spares == ("old/1",)
-
-
 # --- too much is asked ------------------------------------------------------------------------
 
 

@@ -52,6 +52,9 @@ def partition(tmp_path: Path) -> Any:
             "links": [],
             "members": {f"a/{i}": device | each for i, each in enumerate(of_devices)},
         }
+        for member in figures["members"].values():
+            if member["sum_ms"] is None:
+                del member["sum_ms"]
         (tmp_path / "figures.json").write_text(json.dumps({"figures": figures}))
         files = [str(tmp_path / "hosts.yaml"), "--measured", str(tmp_path / "figures.json")]
         return main(["partition", *files, "policy.width=8", *arguments])
@@ -141,29 +144,21 @@ def test_models_that_cannot_be_divided_get_no_group(
 
 
 @pytest.mark.parametrize(
-    ("devices", "more", "settings", "said"),
+    ("of_devices", "more", "settings", "said"),
     [
-        ("[cpu, cpu]", "draft: a/1", [], "says already (draft)"),
-        ("[cpu, cpu, cpu]", "", ["policy.width=9"], "rows a batch, but 9"),
+        ([BOTH] * 2, "draft: a/1", [], "says already (draft)"),
+        ([BOTH] * 3, "", ["policy.width=9"], "rows a batch, but 9"),
+        ([BOTH | {"sum_ms": None}] * 3, "", [], "measured without --groups"),
     ],
 )
 def test_divisions_that_cannot_be_planned_are_refused(
-    devices: str,
+    of_devices: list[dict[str, Any]],
     more: str,
     settings: list[str],
     said: str,
     partition: Any,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["--groups", "--tokens", "20", *settings]
-    of_devices = [BOTH] * (devices.count(",") + 1)
-    assert partition(*asked, devices=devices, of_devices=of_devices, more=more) == 2
+    asked = {"devices": f"[{', '.join(['cpu'] * len(of_devices))}]", "of_devices": of_devices}
+    assert partition("--groups", "--tokens", "20", *settings, **asked, more=more) == 2
     assert said in capsys.readouterr().err
-
-
-def test_devices_measured_without_groups_are_not_divided(
-    partition: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alone = [BOTH | {"sum_ms": None}] * 3
-    assert partition("--groups", devices="[cpu, cpu, cpu]", of_devices=alone) == 2
-    assert "measured without --groups" in capsys.readouterr().err
