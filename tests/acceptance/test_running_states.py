@@ -3,10 +3,7 @@ decodes them and whatever happens meanwhile."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec.client.local_cluster import Running
-from pipespec.controller.cluster_status import read_status
-from pipespec.controller.log_records import Accepted, Finished
-from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.system.folders import resource_dir
 from tests.helpers import models
-from tests.helpers.clusters import Clusters
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import POLICIES
 from tests.helpers.sampling import plain_loop
@@ -35,7 +26,6 @@ STAGES = (1, 2, 4)
 PROMPT_LENGTHS = (1, 17, 300)
 TOKENS = 14
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=5)
-GREEDY = SamplingParams()
 
 
 def prompts(lengths: Sequence[int], vocabulary: int = models.VOCAB_SIZE) -> list[list[int]]:
@@ -124,69 +114,6 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
 
 
 # --- many requests, in real processes ---------------------------------------------------------
-
-
-@pytest.fixture(
-    scope="module",
-    params=[FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])],
-)
-def crowd(request, tmp_path_factory) -> Iterator[tuple[Clusters, Path, tuple[str, ...]]]:
-    """Clusters of a target with the demo pair's tokenizer, which is its own draft."""
-    folder = tmp_path_factory.mktemp("crowd") / request.param
-    demo = resource_dir("demo") / "target"
-    vocabulary = AutoModelForCausalLM.from_pretrained(demo).config.vocab_size
-    models.build(request.param, folder, vocab_size=vocabulary, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, folder)
-    common = (
-        *(f"model.target={folder}", f"model.draft={folder}", "cluster.devices=[cpu]"),
-        *("cluster.stages=2", "scheduler.max_num_seqs=8", "policy.width=8", "policy.children=4"),
-        *("model.context=400", "decode.prefill_chunk=32"),
-    )
-    with Clusters(*common) as made:
-        yield made, folder, common
-
-
-def ask(
-    running: Running,
-    asked: Sequence[Sequence[int]],
-    fault: Callable[[], None] = lambda: None,
-    tokens: int = TOKENS,
-) -> list[list[int]]:
-    """The answers to all prompts at once; `fault` is called when the first has begun."""
-    client = running.client
-    numbers = [client.submit(prompt, GREEDY, max_new_tokens=tokens, eos=()) for prompt in asked]
-    found, begun = [], False
-    for number in numbers:
-        answer: list[int] = []
-        for event in client.events(number):
-            if isinstance(event, Accepted):
-                answer += event.tokens
-            if not begun:
-                begun = True
-                fault()
-        assert isinstance(event, Finished)
-        found.append(answer)
-    return found
-
-
-def statistics(running: Running) -> dict[str, int]:
-    seen = read_status(running.cluster.url, running.cluster.namespace)
-    assert seen is not None
-    return seen.statistics
-
-
-@pytest.mark.long
-def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
-    clusters, path, _ = crowd
-    asked = prompts([3, 40, 17, 80, 5, 33, 60, 9])
-    right = reference(path, asked, TOKENS)
-    running = clusters.running()
-    assert ask(running, asked) == right
-    worker = running.cluster.deployment.workers[1]
-    with Membership(running.cluster.url, running.cluster.namespace) as shared:
-        pid = shared.alive([worker])[worker]
-    assert ask(running, asked, fault=lambda: os.kill(pid, signal.SIGKILL)) == right
 
 
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))

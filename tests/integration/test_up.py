@@ -394,7 +394,7 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
 @pytest.mark.long
 @pytest.mark.timeout(900)  # a loaded machine takes its time, and may lose a lease by itself
 def test_a_lost_rank_interrupts_no_request_and_is_counted(
-    guest: Sandbox, capsys: pytest.CaptureFixture[str], long: bool
+    guest: Sandbox, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = registry.find(NAME)
     # Long enough that most of it is to come when its first pieces have been read.
@@ -424,8 +424,6 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     assert "stages busy" in said
     assert f"{NAME}: epoch {running.epoch} ended: local/" in guest.log(NAME)
 
-    if not long:
-        return
     # The death of the agent is a fault as good as any.
     with Membership(running.url, running.namespace) as shared:
         (pid,) = shared.alive(["local/1"]).values()

@@ -112,12 +112,6 @@ def test_a_profile_of_a_shared_device_is_a_machine_whose_draft_waits():
     assert not shared.machine().overlap
 
 
-def test_a_perfect_draft_gives_level_one_token_per_step():
-    ran = simulate(Level(4, 1), machine(8), PERFECT, rounds=1, num_tokens=50)
-    assert ran.tokens_per_step == pytest.approx(1)
-    assert ran.hits == ran.tokens
-
-
 @pytest.mark.parametrize(
     ("stage_ms", "draft", "requests"),
     some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16]),
@@ -134,16 +128,6 @@ def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, reques
             num_requests=requests,
             max_rows=32,
         )
-        for policy in (Root(), BestFirst(32, 8))
-    )
-    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
-
-
-def test_where_reading_a_context_is_dear_guesses_make_nothing_slower():
-    # Sixteen texts of some 20 tokens: reading all of them takes twice as long as the weights.
-    dear = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=5.0, slot_ms=0.06)
-    plain, guessing = (
-        simulate(policy, dear, POOR, rounds=1, num_tokens=320, num_requests=16, max_rows=32)
         for policy in (Root(), BestFirst(32, 8))
     )
     assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
