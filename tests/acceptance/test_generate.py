@@ -27,7 +27,7 @@ from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.text import Detokenizer
 from tests.helpers import models
 from tests.helpers.listening import assert_private, family, watched
-from tests.helpers.processes import children_of, command_line
+from tests.helpers.processes import command_line
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -75,11 +75,6 @@ class Run:
         """Wait until the first piece of text is out: every rank is at work."""
         assert self.process.stdout is not None
         assert self.process.stdout.read(1), "it ended without a word"
-
-    def ranks(self) -> list[psutil.Process]:
-        """The rank processes: the children of the one process that has as many as it takes."""
-        tree = psutil.Process(self.process.pid).children(recursive=True)
-        return max(map(children_of, tree), key=len)
 
     def leftovers(self) -> list[str]:
         """Processes and files of this run that are still there."""

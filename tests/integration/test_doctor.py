@@ -197,17 +197,6 @@ def test_the_models_may_be_given_as_settings(
     )
 
 
-@pytest.mark.long
-def test_a_cascade_has_its_mid_size_model_looked_at_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report, lines = examined(capsys, hosts_file(tmp_path), "proposer=cascade", code=0)
-    assert not lines and all(
-        host["inventory"]["models"].keys() == {"target", "draft", "mid"}
-        for host in report["hosts"].values()
-    )
-
-
 def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),

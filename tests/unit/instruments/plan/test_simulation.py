@@ -184,7 +184,7 @@ def test_a_prediction_repeats_itself():
 def test_times_follow_the_rows():
     curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
     assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
-    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop=hop(1.0))
+    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop=TimeCurve(((1, 1.0),)))
     assert uneven.plain_tbt_ms == 42
     assert uneven.stage_ms([1, 0], [0, 0]) == [10, 0]
     assert replace(uneven, slot_ms=0.5).stage_ms([1, 1], [40, 2]) == [30, 31]
@@ -224,13 +224,6 @@ def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_
     )
     ms = [each.ms / each.tokens for each in (root, level, default)]
     assert ms[0] == 80 and ms[1] > ms[0] and ms[2] < ms[0] / 2.8
-
-
-def test_a_slow_draft_hides_the_hop():
-    for hop_ms, step_ms in ((0, 40), (5, 40), (40, 50)):
-        asked = machine(4, draft_ms=40, hop=hop(hop_ms))
-        [slow] = [predict(w, asked, PUBLISHED, num_tokens=100) for w in methods("level")]
-        assert slow.step_ms == pytest.approx(step_ms, rel=0.1)
 
 
 def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
