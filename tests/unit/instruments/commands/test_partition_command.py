@@ -184,6 +184,10 @@ def test_divisions_that_cannot_be_planned_are_refused(
 def test_figures_of_wrong_types_are_refused(
     changed: dict[str, Any], partition: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert partition(devices="[cpu, cpu]", of_devices=[BOTH] * 2, changed=changed) == 2
+    of_each = BOTH | {"stage": STAGE | {"kind_ms": [1, 2]}}
+    asked = {"devices": "[cpu, cpu]", "of_devices": [of_each] * 2, "target": {"kinds": [1, 0] * 2}}
+    assert partition(**asked) == 0
+    capsys.readouterr()
+    assert partition(**asked, changed=changed) == 2
     said = capsys.readouterr().err
     assert "measure again" in said and said.count("\n") == 1
