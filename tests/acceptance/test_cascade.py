@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipespec.cluster.deployment import decide
 from pipespec.cluster.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.config.compose import compose
-from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.runner import SliceRunner
 from pipespec.errors import ConfigError
-from pipespec.head.scheduler import Scheduler
 from tests.helpers import models
-from tests.helpers.matrix import some_of
-from tests.helpers.proposers import POLICIES, write_truth
+from tests.helpers.proposers import POLICIES
 from tools.rig import cluster
 
 TOKENS = 24
 PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4, [9, 1, 1, 2, 50]]
-MIXED = [
-    SamplingParams(),
-    SamplingParams(1.0, seed=1),
-    SamplingParams(0.7, top_k=20, top_p=0.9, seed=7),
-    SamplingParams(),
-]
 
 
 @pytest.fixture(scope="module")
@@ -48,55 +37,6 @@ def cascade(trio, *overrides: str):
     return cluster.make_deployment(
         target, draft, "proposer=cascade", f"model.mid={mid}", "proposer.mid_rows=8", *overrides
     )
-
-
-@pytest.fixture
-def watched(monkeypatch) -> dict[str, list]:
-    """The schedulers and the pools of slots that clusters make."""
-    made: dict[str, list] = {"schedulers": [], "runners": []}
-    for kind, name in ((Scheduler, "schedulers"), (SliceRunner, "runners")):
-        before = kind.__init__
-
-        def init(self, *given, _before=before, _name=name, **more):
-            _before(self, *given, **more)
-            made[_name].append(self)
-
-        monkeypatch.setattr(kind, "__init__", init)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("policy", "stages", "sync"), some_of(POLICIES, [1, 3], ["lockstep", "free"], share=3)
-)
-def test_cascade_gives_the_text_of_hugging_face(trio, redis, policy, stages, sync):
-    deployment = cascade(
-        trio, *POLICIES[policy], f"cluster.stages={stages}", f"cluster.sync={sync}"
-    )
-    asked = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in PROMPTS]
-    answers = cluster.decode(deployment, redis, asked)
-    assert [tokens for tokens, *_ in answers] == trio[-1]
-
-
-@pytest.mark.long
-def test_concurrent_sampled_requests_of_a_cascade_get_the_texts_they_get_alone(
-    trio, redis, watched
-):
-    asked = [
-        {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": sampling}
-        for prompt, sampling in zip(PROMPTS, MIXED, strict=True)
-    ]
-    plain = cascade(trio, "policy=root", "scheduler.max_num_seqs=1")
-    alone = [tokens for tokens, *_ in cluster.decode(plain, redis, asked)]
-    assert [alone[0], alone[3]] == [trio[-1][0], trio[-1][3]]
-    deployment = cascade(
-        trio, *POLICIES["best_first"], "cluster.stages=3", "scheduler.max_num_seqs=3"
-    )
-    crowd = [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)]
-    assert crowd == alone
-    scheduler = watched["schedulers"][-1]
-    assert scheduler.totals.scored > 0, "the mid-size model has scored nothing"
-    for runner in watched["runners"]:
-        runner.check_integrity()
 
 
 def test_mid_size_model_equal_to_the_target_raises_the_hit_rate(trio, redis):
@@ -146,23 +86,3 @@ def test_memory_estimate_includes_the_mid_size_model(trio):
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match="GiB on cpu"):
         require_memory(deployment, ranks, lambda device: wanted - 1)
-
-
-@pytest.mark.long
-def test_synthetic_cascade_gives_the_text_of_the_target(trio, redis, watched, tmp_path):
-    target, draft, _, expected = trio
-    truth = tmp_path / "truth.jsonl"
-    write_truth(truth, PROMPTS, expected)
-    deployment = cluster.make_deployment(
-        target,
-        draft,
-        "proposer=synthetic_cascade",
-        f"proposer.truth={truth}",
-        *POLICIES["best_first"],
-        "cluster.stages=3",
-    )
-    assert deployment.mid is None
-    asked = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in PROMPTS]
-    answers = cluster.decode(deployment, redis, asked)
-    assert [tokens for tokens, *_ in answers] == expected
-    assert np.sum([each.totals.scored for each in watched["schedulers"]]) > 0

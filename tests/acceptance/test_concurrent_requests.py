@@ -18,8 +18,6 @@ from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.instruments.bench.dataset import load
-from pipespec.instruments.bench.measurement import bench_on
 from pipespec.system.folders import resource_dir
 from tests.helpers.clusters import Clusters
 from tests.helpers.proposers import POLICIES
@@ -164,27 +162,6 @@ def test_requests_with_a_shared_prefix_get_the_texts_of_the_target(clusters, pro
     )
     told = read_status(apart.cluster.url, apart.cluster.namespace).statistics
     assert told["cache_hits"] == told["kv_slots_retained"] == 0
-
-
-@pytest.mark.long
-def test_bench_keeps_the_requested_concurrency(clusters, prompts, expected):
-    """At a rate, and then all at once on the cluster of a crowd."""
-    client = clusters.running(*CROWD, *BEST_FIRST).client
-    settings = RequestSettings.of(compose([f"decode.max_new_tokens={TOKENS}"]))
-    samples = load(Path(__file__).parent.parent / "data" / "prompts.jsonl")[: len(prompts)]
-    results = [
-        bench_on(client, settings, samples, concurrency=4),
-        bench_on(client, settings, samples, request_rate=100.0),
-    ]
-    for result in results:
-        assert [request.token_ids for request in result.requests] == expected
-        figures = result.summary()
-        assert 0 < figures["pipeline_steps"] < sum(r.stats["steps"] for r in result.requests)
-        assert all(0 < busy < 1 for busy in figures["stage_busy"])
-    assert results[0].summary()["max_concurrent_requests"] == 4
-    came = [request.started_ms for request in results[1].requests]
-    assert came == sorted(came)
-    assert came[-1] >= 1000 * len(prompts) / 100.0
 
 
 def test_requests_with_the_least_priority_value_are_served_first(clusters, prompts):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cluster import rank_components
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.matrix import some_of
@@ -94,38 +93,3 @@ def test_proposer_without_a_draft_does_not_open_the_draft_folder(pair):
     assert cluster.make_deployment(
         target, Path("/no/such/draft"), "proposer=hybrid", "proposer.proposers=[suffix]"
     )
-
-
-@pytest.mark.long
-def test_more_accurate_synthetic_draft_decodes_more_tokens_per_step(pair, redis):
-    target, draft, expected, truth = pair
-
-    def tokens_per_step(*curve: str) -> float:
-        deployment = cluster.make_deployment(
-            target,
-            draft,
-            "cluster.stages=4",
-            "policy=level",
-            "policy.width=16",
-            *overrides("synthetic", truth),
-            f"proposer.curve=[{','.join(curve)}]",
-        )
-        answers = cluster.decode(deployment, redis, requests())
-        assert [tokens for tokens, *_ in answers] == expected
-        return sum(stats["tokens_per_step"] for *_, stats in answers) / len(answers)
-
-    assert tokens_per_step("1:0.3") < tokens_per_step("1:0.81", "8:0.99")
-    assert tokens_per_step("1:1.0") == pytest.approx(1, rel=0.05)
-
-
-def test_truth_file_of_another_target_ends_the_run(pair, redis, tmp_path):
-    target, draft, _, truth = pair
-    wrong = tmp_path / "wrong.jsonl"
-    texts = [json.loads(line) for line in truth.read_text().splitlines()]
-    texts[0][-5] = (texts[0][-5] + 1) % models.VOCAB_SIZE
-    wrong.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    deployment = cluster.make_deployment(
-        target, draft, "cluster.stages=2", *overrides("synthetic", wrong)
-    )
-    with pytest.raises(ConfigError, match="not this target's answer"):
-        cluster.decode(deployment, redis, requests())

@@ -15,7 +15,6 @@ from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MOST_LINES = 40
 
 
 @pytest.fixture
@@ -38,19 +37,6 @@ def run(place: Sandbox, name: str, *arguments: str, stdin: str = "") -> str:
     assert (done.returncode, done.stderr) == (0, "")
     assert not place.processes()
     return done.stdout
-
-
-def test_every_example_is_short() -> None:
-    lengths = {file.name: len(file.read_text().splitlines()) for file in EXAMPLES.glob("*.py")}
-    assert set(lengths) == {
-        "chain_policy.py",
-        "chat.py",
-        "generate.py",
-        "own_policy.py",
-        "prompts_from_file.py",
-        "structured_output.py",
-    }
-    assert max(lengths.values()) <= MOST_LINES
 
 
 @pytest.mark.long

@@ -66,46 +66,37 @@ def part(share: int, policy: str, stages: int) -> slice:
     return slice((5 * list(POLICIES).index(policy) + stages) % share, None, share)
 
 
+def decoded(demo, redis, tokens: int, some: slice, *settings: str) -> list[float]:
+    """Tokens per step of the answers to some of the prompts, which are those of Hugging Face."""
+    folder, prompts, expected = demo
+    deployment = cluster.make_deployment(folder / "target", folder / "draft", *settings)
+    requests = [
+        {"prompt": tuple(ids), "max_new_tokens": tokens, "eos": deployment.target.eos}
+        for ids in prompts[some]
+    ]
+    answers = cluster.decode(deployment, redis, requests)
+    assert [ids for ids, *_ in answers] == [answer[:tokens] for answer in expected[some]]
+    return [stats["tokens_per_step"] for *_, stats in answers]
+
+
 @pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS, share=4))
 def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
     demo, redis, stages, policy, long
 ):
-    folder, prompts, expected = demo
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
     some = slice(None) if every else part(4 if long else 6, policy, stages)
-    deployment = cluster.make_deployment(
-        folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
-    )
-    requests = [
-        {"prompt": tuple(ids), "max_new_tokens": NEW_TOKENS[stages], "eos": deployment.target.eos}
-        for ids in prompts[some]
-    ]
-    answers = cluster.decode(deployment, redis, requests)
-    assert [tokens for tokens, *_ in answers] == [e[: NEW_TOKENS[stages]] for e in expected[some]]
+    settings = f"cluster.stages={stages}", *POLICIES[policy]
+    per_step = decoded(demo, redis, NEW_TOKENS[stages], some, *settings)
     if policy == "root":
-        per_step = [stats["tokens_per_step"] for *_, stats in answers]
         assert per_step == [pytest.approx(1 / stages)] * len(per_step)
 
 
 @pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=6))
 def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
     stages, groups, steps = shape
-    folder, prompts, expected = demo
+    settings = f"cluster.stages={stages}", f"cluster.groups={groups}", *POLICIES[policy]
     some = part(8 if long else 6, policy, stages)
-    deployment = cluster.make_deployment(
-        folder / "target",
-        folder / "draft",
-        f"cluster.stages={stages}",
-        f"cluster.groups={groups}",
-        *POLICIES[policy],
-    )
-    requests = [
-        {"prompt": tuple(ids), "max_new_tokens": IN_GROUPS, "eos": deployment.target.eos}
-        for ids in prompts[some]
-    ]
-    answers = cluster.decode(deployment, redis, requests)
-    assert [tokens for tokens, *_ in answers] == [e[:IN_GROUPS] for e in expected[some]]
-    per_step = [stats["tokens_per_step"] for *_, stats in answers]
+    per_step = decoded(demo, redis, IN_GROUPS, some, *settings)
     if policy == "root":
         assert per_step == [pytest.approx(1 / steps)] * len(per_step)
     else:
@@ -116,26 +107,13 @@ def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, sha
 def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long):
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
     stages, groups = shape
-    folder, prompts, expected = demo
-    some = part(8 if long else 6, policy, stages)
-    deployment = cluster.make_deployment(
-        folder / "target",
-        folder / "draft",
-        "cluster.sync=free",
-        f"cluster.stages={stages}",
-        f"cluster.groups={groups}",
-        "emulate=fixed",
-        f"emulate.stage_ms={[str(1 + rank % 2) for rank in range(stages)]}".replace(" ", ""),
-        "emulate.jitter_ms=1",
-        "emulate_link.latency_ms=1",
-        *POLICIES[policy],
+    times = ",".join(str(1 + rank % 2) for rank in range(stages))
+    settings = (
+        *("cluster.sync=free", f"cluster.stages={stages}", f"cluster.groups={groups}"),
+        *("emulate=fixed", f"emulate.stage_ms=['{times}']".replace(",", "','")),
+        *("emulate.jitter_ms=1", "emulate_link.latency_ms=1", *POLICIES[policy]),
     )
-    requests = [
-        {"prompt": tuple(ids), "max_new_tokens": RUNNING_FREE, "eos": deployment.target.eos}
-        for ids in prompts[some]
-    ]
-    answers = cluster.decode(deployment, redis, requests)
-    assert [tokens for tokens, *_ in answers] == [e[:RUNNING_FREE] for e in expected[some]]
+    decoded(demo, redis, RUNNING_FREE, part(8 if long else 6, policy, stages), *settings)
 
 
 def test_chunked_prefill_gives_the_same_text(demo, redis):

@@ -70,16 +70,6 @@ def test_request_with_non_finite_logits_fails_alone(tmp_path, redis, way):
     assert isinstance(failure_of(NOT_FINITE), NonFiniteLogits)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("sampling", [None, DRAWN])
-def test_overflowing_weights_fail_every_request_with_the_reason(tmp_path, redis, value, sampling):
-    target = models.build("llama", tmp_path / "target")
-    spoil(target, "model.layers.2.mlp.down_proj.weight", value=value)
-    deployment = cluster.make_deployment(target, draft(tmp_path / "draft"), "cluster.stages=2")
-    answers = cluster.decode(deployment, redis, [asked(PROMPT, sampling)])
-    assert [(tokens, reason) for tokens, reason, _ in answers] == [([], NOT_FINITE)]
-
-
 @pytest.mark.parametrize(
     ("settings", "spoilt"),
     some_of(
@@ -109,30 +99,20 @@ def test_draft_with_non_finite_logits_changes_no_text(tmp_path, redis, caplog, s
     assert len(warnings) == 1 and "continues without its draft tokens" in warnings[0]
 
 
-def test_mid_size_model_with_non_finite_logits_changes_no_text(tmp_path, redis):
+@pytest.mark.parametrize("model", ["mid-size model", "mask token"])
+def test_other_models_with_non_finite_logits_change_no_text(tmp_path, redis, model):
+    """A cascade's second model, and what a parallel draft proposes further ahead."""
     target = models.build("llama", tmp_path / "target")
     (expected,) = cluster.reference(target, [PROMPT], NEW_TOKENS)
-    mid = spoil(draft(tmp_path / "mid"), "model.norm.weight")
-    deployment = cluster.make_deployment(
-        target,
-        draft(tmp_path / "draft"),
-        "cluster.stages=2",
-        "proposer=cascade",
-        f"model.mid={mid}",
-    )
-    answers = cluster.decode(deployment, redis, [asked(PROMPT)])
-    assert [(tokens, reason) for tokens, reason, _ in answers] == [(expected, "length")]
-
-
-def test_mask_token_with_non_finite_logits_changes_no_text(tmp_path, redis):
-    """The tokens that a parallel draft proposes further ahead."""
-    target = models.build("llama", tmp_path / "target")
-    (expected,) = cluster.reference(target, [PROMPT], NEW_TOKENS)
-    parallel = models.build(
-        "llama", tmp_path / "draft", num_hidden_layers=1, pard_token=BAD_TOKEN, pard_tokens=4
-    )
-    spoil(parallel, "model.embed_tokens.weight", BAD_TOKEN)
-    deployment = cluster.make_deployment(target, parallel, "cluster.stages=2", "policy.width=16")
+    parallel = {} if model == "mid-size model" else {"pard_token": BAD_TOKEN, "pard_tokens": 4}
+    small = models.build("llama", tmp_path / "draft", num_hidden_layers=1, **parallel)
+    settings = ["cluster.stages=2", "policy.width=16"]
+    if parallel:
+        spoil(small, "model.embed_tokens.weight", BAD_TOKEN)
+    else:
+        mid = spoil(draft(tmp_path / "mid"), "model.norm.weight")
+        settings += ["proposer=cascade", f"model.mid={mid}"]
+    deployment = cluster.make_deployment(target, small, *settings)
     answers = cluster.decode(deployment, redis, [asked(PROMPT), asked(PROMPT, DRAWN)])
     assert [reason for _, reason, _ in answers] == ["length"] * 2
     assert answers[0][0] == expected

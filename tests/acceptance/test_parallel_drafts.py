@@ -18,12 +18,6 @@ from tools.rig import cluster
 
 TOKENS = 24
 PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4, [9, 1, 1, 2, 50]]
-MIXED = [
-    SamplingParams(),
-    SamplingParams(1.0, seed=1),
-    SamplingParams(0.7, top_k=20, top_p=0.9, seed=7),
-    SamplingParams(),
-]
 
 
 @pytest.fixture(scope="module")
@@ -75,29 +69,6 @@ def test_parallel_draft_gives_the_text_of_hugging_face_under_every_policy(
     assert [tokens for tokens, *_ in answers] == expected
     assert proposers[0].proposer.parallel is not None
     assert len(proposers) == 1 and all_free(proposers)
-
-
-@pytest.mark.long
-def test_concurrent_requests_with_a_parallel_draft_get_the_texts_they_get_alone(
-    pair, redis, proposers
-):
-    target, draft, expected = pair
-    ways = {
-        most: cluster.make_deployment(
-            target, draft, f"scheduler.max_num_seqs={most}", *POLICIES["best_first"]
-        )
-        for most in (1, 4)
-    }
-    alone, crowd = (
-        [tokens for tokens, *_ in cluster.decode(ways[most], redis, asked(*MIXED))]
-        for most in (1, 4)
-    )
-    assert crowd == alone
-    assert [alone[0], alone[3]] == [expected[0], expected[3]]
-    plain = cluster.make_deployment(target, draft, "proposer.parallel=1", "policy=root")
-    assert plain.parallel is None
-    assert alone == [tokens for tokens, *_ in cluster.decode(plain, redis, asked(*MIXED))]
-    assert all_free(proposers)
 
 
 def test_parallel_draft_of_the_demo_gives_the_text_of_its_target(redis, proposers):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def test_what_a_request_cannot_have_is_refused(llm: LLM) -> None:
 
 
 # --- where it is used -----------------------------------------------------------------------------
+
+
+def test_several_threads_may_use_it_at_once(llm: LLM, expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for outputs in threads.map(lambda _: llm.generate(PROMPTS, GREEDY), range(4)):
+            assert [output.token_ids for output in outputs] == expected
 
 
 def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:

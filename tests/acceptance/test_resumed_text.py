@@ -182,28 +182,6 @@ def test_every_proposer_continues_a_resumed_text(tiny, redis, greedy, proposer, 
     ]
 
 
-def test_resumed_text_ends_where_the_context_is_full(tiny, redis, greedy):
-    room = 7
-    context = len(PROMPTS[0]) + room
-    deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2", f"model.context={context}")
-    fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
-    answer = greedy[0][:room]
-    assert resumed(deployment, redis, [Started(fields, answer[:k]) for k in range(room + 1)]) == [
-        Answer(answer, (), "length")
-    ] * (room + 1)
-
-
-def test_resumed_text_ends_at_eos_before_or_after_the_border(tiny, redis, greedy):
-    answer = greedy[1]
-    eos = next(token for i, token in enumerate(answer) if i >= 4 and token not in answer[:i])
-    length = answer.index(eos) + 1
-    deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2")
-    fields = {"prompt": PROMPTS[1], "max_new_tokens": NUM_TOKENS, "eos": (eos,)}
-    assert resumed(deployment, redis, [Started(fields, answer[:k]) for k in range(length + 1)]) == [
-        Answer(answer[:length], (), "stop")
-    ] * (length + 1)
-
-
 # --- sampled ----------------------------------------------------------------------------------
 
 

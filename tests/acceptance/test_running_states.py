@@ -3,10 +3,7 @@ decodes them and whatever happens meanwhile."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec.client.local_cluster import Running
-from pipespec.cluster.deployment import decide
-from pipespec.cluster.memory import least_slots, slot_bytes
-from pipespec.config.compose import compose
-from pipespec.controller.cluster_status import read_status
-from pipespec.controller.log_records import Accepted, Finished
-from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.system.folders import resource_dir
 from tests.helpers import models
-from tests.helpers.clusters import Clusters
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import POLICIES
 from tests.helpers.sampling import plain_loop
-from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -38,9 +25,7 @@ FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "falcon_h1", "nemotron_h", "lf
 STAGES = (1, 2, 4)
 PROMPT_LENGTHS = (1, 17, 300)
 TOKENS = 14
-MANY_TOKENS = 120
 SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=5)
-GREEDY = SamplingParams()
 
 
 def prompts(lengths: Sequence[int], vocabulary: int = models.VOCAB_SIZE) -> list[list[int]]:
@@ -58,17 +43,6 @@ def reference(path: Path, asked: Sequence[Sequence[int]], tokens: int) -> list[l
         model.generate(torch.tensor([prompt]), max_new_tokens=tokens, **how) for prompt in asked
     ]
     return [text[0, len(prompt) :].tolist() for text, prompt in zip(texts, asked, strict=True)]
-
-
-def assert_greedy(
-    path: Path, asked: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> None:
-    """All tokens are the most probable ones by Hugging Face, one pass for each text."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for prompt, answer in zip(asked, answers, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
-        assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -142,98 +116,6 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
 # --- many requests, in real processes ---------------------------------------------------------
 
 
-@pytest.fixture(
-    scope="module",
-    params=[FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])],
-)
-def crowd(request, tmp_path_factory) -> Iterator[tuple[Clusters, Path, tuple[str, ...]]]:
-    """Clusters of a target with the demo pair's tokenizer, which is its own draft."""
-    folder = tmp_path_factory.mktemp("crowd") / request.param
-    demo = resource_dir("demo") / "target"
-    vocabulary = AutoModelForCausalLM.from_pretrained(demo).config.vocab_size
-    models.build(request.param, folder, vocab_size=vocabulary, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, folder)
-    common = (
-        *(f"model.target={folder}", f"model.draft={folder}", "cluster.devices=[cpu]"),
-        *("cluster.stages=2", "scheduler.max_num_seqs=8", "policy.width=8", "policy.children=4"),
-        *("model.context=400", "decode.prefill_chunk=32"),
-    )
-    with Clusters(*common) as made:
-        yield made, folder, common
-
-
-def ask(
-    running: Running,
-    asked: Sequence[Sequence[int]],
-    fault: Callable[[], None] = lambda: None,
-    tokens: int = TOKENS,
-) -> list[list[int]]:
-    """The answers to all prompts at once; `fault` is called when the first has begun."""
-    client = running.client
-    numbers = [client.submit(prompt, GREEDY, max_new_tokens=tokens, eos=()) for prompt in asked]
-    found, begun = [], False
-    for number in numbers:
-        answer: list[int] = []
-        for event in client.events(number):
-            if isinstance(event, Accepted):
-                answer += event.tokens
-            if not begun:
-                begun = True
-                fault()
-        assert isinstance(event, Finished)
-        found.append(answer)
-    return found
-
-
-def statistics(running: Running) -> dict[str, int]:
-    seen = read_status(running.cluster.url, running.cluster.namespace)
-    assert seen is not None
-    return seen.statistics
-
-
-@pytest.mark.long
-def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
-    clusters, path, _ = crowd
-    asked = prompts([3, 40, 17, 80, 5, 33, 60, 9])
-    right = reference(path, asked, TOKENS)
-    running = clusters.running()
-    assert ask(running, asked) == right
-    worker = running.cluster.deployment.workers[1]
-    with Membership(running.cluster.url, running.cluster.namespace) as shared:
-        pid = shared.alive([worker])[worker]
-    assert ask(running, asked, fault=lambda: os.kill(pid, signal.SIGKILL)) == right
-
-
-@pytest.mark.long
-def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
-    clusters, path, _ = crowd
-    running = clusters.running()
-    (first,) = prompts([50])
-    (answer,) = reference(path, [first], TOKENS)
-    assert ask(running, [first]) == [answer]
-    until(lambda: statistics(running)["running"] == 0)
-    before = statistics(running)["cache_hits"]
-    second = [*first, *answer, 5, 6, 7]
-    assert ask(running, [second]) == reference(path, [second], TOKENS)
-    until(lambda: statistics(running)["cache_hits"] - before == len(first) - 1)
-
-
-@pytest.mark.long
-def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
-    """One asks first, the others at once; the draft shares it too."""
-    clusters, path, _ = crowd
-    running = clusters.running("scheduler.state_interval=32")
-    common, *ends = prompts([83, 9, 30, 14])
-    asked = [[*common, *end] for end in ends]
-    right = reference(path, asked, TOKENS)
-    assert ask(running, asked[:1]) == right[:1]
-    until(lambda: statistics(running)["running"] == 0)
-    before = statistics(running)["cache_hits"]
-    assert ask(running, asked[1:]) == right[1:]
-    until(lambda: statistics(running)["cache_hits"] - before == 2 * 64)
-
-
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))
 def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     """Of two prompts that begin alike, and of a conversation."""
@@ -252,26 +134,3 @@ def test_shared_prefixes_change_no_text(target, redis, policy, stages):
     assert [tokens for tokens, *_ in answers] == reference(path, asked, TOKENS)
     cached = [statistics["cached_tokens"] for *_, statistics in answers]
     assert cached == [0, 64, len(asked[0]) - 1]
-
-
-@pytest.mark.long
-def test_preemption_changes_no_text(crowd):
-    """With KV for the prompts of all requests, but not for their answers."""
-    clusters, path, common = crowd
-    asked = prompts([40] * 8)
-    deployment = decide(compose(list(common)))
-    least = max(
-        least_slots(deployment, rank).total() * slot_bytes(deployment, deployment.target, rank)
-        for rank in range(deployment.num_ranks)
-    )
-    running = clusters.running(
-        "scheduler.prefix_cache=false", f"model.kv_memory={least // 1024 + 2}KiB"
-    )
-    for _ in range(5):
-        answers = ask(running, asked, tokens=MANY_TOKENS)
-        assert all(len(answer) == MANY_TOKENS for answer in answers)
-        assert_greedy(path, asked, answers)
-        until(lambda: statistics(running)["running"] == 0)
-        if statistics(running)["preemptions"] > 0:
-            return
-    pytest.fail("no request was preempted")

@@ -7,14 +7,10 @@ many draft tokens are accepted and one batch decides several tokens.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from pipespec.config import choices
 from pipespec.core import RELAXED, STRICT, SamplingParams
@@ -101,48 +97,6 @@ def test_width_does_not_change_a_sampled_text(tiny, redis, expected, policy, wid
         "cluster.stages=2",
     )
     assert [tokens for tokens, *_ in cluster.decode(deployment, redis, REQUESTS)] == expected
-
-
-@pytest.mark.long
-def test_samples_of_many_seeds_follow_the_targets_distribution(tmp_path, redis):
-    """Chi-square over the first two tokens together: the second is drawn along the tree."""
-    vocab, num = 5, 600
-    prompt = [3, 1, 2]
-    target = models.build("llama", tmp_path / "target", vocab_size=vocab, num_hidden_layers=2)
-    asked = SamplingParams(1.5)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    with torch.no_grad():
-        first = model(torch.tensor([prompt])).logits[0, -1].double() / asked.temperature
-        texts = torch.tensor([[*prompt, token] for token in range(vocab)])
-        then = model(texts).logits[:, -1].double() / asked.temperature
-    joint = (first.log_softmax(0)[:, None] + then.log_softmax(1)).exp().flatten()
-
-    deployment = cluster.make_deployment(
-        target,
-        target,
-        "cluster.stages=2",
-        "policy=best_first",
-        "policy.children=4",
-        "policy.width=8",
-    )
-    answers = cluster.decode(
-        deployment,
-        redis,
-        [
-            {"prompt": tuple(prompt), "max_new_tokens": 2, "sampling": replace(asked, seed=seed)}
-            for seed in range(num)
-        ],
-    )
-    counts = Counter(a * vocab + b for (a, b), *_ in answers)
-    # Cells that are expected less than five times are taken together.
-    common = [cell for cell in range(vocab**2) if joint[cell] * num >= 5]
-    cells = [(counts[cell], float(joint[cell]) * num) for cell in common]
-    seen, wanted = map(sum, zip(*cells, strict=True))
-    cells.append((num - seen, max(num - wanted, 1e-9)))
-    assert len(common) > 8
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    freedom = len(cells) - 1
-    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("source", ["draft_model", pytest.param("suffix", marks=pytest.mark.long)])

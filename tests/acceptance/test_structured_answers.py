@@ -14,19 +14,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.log_records import Accepted
-from pipespec.controller.rank_controller import Controller
-from pipespec.controller.request_log import RequestLog
 from pipespec.core import RELAXED, SamplingParams
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.llguidance_backend import grammar_from_json_schema
 from pipespec.system.folders import resource_dir
-from tests.helpers.log import accept, take
 from tests.helpers.proposers import POLICIES
 from tools.rig import cluster
-from tools.rig.log import events_of
 from tools.rig.schemas import SCHEMAS
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
@@ -101,49 +95,6 @@ def expected(
 def test_every_policy_gives_the_same_valid_structured_output(redis, expected, settings):
     requests, answers = expected
     assert decoded(redis, settings, requests) == answers
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("share", [0.3, 0.7])
-def test_structured_output_continues_in_a_new_epoch(redis, expected, share):
-    requests, answers = (values[:: len(values) // 10] for values in expected)
-    deployment = cluster.make_deployment(FOLDER / "target", FOLDER / "draft", *SETTINGS["4-level"])
-    epoch = epoch_control.begin_epoch(redis.url, cluster.NAMESPACE)
-    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=epoch) as log:
-        numbers = [log.enqueue(**request) for request in requests]
-        with Controller(redis.url, namespace=cluster.NAMESPACE, epoch=epoch, rank=0) as head:
-            for number, request, answer in zip(numbers, requests, answers, strict=True):
-                take(head)
-                base, known = len(request["prompt"]), int(share * len(answer))
-                accept(head, number, base, tuple(answer[:known]))
-    epoch = epoch_control.begin_epoch(redis.url, cluster.NAMESPACE)
-    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=epoch) as log:
-        log.close_queue()
-        cluster.serve(deployment, redis, epoch)
-    for number, answer in zip(numbers, answers, strict=True):
-        events = events_of(redis.url, cluster.NAMESPACE, number)
-        accepted = [event for event in events if isinstance(event, Accepted)]
-        assert [token for event in accepted for token in event.tokens] == answer
-
-
-@pytest.mark.long
-def test_structured_output_decodes_more_tokens_per_step(redis):
-    """Where the grammar allows one token, it is drafted with certainty."""
-    made = grammar_from_json_schema(SCHEMAS["nested"])
-    rates = {}
-    for name, sampling in (("free", SamplingParams()), ("formed", SamplingParams(grammar=made))):
-        deployment = cluster.make_deployment(
-            FOLDER / "target",
-            FOLDER / "draft",
-            *SETTINGS["4-best_first"],
-            "policy.row_cost=0",
-            "scheduler.max_num_seqs=1",
-        )
-        requests = [asked("nested", seed, sampling) | {"max_new_tokens": 60} for seed in range(2)]
-        answers = cluster.decode(deployment, redis, requests)
-        tokens = sum(len(answer) for answer, *_ in answers)
-        rates[name] = tokens / sum(len(a) / stats["tokens_per_step"] for a, _, stats in answers)
-    assert rates["formed"] > rates["free"]
 
 
 def test_lossy_structured_output_is_valid(redis):

@@ -20,7 +20,7 @@ from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import Forgotten
-from pipespec.errors import Unreachable
+from pipespec.errors import ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon
 
@@ -125,6 +125,19 @@ def test_following_continues_after_a_restart_and_names_lost_requests(namespace: 
                 await streams.next(LONG_S)
 
         run(server.url, namespace, story)
+
+
+@pytest.mark.usefixtures("head")
+def test_a_cancelled_request_ends(server: EmbeddedRedis, namespace: str) -> None:
+    async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
+        request = await log.enqueue(**ASKED)
+        await streams.add(request)
+        await log.cancel(request)
+        assert await streams.next(LONG_S) == [(request, Finished("cancelled"))]
+        with pytest.raises(ControllerError, match="request 99 is not in the log"):
+            await log.cancel(99)
+
+    run(server.url, namespace, story)
 
 
 def test_a_call_cancelled_halfway_does_not_disturb_the_next(

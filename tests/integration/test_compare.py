@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.system.folders import resource_dir
-from tests.helpers.sandbox import Sandbox
-from tests.helpers.screen import CURSOR, on_screen
-from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -47,18 +43,3 @@ def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(
         assert policy["tokens_per_step"] > 1 / 2
         assert policy["rows_per_step"] > 1
     assert wide["rows_per_step"] <= 4
-
-
-@pytest.mark.long
-def test_the_table_is_renewed_while_the_ways_decode_and_ctrl_c_leaves_nothing(
-    place: Sandbox,
-) -> None:
-    arguments = ("--prompt", PROMPT, *SETTINGS, "decode.max_new_tokens=1500", "emulate=fixed")
-    with on_screen(place, "compare", PLAIN, WIDE, *arguments) as screen:
-        screen.wait("Ways to decode, times EMULATED")
-        screen.wait(WIDE)  # once more: the table is renewed
-        assert screen.interrupt(signal.SIGINT) == 128 + signal.SIGINT
-        assert screen.shown.rstrip().endswith(CURSOR) or CURSOR in screen.shown[-400:]
-        assert "Traceback" not in screen.text
-    until(lambda: not place.processes())
-    assert not list((place.folder / "tmp").iterdir())

@@ -109,12 +109,6 @@ def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
         assert cluster.run_step(step, verdict) == [verdict] * 3
 
 
-def test_early_verdict_is_announced_before_the_rank_has_computed(cluster: Cluster) -> None:
-    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
-    cluster.ranks[3].complete([compute(3, 0)], b"early")
-    assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"early"
-
-
 def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
     cluster.settle()
@@ -502,11 +496,3 @@ def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> Non
     head.publish_draft_tokens(5, END_OF_SEQUENCE)
     assert last.read_draft_tokens(5, until=99)[0].step == END_OF_SEQUENCE.step
     assert last.read_draft_tokens(5, until=99) == []
-
-
-def test_wait_for_draft_tokens_ends_with_a_new_epoch(cluster: Cluster) -> None:
-    begin = threading.Timer(0.1, lambda: epoch_control.begin_epoch(cluster.url, cluster.namespace))
-    begin.start()
-    with pytest.raises(StaleEpoch):
-        cluster.ranks[-1].read_draft_tokens(5, until=0)
-    begin.join()

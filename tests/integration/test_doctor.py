@@ -197,46 +197,6 @@ def test_the_models_may_be_given_as_settings(
     )
 
 
-@pytest.mark.long
-def test_a_cascade_has_its_mid_size_model_looked_at_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report, lines = examined(capsys, hosts_file(tmp_path), "proposer=cascade", code=0)
-    assert not lines and all(
-        host["inventory"]["models"].keys() == {"target", "draft", "mid"}
-        for host in report["hosts"].values()
-    )
-
-
-def test_a_version_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metadata = tmp_path / "torch-1.2.3.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    file = hosts_file(tmp_path, gamma={"env": {"PYTHONPATH": path}})
-    _, (line,) = examined(capsys, file, code=1)
-    assert "on alpha and beta and 1.2.3 on gamma; install one version on all." in line
-
-
-def test_an_unreachable_host_does_not_keep_the_others_from_being_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if shutil.which("ssh") is None:
-        pytest.skip("needs an ssh client")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    # Nobody listens there any more.
-    file = hosts_file(tmp_path, beta={"ssh": "127.0.0.1", "port": port})
-    report, (line,) = examined(capsys, file, code=1)
-    assert line.startswith("pipespec: beta: ssh: connect to host 127.0.0.1 port")
-    assert "Connection refused; start sshd there" in line
-    assert [(link["source"], link["to"]) for link in report["links"]] == [
-        ("alpha", "gamma"),
-        ("gamma", "alpha"),
-    ]
-    assert all(link["measured"] for link in report["links"])
-
-
 def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),
@@ -469,28 +429,10 @@ def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
 @pytest.mark.long
 def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
     bed.cut("b", "c")
-    try:
-        code, report = bed_report(bed)
-    finally:
-        bed.mend("b", "c")
+    code, report = bed_report(bed)
     assert code == 1
     errors = [finding for finding in report["findings"] if finding["error"]]
     assert [error["hosts"] for error in errors] == [["b", "c"], ["c", "b"]]
     assert all("does not answer" in error["sentence"] for error in errors)
     measured = {(link["source"], link["to"]) for link in report["links"] if link["measured"]}
     assert measured == {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
-
-
-@pytest.mark.long
-def test_a_host_whose_links_are_all_cut(bed: testbed.Testbed) -> None:
-    for other in ("a", "b"):
-        bed.cut(other, "c")
-    try:
-        code, report = bed_report(bed)
-    finally:
-        for other in ("a", "b"):
-            bed.mend(other, "c")
-    assert code == 1
-    (error,) = [finding for finding in report["findings"] if finding["error"]]
-    assert error["hosts"] == ["c"]
-    assert "timed out" in error["sentence"]

@@ -122,25 +122,13 @@ def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path, tempor
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("package", "setting", "sentence"),
-    [
-        ("llguidance", "decode.regex='[a-z]+'", "decode.regex on this host needs llguidance"),
-        pytest.param(
-            *("torchao", "model.quantization=int8", "model.quantization=int8 needs torchao"),
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_missing_extra_on_one_host_is_named_with_that_host(
-    package, setting, sentence, bed, tmp_path, temporary
-):
-    entry = {"env": without(package, tmp_path) | {"TMPDIR": str(temporary)}}
+def test_missing_extra_on_one_host_is_named_with_that_host(bed, tmp_path, temporary):
+    entry = {"env": without("llguidance", tmp_path) | {"TMPDIR": str(temporary)}}
 
-    said, seconds = generate(bed, entry, raised(temporary), setting)
+    said, seconds = generate(bed, entry, raised(temporary), "decode.regex='[a-z]+'")
 
     assert said.startswith("pipespec: c/0 on host c (exit code 1): ")
-    assert sentence in said
+    assert "decode.regex on this host needs llguidance" in said
     assert said.count("\n") == 1
     assert seconds < limit_s()
 
@@ -168,26 +156,4 @@ def test_other_version_on_one_host_is_refused_with_both_versions(bed, tmp_path):
         f"pipespec: c: pipespec there is 9.9, {code}, but that of the launcher is {own_version()}; "
         "install the same on all hosts\n"
     )
-    assert seconds < limit_s()
-
-
-@pytest.mark.long
-def test_other_code_of_the_same_version_on_one_host_is_refused(bed, tmp_path):
-    for name in ("pipespec", "lua"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    with (tmp_path / "pipespec" / "core.py").open("a") as file:
-        file.write("# changed\n")
-
-    said, _ = generate(bed, {"env": {"PYTHONPATH": str(tmp_path)}}, hung_up())
-
-    assert said.startswith("pipespec: c: pipespec there is ")
-    assert f"but that of the launcher is {own_version()}" in said
-
-
-@pytest.mark.long
-def test_wrong_python_on_one_host_is_named_with_that_host(bed):
-    said, seconds = generate(bed, {"python": "/no/such/python"}, hung_up())
-
-    assert said.startswith("pipespec: c: ")
-    assert said.endswith("set `python` of the host, now /no/such/python\n")
     assert seconds < limit_s()

@@ -209,19 +209,6 @@ def test_failure_is_reported_within_three_seconds_while_another_rank_is_in_a_lon
         assert time.monotonic() - began < TOLD_S
 
 
-@pytest.mark.long
-def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
-    pids = []
-    with (  # noqa: PT012 - the block is the point
-        pytest.raises(ZeroDivisionError),
-        launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()),
-    ):
-        pids += pids_at(meeting, 2)
-        raise ZeroDivisionError
-    assert len(pids) == 2
-    assert not any(map(is_alive, pids))
-
-
 @pytest.mark.parametrize(
     "who", ["launcher of the ranks", pytest.param("torchrun", marks=pytest.mark.long)]
 )

@@ -178,32 +178,22 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
 
 
 @pytest.mark.long
-def test_figures_of_other_weights_are_refused(figures, hosts_file):
-    config = compose(["cluster.stages=3", "model.quantization=int8", *SETTINGS])
-    with pytest.raises(ConfigError, match=r"model\.quantization=null, not int8; measure"):
-        problem(load_hosts(hosts_file), figures, config)
-
-
-@pytest.mark.long
-def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
-    file = tmp_path / "small.yaml"
-    file.write_text(hosts_file.read_text().replace("devices", "memory_gib: 0.1, devices"))
-    asked = problem(load_hosts(file), figures, compose(["cluster.stages=3", *SETTINGS]))
-    with pytest.raises(ConfigError, match=r"but alpha/0 has 0\.100: 0\.4 GiB are missing"):
-        plan_slices(asked)
-
-
-@pytest.mark.long
-def test_figures_without_the_draft_that_is_needed_are_refused(figures, hosts_file):
-    config = compose(["cluster.stages=3", *SETTINGS])
-    with pytest.raises(ConfigError, match="measured without a draft model"):
-        problem(load_hosts(hosts_file), replace(figures, draft=None), config)
-
-
-@pytest.mark.long
-def test_figures_of_another_width_are_refused(figures, hosts_file):
-    with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 64"):
-        problem(load_hosts(hosts_file), figures, compose(["cluster.stages=3"]))
+@pytest.mark.parametrize(
+    ("settings", "changes", "said"),
+    [
+        (
+            ["model.quantization=int8", *SETTINGS],
+            {},
+            r"model\.quantization=null, not int8; measure",
+        ),
+        (SETTINGS, {"draft": None}, "measured without a draft model"),
+        ([], {}, "figures are of 8 rows a batch, but 64"),
+    ],
+)
+def test_figures_of_something_else_are_refused(figures, hosts_file, settings, changes, said):
+    config = compose(["cluster.stages=3", *settings])
+    with pytest.raises(ConfigError, match=said):
+        problem(load_hosts(hosts_file), replace(figures, **changes), config)
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -244,47 +234,6 @@ def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path,
     assert [row["member"] for row in again["ranks"]] == [row["member"] for row in first["ranks"]]
     assert again["spares"] == first["spares"]
     assert again["hosts"] == first["hosts"]
-
-
-@pytest.mark.long
-def test_a_split_by_hand_is_checked(figures, hosts_file, tmp_path, capsys):
-    arguments = ["partition", "--measured", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
-    assert main([*arguments, "cluster.split=[4,4,4]"]) == 2
-    assert "12 layers for 3 stages, but the target has 16" in capsys.readouterr().err
-    assert main([*arguments, "--json", "cluster.split=[4,4,8]"]) == 0
-    assert json.loads(capsys.readouterr().out)["hosts"]["split"] == [4, 4, 8]
-
-
-@pytest.mark.long
-def test_devices_of_a_host_are_divided_between_draft_and_target(
-    figures, hosts_file, tmp_path, capsys
-):
-    of_host = {name: each | {"sum_ms": 0.5} for name, each in figures.members.items()}
-    source = stored(replace(figures, members=of_host), tmp_path)
-    one = tmp_path / "one.yaml"
-    text = "hosts: [{name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n"
-    one.write_text(text)
-    arguments = ["partition", "--groups", "--tokens", "50", "--measured", source]
-    assert main([*arguments, "--json", str(one), *SETTINGS]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    (division,) = answer["divisions"]
-    assert (division["draft"], division["stages"], division["members"]) == (1, 1, 1)
-    assert answer["hosts"] == {"devices": ["cpu", "cpu"], "draft": "alpha/0"}
-    assert main([*arguments, str(one), *SETTINGS]) == 0
-    assert "devices: [cpu, cpu]" in capsys.readouterr().out
-    three = tmp_path / "three.yaml"
-    three.write_text(text.replace("[cpu,", "[cpu, cpu,"))
-    one.write_text(text + "draft: alpha/1\n")
-    for file, more, said in (
-        (hosts_file, SETTINGS, "has 2"),
-        (one, SETTINGS, "says already (draft)"),
-        (three, ["policy.width=9"], "rows a batch, but 9"),
-    ):
-        assert main([*arguments, str(file), *more]) == 2
-        assert said in capsys.readouterr().err
-    stored(figures, tmp_path)  # in the same file
-    assert main([*arguments, str(three), *SETTINGS]) == 2
-    assert "measured without --groups" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])

@@ -96,15 +96,6 @@ def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
     assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
 
 
-def test_wait_for_an_epoch_ends_when_it_begins(life: Life) -> None:
-    life.begin("first")
-    shared = life.worker()
-    start = time.monotonic()
-    found = during(lambda: shared.epoch(1, PATIENCE_S), lambda: life.begin("second"))
-    assert found == Epoch(2, "second")
-    assert time.monotonic() - start < PATIENCE_S
-
-
 # Suspicions -----------------------------------------------------------------------------------
 
 
@@ -123,14 +114,6 @@ def test_each_suspicion_is_reported_once_in_order(life: Life) -> None:
     assert shared.suspicions(PATIENCE_S) == [Suspicion(2, "alpha/0", "again")]
     # Who comes later hears everything.
     assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
-
-
-def test_wait_for_a_suspicion_ends_when_there_is_one(life: Life) -> None:
-    teller, shared = life.worker(), life.worker()
-    found = during(
-        lambda: shared.suspicions(PATIENCE_S), lambda: teller.suspect(3, "alpha/0", "silence")
-    )
-    assert found == [Suspicion(3, "alpha/0", "silence")]
 
 
 # Leases ---------------------------------------------------------------------------------------

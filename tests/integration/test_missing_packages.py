@@ -85,19 +85,22 @@ def test_too_low_limit_of_the_process_is_named(kind, amount, sentence):
     assert sentence in said(*GENERATE, limit=limited(kind, amount))
 
 
-def test_full_temporary_folder_is_named(full):
-    found = said(*GENERATE, environment={"TMPDIR": str(full)})
-    assert found == (
-        f"TMPDIR is {str(full)!r}, where nothing can be written (No space left on device; 4 MiB "
-        "are needed); set it to a folder of yours that has room.\n"
-    )
-
-
-def test_full_state_folder_is_named(full):
-    found = said("up", *GENERATE[3:], environment={"XDG_STATE_HOME": str(full)})
-    assert found == (
-        f"The folder of running clusters {str(full / 'pipespec')!r} cannot be used (No space left "
-        "on device); set XDG_STATE_HOME to a folder of yours that has room.\n"
+@pytest.mark.parametrize(
+    ("command", "variable", "sentence"),
+    [
+        (GENERATE, "TMPDIR", "TMPDIR is {!r}, where nothing can be written ({}; 4 MiB are needed)"),
+        (
+            ("up", *GENERATE[3:]),
+            "XDG_STATE_HOME",
+            "The folder of running clusters {!r} cannot be used ({})",
+        ),
+    ],
+)
+def test_full_folder_is_named(full, command, variable, sentence):
+    named = full / "pipespec" if variable == "XDG_STATE_HOME" else full
+    assert said(*command, environment={variable: str(full)}) == (
+        f"{sentence.format(str(named), 'No space left on device')}; set "
+        f"{'it' if variable == 'TMPDIR' else variable} to a folder of yours that has room.\n"
     )
 
 
@@ -132,7 +135,7 @@ def test_hosts_file_whose_aliases_explode_is_refused(command, tmp_path):
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("option", ["hop", "draft", "mid", "sum"])
 def test_plan_refuses_times_that_are_no_numbers(option, value):
-    found = said("plan", f"--{option}-ms={value}")
+    found = said("plan", f"{option}_ms={value}")
     assert found == f"{option}_ms is {value}, but must be a number from 0 to 1000000.\n"
 
 

@@ -47,8 +47,8 @@ def test_profile_predicts_what_the_bench_then_measures(
     shown = capfd.readouterr().out
     assert "Milliseconds by rows, times EMULATED" in shown and "mine" in shown
 
-    plan = ["plan", "--profile", file, "--policies", "root,level", "--widths", "16", "--json"]
-    assert main([*plan, "--rounds", "auto"]) == 0
+    plan = ["plan", "--profile", file, "policy=root,level", "policy.width=16", "--json"]
+    assert main([*plan, "proposer.rounds=auto"]) == 0
     answer = json.loads(capfd.readouterr().out)
     root, level = answer["predictions"]
     assert [text["benchmark"] for text in level["texts"]] == ["mine", "mine"]
@@ -108,19 +108,3 @@ def test_draft_reads_an_answer_as_hugging_face_does(length: int) -> None:
     assert list(text.ranks) == torch.where(ranks > 16, 0, ranks).tolist()
     expected = logits.softmax(-1).topk(16).values
     assert torch.tensor(text.probabilities) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["policy=root"], "schedules one row a step; leave policy out"),
-        (["proposer=suffix"], "but the proposer has none"),
-        (["sampling.temperature=0.5"], "measures greedy decoding"),
-    ],
-)
-def test_what_cannot_be_profiled_is_one_sentence(
-    settings: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "--output", str(tmp_path / "p.json"), *settings]) == 2
-    error = capfd.readouterr().err
-    assert message in error and error.count("\n") == 1

@@ -128,29 +128,30 @@ def test_sampled_text_is_unchanged_when_ranks_are_killed(clusters, sampled):
 
 
 @pytest.mark.parametrize(
-    "number",
+    ("rank", "number"),
     [
-        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGHUP)),
-        signal.SIGSEGV,
+        (1, signal.SIGSEGV),
+        (0, signal.SIGSTOP),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in ((1, signal.SIGTERM), (1, signal.SIGHUP), (2, signal.SIGSTOP))
+        ),
     ],
 )
-def test_rank_ended_by_a_signal_other_than_kill_is_replaced(struck, greedy, number):
-    pid = pid_of(struck, 1)
-    assert ask(struck, at=EARLY, fault=lambda: os.kill(pid, number)) == greedy
-    await_another(struck, 1, pid)
+def test_rank_that_hangs_or_ends_by_another_signal_is_replaced_and_no_other(
+    struck, greedy, rank, number
+):
+    before = [pid_of(struck, each) for each in range(STAGES + 1)]
+    assert ask(struck, at=EARLY, fault=lambda: os.kill(before[rank], number)) == greedy
+    await_another(struck, rank, before[rank])
+    after = [pid_of(struck, each) for each in range(STAGES + 1)]
+    assert before[:rank] + before[rank + 1 :] == after[:rank] + after[rank + 1 :]
 
 
 @pytest.mark.long
 def test_supervisor_ended_by_sigterm_is_replaced(struck, greedy):
     supervisor = psutil.Process(pid_of(struck, 1)).ppid()
     assert ask(struck, at=EARLY, fault=lambda: os.kill(supervisor, signal.SIGTERM)) == greedy
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_text_is_unchanged_when_a_rank_hangs(struck, greedy, rank):
-    pid = pid_of(struck, rank)
-    assert ask(struck, at=EARLY, fault=lambda: os.kill(pid, signal.SIGSTOP)) == greedy
-    await_another(struck, rank, pid)
 
 
 @pytest.mark.long
@@ -187,13 +188,6 @@ def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
     assert [pid_of(struck, rank) for rank in range(STAGES + 1)] == pids
 
 
-def test_survivors_keep_their_processes(struck, greedy):
-    before = [pid_of(struck, rank) for rank in range(STAGES + 1)]
-    assert ask(struck, at=EARLY, fault=lambda: os.kill(before[1], signal.SIGKILL)) == greedy
-    after = [pid_of(struck, rank) for rank in range(STAGES + 1)]
-    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True, True]
-
-
 def test_text_is_unchanged_when_redis_is_killed_or_hangs(struck, greedy):
     server = struck.cluster.redis.server
     known = len(struck.cluster.faults)
@@ -224,25 +218,17 @@ def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(
     assert next(refused, None) is None
 
 
-def test_flushed_scripts_are_loaded_again_and_the_text_is_the_same(struck, greedy):
-    def flush() -> None:
+@pytest.mark.parametrize(
+    "command", ["SCRIPT FLUSH", "CLIENT KILL TYPE normal SKIPME yes"], ids=lambda each: each[:6]
+)
+def test_text_is_the_same_when_redis_loses_its_scripts_or_connections(struck, greedy, command):
+    def strike() -> None:
         pipe = RedisConnection(struck.cluster.url)
-        pipe.call("SCRIPT", "FLUSH")
+        pipe.call(*command.split())
         pipe.close()
 
-    assert ask(struck, at=EARLY, fault=flush) == greedy
-    flush()  # while no request is in flight
-    assert ask(struck) == greedy
-
-
-def test_closed_connections_to_redis_are_opened_again_and_the_text_is_the_same(struck, greedy):
-    def close_all() -> None:
-        pipe = RedisConnection(struck.cluster.url)
-        pipe.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-        pipe.close()
-
-    assert ask(struck, at=EARLY, fault=close_all) == greedy
-    close_all()
+    assert ask(struck, at=EARLY, fault=strike) == greedy
+    strike()  # while no request is in flight
     assert ask(struck) == greedy
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import ssl
@@ -18,7 +17,6 @@ import trustme
 from redis.connection import parse_url
 
 import pipespec
-from pipespec.cluster.manual_host import Invitation
 from pipespec.controller import epoch_control, tls_proxy
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.certificate import Certificate
@@ -28,14 +26,11 @@ from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.request_log import RequestLog
 from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
-from pipespec.system.versions import own_version
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
-from tests.helpers.redis_tls import Between, captured, redis_server
+from tests.helpers.redis_tls import Between, redis_server
 from tests.helpers.waiting import until
-from tools.rig import testbed
 from tools.rig.log import client_of
-from tools.rig.testbed import Testbed
 
 REPOSITORY = Path(pipespec.__file__).parent.parent
 LOOPBACK = "127.0.0.1"
@@ -112,44 +107,6 @@ def test_all_of_it_can_be_read_without_tls() -> None:
             assert secret in relay.kept
 
 
-SERVE = """
-import sys
-from pipespec.controller.embedded_redis import EmbeddedRedis
-with EmbeddedRedis(addresses=[sys.argv[1]], tls=sys.argv[2] == "True") as server:
-    print(server.url_at(sys.argv[1]), flush=True)
-    sys.stdin.read()
-"""
-ASK = """
-import sys
-from tests.integration.test_redis_protected import ask
-ask(sys.stdin.read().strip())
-"""
-
-
-@pytest.mark.parametrize("tls", [True, False], ids=["default", "off"])
-def test_packets_between_hosts_show_nothing(tls: bool) -> None:
-    """Unless TLS is off: then the capture shows all of it."""
-    if reason := testbed.missing():
-        pytest.skip(reason)
-    with Testbed(hosts=2) as bed:
-        line = [sys.executable, "-c", SERVE, bed.address("a"), str(tls)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with bed.popen("a", line, cwd=REPOSITORY, **pipes) as serving:
-            url = serving.stdout.readline().strip()
-            secret = url.partition("//:")[2].partition("@")[0].encode()
-            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-            with captured(bed, "b") as packets:
-                line = [sys.executable, "-c", ASK]
-                with bed.popen("b", line, env=environment, **pipes) as asking:
-                    asking.communicate(url, 60)
-                    assert asking.returncode == 0
-            serving.communicate("")
-    seen = b"".join(packets)
-    assert len(seen) > 2000
-    for shown in (secret, PROMPT, ANSWER, b"protected", b"EVALSHA"):
-        assert (shown in seen) is not tls
-
-
 def test_the_port_speaks_tls_1_3_alone(server: EmbeddedRedis) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -221,18 +178,6 @@ def test_a_man_in_the_middle_learns_nothing(
         assert relay.kept == b"", "not even the password was sent"
 
 
-def test_a_middle_that_the_system_trusts_would_pass_without_the_pin(
-    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So the test before tells what the pin does."""
-    trusted = "of an authority that the system trusts"
-    with Between(server.port, middle(tmp_path, trusted, monkeypatch)) as relay:
-        # The relay does not speak TLS to the server, so nothing is answered.
-        with pytest.raises(Unreachable):
-            check_server(f"rediss://:{password(server)}@{LOOPBACK}:{relay.port}", timeout=1)
-        assert password(server).encode() in relay.kept
-
-
 def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server: EmbeddedRedis) -> None:
     """Those of `ssl.create_default_context` from Python 3.13 on."""
     trusted = parse_url(server.url_at(HOST))["ssl_ca_data"]
@@ -282,52 +227,6 @@ def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: st
         cwd=REPOSITORY,
     )
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
-
-
-HOSTS = """
-hosts:
-  - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu]}
-  - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu]}
-"""
-
-
-# `python -m pipespec.cluster.manual_host`, whose worker waits no longer than its patience.
-IMPATIENT = """
-import sys
-from pipespec.cluster import manual_host, worker
-from pipespec.system.exit_codes import exit_code_of
-worker.LONGER_S = 0.0
-sys.exit(exit_code_of(manual_host.main, sys.argv[1:]))
-"""
-
-
-@pytest.mark.long
-def test_a_worker_refuses_a_man_in_the_middle_with_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts, invitation = tmp_path / "hosts.yaml", tmp_path / "invitation"
-    hosts.write_text(HOSTS)
-    with (
-        EmbeddedRedis(addresses=[HOST]) as server,
-        Between(server.port, middle(tmp_path, "like ours", monkeypatch)) as relay,
-    ):
-        epoch_control.begin_epoch(server.url, "n")
-        url = moved(server.url_at(LOOPBACK), relay.port)
-        Invitation(url, "n", "secret", ("cluster.patience_s=1",), own_version()).write(invitation)
-        worker = subprocess.run(
-            [sys.executable, "-c", IMPATIENT, hosts, "there", invitation],
-            env={**os.environ, "LOCAL_RANK": "0", "PYTHONPATH": str(REPOSITORY)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert worker.returncode != 0
-        (said,) = [line for line in worker.stderr.splitlines() if "Redis" in line]
-        assert NOT_OURS in said
-        assert "Traceback" not in worker.stderr
-        assert password(server) not in worker.stderr
-        assert relay.visitors > 1, "it tried again for as long as its patience"
-        assert relay.kept == b""
 
 
 # The server ----------------------------------------------------------------------------------
@@ -445,34 +344,3 @@ def test_redis_notices_a_client_that_disconnects(fronted: EmbeddedRedis) -> None
     for visitor in visitors:
         visitor.close()
     until(lambda: own.call("CLIENT", "LIST").count(b"\n") == 1)
-
-
-def test_the_proxy_and_its_folder_go_with_a_parent_that_is_killed() -> None:
-    code = (
-        "from pipespec.controller.embedded_redis import EmbeddedRedis\n"
-        "with EmbeddedRedis(addresses=['127.0.0.2']) as server:\n"
-        "    path = server.url.partition('unix://')[2].partition('?')[0]\n"
-        "    print(server.pid, server.proxy_pid, path, flush=True)\n"
-        "    input()\n"
-    )
-    with redis_server(with_tls=False):
-        parent = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=REPOSITORY,
-            text=True,
-        )
-    assert parent.stdin
-    assert parent.stdout
-    *pids, path = parent.stdout.readline().split()
-    with parent.stdin, parent.stdout:
-        for pid in pids:
-            child = os.pidfd_open(int(pid))
-            if parent.poll() is None:
-                parent.kill()
-                parent.wait()
-            ended, _, _ = select.select([child], [], [], 10)
-            os.close(child)
-            assert ended
-    until(lambda: not Path(path).parent.exists(), 10)

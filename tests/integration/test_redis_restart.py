@@ -26,7 +26,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.task_graph import Layout, compute, step_graph
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, take
 from tests.helpers.waiting import until
 from tools.rig import testbed
@@ -266,25 +266,6 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
 # Who goes on ---------------------------------------------------------------------------------
 
 
-def test_a_reader_goes_on_after_a_restart_and_hears_each_token_once(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    request = ask(user)
-    events = user.events(request)
-    with head(server) as first:
-        accept(first, request, 3, [10, 11])
-    assert next(events) == Accepted(3, (10, 11))
-    with head(server) as second:
-        accept(second, request, 5, [12])
-    kill(server)
-    server.restart()
-    with head(server) as third:
-        # What a new head has decoded again is not told again.
-        accept(third, request, 4, [11, 12, 13, 14])
-        third.finish(request, "length")
-    assert list(events) == [Accepted(5, (12,)), Accepted(6, (13, 14)), Finished("length")]
-
-
 def test_waiting_reader_gets_its_events_after_the_restart(
     server: EmbeddedRedis, user: Client
 ) -> None:
@@ -370,18 +351,6 @@ def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
             list(user.events(request))
         with pytest.raises(Unreachable):
             ask(user)
-
-
-def test_a_request_that_redis_did_not_keep_ends_its_reader(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    with user.follow() as followed:
-        followed.submit(sampling=SamplingParams(), **ASKED)
-        assert followed.next(0.01) == []
-        RedisConnection(server.url).call("FLUSHALL")
-        server.restart()
-        with pytest.raises(RankFailed, match="ended before the request was finished"):
-            followed.next(LONG_S)
 
 
 def test_idle_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:

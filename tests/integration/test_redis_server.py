@@ -7,7 +7,6 @@ import select
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -16,18 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import trustme
 
 import pipespec
 from pipespec.controller import embedded_redis as server_module
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis, find_redis
 from pipespec.controller.listen_address import free_port
-from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server, place
 from pipespec.controller.request_log import RequestLog
 from pipespec.errors import ConfigError, ControllerError, Unreachable
-from tests.helpers.log import accept, take
+from tests.helpers.redis_tls import redis_server
+from tests.helpers.waiting import until
 
 REPOSITORY = Path(pipespec.__file__).parent.parent
 
@@ -61,56 +59,45 @@ def test_the_server_is_private_and_leaves_nothing() -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_server_and_folder_go_with_a_parent_that_is_killed(hangs: bool) -> None:
+@pytest.mark.parametrize(("addresses", "hangs"), [([], False), ([], True), (["127.0.0.2"], False)])
+def test_server_and_folder_go_with_a_parent_that_is_killed(
+    addresses: list[str], hangs: bool
+) -> None:
+    """And the proxy before a server without TLS, to which other hosts connect."""
     code = (
         "from pipespec.controller.embedded_redis import EmbeddedRedis\n"
-        "with EmbeddedRedis() as server:\n"
-        "    print(server.pid, server.url.partition('unix://')[2].partition('?')[0], flush=True)\n"
+        f"with EmbeddedRedis(addresses={addresses}) as server:\n"
+        "    path = server.url.partition('unix://')[2].partition('?')[0]\n"
+        "    print(path, server.pid, server.proxy_pid or '', flush=True)\n"
         "    input()\n"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-        text=True,
-    )
+    with redis_server(with_tls=False):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            text=True,
+        )
     assert parent.stdin
     assert parent.stdout
-    pid, path = parent.stdout.readline().split()
+    path, *pids = parent.stdout.readline().split()
+    assert len(pids) == 1 + len(addresses)
     with parent.stdin, parent.stdout:
-        child = os.pidfd_open(int(pid))
+        children = [os.pidfd_open(int(pid)) for pid in pids]
         if hangs:
-            os.kill(int(pid), signal.SIGSTOP)
+            os.kill(int(pids[0]), signal.SIGSTOP)
         parent.kill()
         parent.wait()
-        ended, _, _ = select.select([child], [], [], 10)
-        os.close(child)
-    assert ended
-    end = time.monotonic() + 10
-    while Path(path).parent.exists():
-        assert time.monotonic() < end, "its folder stays"
+        for child in children:
+            assert select.select([child], [], [], 10)[0]
+            os.close(child)
+    until(lambda: not Path(path).parent.exists(), 10)
 
 
 def test_ctrl_c_on_the_terminal_is_not_for_the_server() -> None:
     with EmbeddedRedis() as server:
         assert os.getpgid(server.pid) != os.getpgid(0)
-
-
-def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> None:
-    request = 0
-    for start in range(2):
-        with EmbeddedRedis(data=tmp_path / "data") as server:
-            epoch = epoch_control.begin_epoch(server.url, "n")
-            assert epoch == start + 1
-            with Controller(server.url, namespace="n", epoch=epoch, rank=0) as log:
-                if start == 0:
-                    request = log.enqueue(prompt=(1,), max_new_tokens=5)
-                    take(log)
-                    accept(log, request, 1, [7, 8])
-                assert log.tokens(request) == (7, 8)
-                assert log.request(request).max_new_tokens == 5
 
 
 def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
@@ -280,77 +267,9 @@ def test_the_key_that_tries_writes_is_removed() -> None:
         pipe.close()
 
 
-# TLS -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="module")
-def secure_port(loopback: EmbeddedRedis, authority: trustme.CA) -> Iterator[int]:
-    """A TLS endpoint in front of the server, as stunnel would be."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("localhost").configure_cert(context)
-    target = (LOOPBACK, loopback.port)
-
-    def copy(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass  # the other direction was closed first
-        finally:
-            sink.close()
-
-    def accept(listener: socket.socket) -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return  # the listener is closed: the test is over
-            try:
-                secure = context.wrap_socket(peer, server_side=True)
-            except OSError:
-                peer.close()  # the client does not speak TLS, or does not trust us
-                continue
-            plain = socket.create_connection(target)
-            for pair in ((secure, plain), (plain, secure)):
-                threading.Thread(target=copy, args=pair, daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, args=(listener,), daemon=True).start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_server_behind_tls_can_be_used(
-    loopback: EmbeddedRedis, authority: trustme.CA, secure_port: int, tmp_path: Path
-) -> None:
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    password = loopback.url_at(LOOPBACK).partition("//:")[2].partition("@")[0]
-    url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
-    assert check_server(url)
-    epoch = epoch_control.begin_epoch(url, "tls")
-    with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
-        request = controller.enqueue(prompt=(1,), max_new_tokens=5)
-        accept(controller, request, 1, [7])
-        assert controller.tokens(request) == (7,)
-
-
-def test_certificate_of_an_unknown_authority_is_refused(secure_port: int) -> None:
-    with pytest.raises(Unreachable, match="certificate"):
-        check_server(f"rediss://:hidden@localhost:{secure_port}")
-
-
-def test_tls_and_plain_taken_for_each_other_are_said(
-    loopback: EmbeddedRedis, secure_port: int
-) -> None:
+def test_tls_to_a_server_without_it_is_said(loopback: EmbeddedRedis) -> None:
     with pytest.raises(Unreachable, match="use redis://"):
         check_server(loopback.url_at(LOOPBACK).replace("redis://", "rediss://"), timeout=1)
-    with pytest.raises(Unreachable, match="use rediss://"):
-        check_server(f"redis://:hidden@localhost:{secure_port}", timeout=1)
 
 
 # Files ---------------------------------------------------------------------------------------

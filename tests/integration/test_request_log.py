@@ -6,7 +6,6 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -15,23 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.batch_times import NO_TIMES
-from pipespec.controller import epoch_control, log_records, request_log
+from pipespec.controller import epoch_control, request_log
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.epoch_control import MAX_FAILED_CLUSTERS
-from pipespec.controller.log_records import CANCELLED, FAILED, Accepted, Event, Finished
+from pipespec.controller.log_records import FAILED, Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.request_log import RequestLog
-from pipespec.controller.task_graph import compute
 from pipespec.core import PromptLogprobs, Request, TokenLogprobs
 from pipespec.core import SamplingParams as Asked
 from pipespec.errors import ControllerError, StaleEpoch
 from tests.helpers.log import accept, head_of, take
-from tools.rig.log import client_of, events_of, reports_of
+from tools.rig.log import events_of, reports_of
 
-LONG_S = 30.0
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
 
@@ -47,30 +44,6 @@ def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
     pipe = RedisConnection(server.url)
     yield pipe
     pipe.close()
-
-
-def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) -> None:
-    ids = [head.enqueue(**{**ASKED, "max_new_tokens": n}) for n in (1, 2, 3)]
-    taken = [take(head) for _ in ids]
-    assert taken == [Request(id=i, **{**ASKED, "max_new_tokens": n + 1}) for n, i in enumerate(ids)]
-    assert head.request(ids[1]) == taken[1]
-    assert take(head, wait=False) is None
-
-
-def test_least_priority_is_taken_first_and_equal_ones_in_order_of_arrival(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
-    asked = [(5, -1), (0, 1), (5, 2), (-3, 3), (0, 4), (10**6, 5), (-(10**6), 6), (1, 7)]
-    ids = {n: head.enqueue(**ASKED, priority=priority) for priority, n in asked}
-    order = [ids[n] for _, n in sorted(asked)]
-    taken = head.next_requests(3, wait=False) or []
-    assert [request.id for request, _ in taken] == order[:3]
-    urgent = head.enqueue(**ASKED, priority=-1)  # before all that still wait
-    first = take(head)
-    assert first == Request(urgent, **ASKED, priority=-1)
-    with head_of(server, namespace) as successor:
-        again = successor.next_requests(99, wait=False) or []
-        assert [request.id for request, _ in again] == [*order[:1], order[1], urgent, *order[2:]]
 
 
 class Log:
@@ -322,23 +295,6 @@ def test_a_head_that_waits_learns_that_it_was_refused(head: Controller) -> None:
         finish_and_wait()
 
 
-def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
-    with client_of(server.url, namespace) as client, client.follow() as followed:
-        request = head.enqueue(**ASKED)
-        followed.add(request)
-        assert followed.next(0.01) == []
-        accept(head, request, 3, [10])
-        assert followed.next(LONG_S) == [(request, Accepted(3, (10,)))]
-        accept(head, request, 4, [11, 12])
-        assert followed.next(LONG_S) == [(request, Accepted(4, (11, 12)))]
-        head.finish(request, "length")
-        assert followed.next(LONG_S) == [(request, Finished("length"))]
-        assert len(followed) == 0
-    assert head.tokens(request) == (10, 11, 12)
-
-
 def test_readers_hear_what_the_first_token_took_if_the_head_knows(
     head: Controller, events: Callable[[int], list[Event]]
 ) -> None:
@@ -477,16 +433,6 @@ def perform(head: Controller, write: Callable[[], object]) -> None:
     head.tokens(0)  # which waits for Redis
 
 
-def test_tokens_that_cannot_follow_are_refused(head: Controller) -> None:
-    request = head.enqueue(**ASKED)
-    with pytest.raises(ControllerError, match="has 3 tokens, and none can be accepted at 5"):
-        perform(head, lambda: accept(head, request, 5, [1]))
-    head.finish(request, "stop")
-    with pytest.raises(ControllerError, match=r"finished \(stop\)"):
-        perform(head, lambda: accept(head, request, 3, [1]))
-    assert head.tokens(request) == ()
-
-
 def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller) -> None:
     first, second, over = (head.enqueue(**ASKED) for _ in range(3))
     head.finish(over, "stop")
@@ -533,6 +479,17 @@ def test_what_a_stale_epoch_writes_is_refused(
         with pytest.raises(StaleEpoch):
             perform(head, write)
     assert head.tokens(request) == ()
+
+
+def test_statistics_of_a_stale_epoch_are_refused(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
+    with head_of(server, namespace):
+        with pytest.raises(StaleEpoch), head:
+            head.publish_statistics({"running": 2}, {"steps": 7})
+        found = read_status(server.url, namespace)
+        assert found is not None
+        assert found.totals == {}
 
 
 def test_a_closed_queue_ends_when_it_is_empty(
@@ -582,35 +539,6 @@ def test_what_is_counted_adds_up_over_epochs(
     assert seen().totals == before + Counter({"steps": 2, "hits/2": 1})
 
 
-def test_writes_of_an_ended_epoch_are_refused(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
-    with head_of(server, namespace):
-        with pytest.raises(StaleEpoch), head:
-            head.publish_statistics({"running": 2}, {"steps": 7})
-        found = read_status(server.url, namespace)
-        assert found is not None
-        assert found.totals == {}
-
-
-def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
-    first, second, third, fourth = (head.enqueue(**ASKED) for _ in range(4))
-    for _ in range(3):
-        take(head)
-    accept(head, second, 3, [10, 11])
-    head.finish(first, "stop")
-    head.tokens(second)
-    with head_of(server, namespace) as successor:
-        order = [take(successor) for _ in range(3)]
-        assert [request.id for request in order if request] == [second, third, fourth]
-        assert successor.tokens(second) == (10, 11)
-        assert take(successor, wait=False) is None
-        accept(successor, second, 5, [12])
-        assert successor.tokens(second) == (10, 11, 12)
-
-
 def test_requests_come_with_what_an_earlier_epoch_has_decided(
     server: EmbeddedRedis, head: Controller, pipe: RedisConnection, namespace: str
 ) -> None:
@@ -627,43 +555,6 @@ def test_requests_come_with_what_an_earlier_epoch_has_decided(
         # Only of those with an answer the tokens are looked up.
         assert commands(pipe, "evalsha") == asked + 1
         assert commands(pipe, "xrange") == looked_up + 2
-
-
-def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
-    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
-    head.finish(first, "cancelled")
-    taken = take(head)
-    assert taken is not None
-    assert taken.id == second
-
-
-def test_a_request_cancelled_in_the_queue_ends_at_once(
-    head: Controller, events: Callable[[int], list[Event]]
-) -> None:
-    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
-    head.cancel(first)
-    assert events(first) == [Finished("cancelled")]
-    taken = take(head)
-    assert taken is not None
-    assert taken.id == second
-    head.finish(second, "stop")
-    head.cancel(second)  # too late
-    assert events(second) == [Finished("stop")]
-
-
-def test_the_head_hears_of_a_request_that_is_cancelled(
-    server: EmbeddedRedis, head: Controller, namespace: str, events: Callable[[int], list[Event]]
-) -> None:
-    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
-    take(head)
-    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
-        user.cancel(first)
-    while not head.cancelled(first):
-        assert head.poll(compute(0, 0), timeout=0.01) is None
-    assert not head.cancelled(second)
-    accept(head, first, 3, [10])  # what was on its way is accepted still
-    head.finish(first, CANCELLED)
-    assert events(first) == [Accepted(3, (10,)), Finished("cancelled")]
 
 
 def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
@@ -727,29 +618,3 @@ def test_every_rank_reports(server: EmbeddedRedis, head: Controller, namespace: 
         }
     with pytest.raises(ControllerError, match=r"2 of 3 ranks \(\[0, 1\]\)"):
         reports_of(server.url, namespace, request, count=3, timeout=0.01)
-
-
-def test_fields_added_to_a_request_travel(
-    head: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request of a later release, with sampling parameters."""
-    monkeypatch.setattr(request_log, "Request", Later)
-    monkeypatch.setattr(log_records, "Request", Later)
-    sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
-    request = head.enqueue(prompt=(1,), sampling=sampling)
-    assert take(head) == Later(request, (1,), sampling, None)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float
-    penalties: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Later:
-    id: int
-    prompt: tuple[int, ...]
-    sampling: Sampling | None = None
-    seed: int | None = None
-    priority: int = 0

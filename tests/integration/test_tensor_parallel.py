@@ -19,11 +19,8 @@ from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
 from pipespec.instruments.bench.comparison import composed
 from pipespec.system.folders import resource_dir
-from pipespec.system.network_interfaces import LOOPBACK
-from tests.helpers.listening import assert_private, listening, visit
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
-from tools.rig import packing
 from tools.rig.cluster import reference
 
 TOKENS = 24
@@ -41,9 +38,6 @@ DEVICES = "[[cpu, cpu], [cpu, cpu], cpu, [cpu, cpu]]"
 HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]\ndraft: box/0"
 WORKERS = [f"box/{number}" for number in range(7)]
 OF_THE_DRAFT, FOLLOWER, LEADER = WORKERS[1], WORKERS[3], WORKERS[5]
-# Of the quantised target: the head, and two stages.
-UNEQUAL = "[cpu, [cpu, cpu, cpu], [cpu, cpu]]"
-UNEQUAL_WORKERS = [f"box/{number}" for number in range(6)]
 SETTINGS = (
     "cluster.patience_s=600",
     "model.dtype=float32",
@@ -121,21 +115,6 @@ def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     assert answers(cluster, prompts, way) == expected
 
 
-@pytest.mark.long
-def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, expected, tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("being another user needs root")
-    members = pids(cluster)
-    seen = {each for each in listening(members.values()) if each.kind == "tcp"}
-    assert {each.pid for each in seen} >= {members[FOLLOWER], members[LEADER]}
-    assert_private(seen, {LOOPBACK})
-    for said in visit(seen, tmp_path / "ruined").values():
-        assert set(said) <= {"", "TimeoutError", "ConnectionResetError"}
-    assert not (tmp_path / "ruined").exists()
-    assert answers(cluster, prompts[:1]) == expected[:1]
-    assert pids(cluster) == members
-
-
 @pytest.mark.parametrize(
     ("worker", "how"),
     [
@@ -168,42 +147,3 @@ def assert_survives(
     others = {name: pid for name, pid in before.items() if name != worker}
     assert others.items() <= pids(cluster, workers).items(), "the others keep their weights"
     assert answers(cluster, prompts[:1]) == expected[:1]
-
-
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("quantised")
-    target = folder / "target"
-    packing.pack(resource_dir("demo") / "target", target, folder / "plain", packing.KINDS["awq"])
-    file = folder / "box.yaml"
-    file.write_text(HOSTS.replace(DEVICES, UNEQUAL))
-    settings = [each for each in SETTINGS if not each.startswith("model.dtype")]
-    overrides = (f"cluster={file}", f"model.target={target}", "model.dtype=bfloat16", *settings)
-    with running(decide(composed(overrides, WAYS))) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def of_quantised(quantised: Running, prompts: list[list[int]]) -> list[list[int]]:
-    """The answers of the quantised target, without draft tokens."""
-    return answers(quantised, prompts, "policy=root")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-def test_members_share_a_quantised_target(quantised, prompts, of_quantised, way):
-    """In four bits, by groups of which one of three members has more; one text for all policies."""
-    assert quantised.cluster.deployment.weight_format(quantised.cluster.deployment.target) == "int4"
-    assert len({tuple(tokens) for tokens in of_quantised}) > len(prompts) // 2
-    assert answers(quantised, prompts, way) == of_quantised
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("worker", "how"),
-    [(worker, how) for worker in UNEQUAL_WORKERS[1:] for how in (signal.SIGKILL, signal.SIGSTOP)],
-)
-def test_the_same_quantised_text_though_a_member_is_lost(
-    quantised, prompts, of_quantised, worker, how
-):
-    assert_survives(quantised, UNEQUAL_WORKERS, prompts, of_quantised, worker, how)

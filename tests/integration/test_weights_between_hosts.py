@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import signal
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipespec.cluster.deployment import decide
 from pipespec.cluster.weight_distribution import OnProgress, distribute_weights
 from pipespec.config.compose import compose
 from pipespec.engine.checkpoint_parts.parts_file import PartsFile, ranges_of
-from pipespec.errors import HostFailed
 from tests.helpers.models import build
 from tools.rig import testbed
 from tools.rig.testbed import Testbed
-from tools.rig.weight_hosts import CACHE, Carried, WeightHosts
+from tools.rig.weight_hosts import Carried, WeightHosts
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 # Headers of packets and of TLS, and what is asked.
@@ -172,68 +165,3 @@ def test_bytes_pass_through_the_launcher_where_a_link_is_cut(hosts: Hosts) -> No
     right = right_hashes(hosts.model)
     for each in "bcd":
         assert hosts.hashes(each).items() <= right.items()
-
-
-def memory(process: int, name: str) -> int:
-    """Bytes that the kernel states for a process: VmRSS now, VmHWM at most."""
-    (line,) = re.findall(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
-    return int(line) * 1024
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [{"hidden_size": 1024, "intermediate_size": 2816}], indirect=True)
-def test_sending_and_getting_weights_takes_little_memory(hosts: Hosts) -> None:
-    before, most, own = dict[int, int](), dict[int, int](), os.getpid()
-
-    def note(host: str, done: int, total: int) -> None:
-        (process,) = [
-            each.pid
-            for each in processes_of(hosts.hosts.cache(host))
-            if "pipespec.cluster.weight_host" in each.cmdline()
-        ]
-        before.setdefault(process, memory(process, "VmRSS"))
-        before.setdefault(own, memory(own, "VmRSS"))
-        most[own] = max(most.get(own, 0), memory(own, "VmRSS"))
-        if done == total:
-            most[process] = memory(process, "VmHWM")
-
-    fetched, _ = hosts.distribute(on_progress=note)
-    assert min(fetched.values()) > 80 * 2**20
-    assert len(most) == 4
-    for process, size in most.items():
-        assert size - before[process] <= 64 * 2**20
-
-
-def processes_of(cache: Path) -> list[psutil.Process]:
-    """The processes of a host, which its cache identifies."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if each.environ().get(CACHE) == str(cache):
-                found.append(each)
-    return found
-
-
-@pytest.mark.long
-def test_a_host_that_is_killed_while_others_read_from_it_is_named(hosts: Hosts) -> None:
-    hosts.distribute()
-    shutil.rmtree(hosts.hosts.cache("c"))
-    children: list[psutil.Process] = []
-    once = threading.Lock()
-
-    def kill(host: str, done: int, _total: int) -> None:
-        if host == "c" and done > 0 and once.acquire(blocking=False):
-            for each in "bcd":
-                children.extend(processes_of(hosts.hosts.cache(each)))
-            for process in processes_of(hosts.hosts.cache("b")):
-                with suppress(psutil.NoSuchProcess):
-                    os.kill(process.pid, signal.SIGKILL)
-
-    with pytest.raises(HostFailed, match=r"^b: pipespec.cluster.weight_host ended with signal 9"):
-        hosts.distribute("a", "c", "b", "d", on_progress=kill)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
-    assert hosts.sentences == []
-    # The next start goes on.
-    hosts.distribute("a", "c", "b", "d")
-    assert "model.layers.3.mlp.up_proj.weight" in hosts.hashes("c")

@@ -20,13 +20,6 @@ import pytest
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """\
-from pipespec import LLM, SamplingParams
-
-with LLM(stages=1) as llm:
-    (output,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=4))
-    print(len(output.outputs[0].token_ids))
-"""
 PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
@@ -135,35 +128,6 @@ def test_check(installed: Installed) -> None:
     done = installed.run("pipespec", "check", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"] is True
-
-
-@pytest.mark.long  # as it serves
-def test_it_decodes_with_the_demo_pair(installed: Installed) -> None:
-    done = installed.run(
-        "pipespec",
-        "generate",
-        "--json",
-        "--prompt",
-        "Once upon a time",
-        "cluster.stages=2",
-        "decode.max_new_tokens=12",
-        "decode.ignore_eos=true",
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert (result["completion_tokens"], len(result["token_ids"])) == (12, 12)
-    assert result["finish_reason"] == "length"
-    assert result["text"]
-    assert list(installed.elsewhere.iterdir()) == [], "a run leaves no file behind"
-
-
-@pytest.mark.long
-def test_it_decodes_from_python(installed: Installed) -> None:
-    (installed.elsewhere / "decode.py").write_text(SCRIPT)
-    done = installed.run("python", "decode.py")
-    (installed.elsewhere / "decode.py").unlink()
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == 4
 
 
 @pytest.mark.long

@@ -9,8 +9,7 @@ then it is lost silently, as with a cable that was pulled.
 Packets are read with their offload headers (virtio_net_hdr), so that TCP hands over up to
 64 KiB at once and a relay in Python forwards gigabits. Neither checksums nor segments are computed.
 
-Standard input: JSON lines {"cut": [i, j]}, {"mend": [i, j]} and {"alter": [i, j]}, which flips a
-bit in the next message that gloo sends from host i to host j; each is answered by a line when it
+Standard input: JSON lines {"cut": [i, j]} and {"mend": [i, j]}; each is answered by a line when it
 has taken effect, and the next may be sent only then. At the end of standard input the relay
 removes the namespaces with everything that runs in them, and the folder; so nothing outlives
 a test that was killed.
@@ -52,9 +51,6 @@ OFFLOADS = 0x1 | 0x2  # checksum and TCP segmentation, IPv4
 HEADER = 10  # bytes of a virtio_net_hdr
 DESTINATION = slice(HEADER + 16, HEADER + 20)  # within the IPv4 header that follows
 NETWORK = bytes((10, 77, 0))
-TCP = 6
-GLOO_HEADER = 48  # bytes before the payload of a message, of which 8..16 say what it is
-A_PAYLOAD = 1
 LONGEST = HEADER + 65535
 PER_TURN = 64  # packets read from one device before the others have their turn
 LOST = (errno.EIO, errno.EAGAIN, errno.ENOBUFS)  # the device is down, or out of buffers
@@ -123,23 +119,6 @@ def remove(namespaces: Sequence[str]) -> None:
         subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
 
-def alter(packet: bytes) -> bytes | None:
-    """The packet with a bit of its payload flipped, if it is one with a message of gloo's.
-
-    TCP does not notice: the sender left the checksum to a device that does not compute it.
-    """
-    internet = (packet[HEADER] & 15) * 4
-    if packet[HEADER + 9] != TCP:
-        return None
-    payload = HEADER + internet + (packet[HEADER + internet + 12] >> 4) * 4
-    kind = packet[payload + 8 : payload + 16]
-    if len(packet) - payload <= GLOO_HEADER or kind != A_PAYLOAD.to_bytes(8, "little"):
-        return None
-    changed = bytearray(packet)
-    changed[payload + (len(packet) - payload + GLOO_HEADER) // 2] ^= 1
-    return bytes(changed)
-
-
 class Relay:
     """Carries packets between TUN devices; every packet takes `delay` seconds."""
 
@@ -148,7 +127,6 @@ class Relay:
         self.delay = delay
         self.under_way: deque[tuple[float, int, int, bytes]] = deque()  # due, from, to, packet
         self.cut: set[frozenset[int]] = set()
-        self.to_alter: set[tuple[int, int]] = set()
 
     def run(self) -> None:
         """Until standard input ends."""
@@ -178,9 +156,6 @@ class Relay:
             if packet[HEADER] >> 4 != 4 or packet[DESTINATION][:3] != NETWORK:
                 continue
             to = packet[DESTINATION][3] - 1
-            if (source, to) in self.to_alter and (altered := alter(packet)) is not None:
-                self.to_alter.remove((source, to))
-                packet = altered
             if to != source and 0 <= to < len(self.devices):
                 self.under_way.append((time.monotonic() + self.delay, source, to, packet))
 
@@ -202,10 +177,7 @@ class Relay:
         if not line:
             return False
         for verb, link in json.loads(line).items():
-            if verb == "alter":
-                self.to_alter.add(tuple(link))
-            else:
-                (self.cut.add if verb == "cut" else self.cut.discard)(frozenset(link))
+            (self.cut.add if verb == "cut" else self.cut.discard)(frozenset(link))
         print("done", flush=True)
         return True
 

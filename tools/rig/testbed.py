@@ -42,7 +42,6 @@ from tools.rig import relay, sshd
 
 BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
 QUEUE = 32 << 20  # bytes that may wait for the rate
-ETH_P_ALL = 3
 ECHO_REQUEST = 8  # ICMP
 
 _serial = itertools.count()
@@ -141,10 +140,6 @@ class Testbed:
         """The link between the two hosts carries packets again."""
         self._ask("mend", a, b)
 
-    def alter(self, a: str, b: str) -> None:
-        """A bit is flipped in the next message that gloo sends from a to b."""
-        self._ask("alter", a, b)
-
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts a program inside the host; the options are those of `subprocess.Popen`.
 
@@ -190,15 +185,6 @@ class Testbed:
         return relay.inside(
             self.namespaces[host], lambda: socket.socket(socket.AF_INET, kind, protocol)
         )
-
-    def capture(self, host: str) -> socket.socket:
-        """A socket that receives every IP packet that leaves or reaches the host."""
-        kind, every = socket.SOCK_DGRAM, socket.htons(ETH_P_ALL)
-        open_socket = lambda: socket.socket(socket.AF_PACKET, kind, every)  # noqa: E731
-        found = relay.inside(self.namespaces[host], open_socket)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, QUEUE)
-        found.bind((relay.DEVICE, ETH_P_ALL))
-        return found
 
     def hosts_file(
         self, devices: int | Mapping[str, int] = 1, file: str = "hosts.yaml", **settings: Any

@@ -45,8 +45,6 @@ POLICIES = [*small_policies(width=8), Level(2, 2, 2)]
 
 
 OTHER = "policy=other"
-# Times that every row adds as much to as the first.
-LINEAR = TimeCurve(((1, 20.0), (64, 1280.0)))
 
 
 def name(policy: SpeculationPolicy) -> str:
@@ -264,39 +262,6 @@ def test_prompts_of_several_requests_share_a_step_and_take_turns():
     assert ends[0] == 3
 
 
-def test_long_prompt_does_not_slow_down_a_running_answer():
-    """A stage takes 10 ms, and half a millisecond for every row."""
-
-    def gaps(prompt: int) -> tuple[list[float], int]:
-        """The times of the steps in which the answer runs, and how many of them the prompt
-        takes that comes in the midst of it."""
-        on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 256, 9000, 2, 256))
-        on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
-        stages, times, in_flight = Stages(), [], [0] * NUM_STEPS
-        read = 0
-        for step in range(900):
-            if step == 100 and prompt:
-                on.add(Request(1, tuple(range(prompt)), 9), lambda token: False, 0)
-            list(on.admit())
-            on.begin_step()
-            answer = on.sequences[0]
-            if stages.has_passed(0, answer.context.nodes[-1], step):
-                on.apply(Verdict(0, len(answer.context.tokens), (1,)), now=0)
-            ms = 10 + 0.5 * max(in_flight)
-            on.end_verdicts(0.0, ms)
-            batch = on.next_batch(ms)
-            in_flight = [*in_flight[1:], len(batch)]
-            stages.take(batch.rows, step)
-            on.end_step(ms)
-            times.append(ms)
-            read += bool((batch.rows[:, SEQUENCE] == 1).any())
-        return times, read
-
-    times, read = gaps(1000)
-    assert max(times) <= 2 * float(np.median(gaps(0)[0]))
-    assert read <= 160, "and the prompt is read as fast as that allows"
-
-
 @pytest.mark.parametrize("policy", [Root(), BestFirst(16, 8)], ids=name)
 def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
     policy: SpeculationPolicy,
@@ -364,31 +329,6 @@ def test_a_step_starts_as_many_requests_as_their_parameters_fit_into_a_batch():
     assert 10 < fit < 20 and sizes == [fit, 20 - fit, 0, 0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "policy", [pytest.param(Level(64, 16), marks=pytest.mark.long), BestFirst(64, 16)], ids=name
-)
-def test_speedup_by_draft_tokens_falls_with_load_but_stays_above_one(policy: SpeculationPolicy):
-    """Eight stages, SpecPipe's 1B draft: throughput as a multiple of batched plain decoding."""
-    machine = Machine((TimeCurve(((1, 37.8),)),) * 8)
-    accuracy = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
-
-    def throughput(policy: SpeculationPolicy, requests: int, tokens: int) -> float:
-        found = simulate(
-            policy,
-            machine,
-            accuracy,
-            rounds=2,
-            num_tokens=tokens,
-            num_requests=requests,
-            max_rows=64,
-        )
-        return found.tokens / found.ms
-
-    gains = [throughput(policy, n, 400) / throughput(Root(), n, 200 + 4 * n) for n in (1, 8, 64)]
-    assert gains[0] > gains[1] > gains[2] > (3.0 if isinstance(policy, BestFirst) else 2.4)
-
-
 POOR = Accuracy({1: 0.3, 32: 0.7}, 0.5)
 
 
@@ -400,29 +340,7 @@ def simulated(policy: SpeculationPolicy, machine: Machine, requests: int) -> flo
     return found.tokens / found.ms
 
 
-@pytest.mark.parametrize("requests", [1, 4])
-def test_measured_row_cost_keeps_poor_draft_tokens_from_slowing_down(requests: int):
-    """64 rows take three times as long as one."""
-    machine = Machine((TimeCurve(((1, 20.0), (64, 60.0))),) * 8, draft_ms=10.0)
-    measured, stated = BestFirst(64, 8), BestFirst(64, 8, row_cost=0.0001)
-    plain = simulated(Root(), machine, requests)
-    assert simulated(measured, machine, requests) > plain > simulated(stated, machine, requests)
-
-
 def test_hardly_any_draft_token_is_fed_where_every_row_takes_as_long_as_the_first():
     machine = Machine((TimeCurve(((1, 37.8), (2, 75.6))),) * 8)
     measured, stated = BestFirst(64, 8), BestFirst(64, 8, row_cost=0.0001)
     assert simulated(measured, machine, 4) > 5 * simulated(stated, machine, 4)
-
-
-@pytest.mark.parametrize("requests", [32, pytest.param(128, marks=pytest.mark.long)])
-def test_with_many_requests_on_dear_rows_the_default_is_about_as_fast_as_plain_decoding(
-    requests: int,
-) -> None:
-    """Single large batches of the roots that waited would delay every stage."""
-    machine = Machine((LINEAR,) * 8, draft_ms=17.0)
-    accuracy = Accuracy({1: 0.74, 32: 0.99}, 0.8)
-    made = simulate(
-        BestFirst(), machine, accuracy, rounds=1, num_tokens=60 * requests, num_requests=requests
-    )
-    assert made.tbt_ms < 20.0 * 1.06

@@ -148,17 +148,6 @@ def test_requests_of_different_salts_share_nothing_at_the_stages_or_at_the_draft
         assert toy.draft.runner.model.rows - drafted < len(PREFIX)
 
 
-def test_concurrent_requests_share_only_with_their_own_salt():
-    toy = pipeline(num_slots=400)
-    sent = run(toy, [Request(i, PREFIX, 4, cache_salt=str(i % 2)) for i in range(4)])
-    opened = [opening for batch in sent for opening in batch.started]
-    request = {opening.sequence: opening.request for opening in opened}
-    sharers = [opening for opening in opened if opening.shared_len]
-    assert len(sharers) == 2, "one of each salt reads the prompt, the other waits for it"
-    for opening in sharers:
-        assert request[opening.parent] % 2 == opening.request % 2
-
-
 def test_text_of_one_salt_does_not_replace_a_prefix_of_another_salt():
     toy = pipeline(num_slots=400)
     run(toy, [Request(0, PREFIX[:30], 4, cache_salt="a"), Request(1, PREFIX, 4, cache_salt="b")])
@@ -201,14 +190,6 @@ def test_least_recently_used_text_is_freed_first_and_only_as_far_as_needed():
     before = toy.rows_read
     run(toy, [Request(4, prompt(1, 40), 4)])
     assert toy.rows_read == before + 1
-
-
-def test_at_most_max_retained_texts_are_retained():
-    toy = pipeline(max_retained=2, num_slots=2000)
-    run(toy, [Request(i, prompt(i, 20), 2) for i in range(5)])
-    assert len(toy.scheduler.admission.cache.retained_texts) == 2
-    run(toy, [Request(9, prompt(4, 20), 2)])
-    assert toy.rows_read == 5 * 20 + 1
 
 
 # --- requests at the same time ----------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,21 +22,11 @@ from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan import simulated_pipeline
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
-from pipespec.instruments.plan.simulation import simulate
 
 STEP_MS, STEPS = 10.0, 50
 FLAT = TimeCurve(((1, STEP_MS), (64, 1.1 * STEP_MS)))
 ACCURACY = Accuracy({1: 0.74, 32: 0.99}, 0.8)
 ROOT_ALONE = np.ones(1)
-
-
-@dataclass(frozen=True)
-class NeverDelays(BestFirst):
-    """The same policy without such rounds."""
-
-    @property
-    def refills(self) -> bool:
-        return False
 
 
 def state(num_stages: int = 1, target_rows: int = 8, **more: object) -> PipelineState:
@@ -190,30 +180,6 @@ def mean_rounds(pipeline: SimulatedPipeline, condition: Callable[[], bool]) -> f
         pipeline.step()
         rounds.append(pipeline.rounds)
     return sum(rounds) / len(rounds)
-
-
-def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
-    machine = Machine((FLAT,) * num_stages, draft_ms=draft_ms)
-    runs = [
-        simulate(policy, machine, ACCURACY, rounds="auto", num_tokens=700, seed=seed)
-        for seed in (1, 2)
-    ]
-    return sum(run.ms for run in runs) / sum(run.tokens for run in runs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_stages", "gain"), [(1, 1.01), pytest.param(2, 1.02, marks=pytest.mark.long)]
-)
-def test_short_pipelines_decode_faster_with_rounds_that_delay(num_stages: int, gain: float):
-    with_them = ms_per_token(BestFirst(), num_stages, draft_ms=1.0)
-    assert ms_per_token(NeverDelays(), num_stages, draft_ms=1.0) > gain * with_them
-
-
-@pytest.mark.long
-def test_a_draft_slower_than_a_stage_delays_nothing():
-    with_them = ms_per_token(BestFirst(), 8, draft_ms=1.2 * STEP_MS)
-    assert ms_per_token(NeverDelays(), 8, draft_ms=1.2 * STEP_MS) == pytest.approx(with_them, 0.02)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

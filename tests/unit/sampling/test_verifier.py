@@ -149,10 +149,6 @@ def test_rejected_draft_token_ends_the_path_and_does_not_count_for_penalties():
     assert mine.length == len(PROMPT) + 2
 
 
-def test_batch_without_the_tip_decides_no_token():
-    assert decided(verifier(temperature=1.0), 99, *chain(3), torch.zeros(2, VOCAB)) == ([], [])
-
-
 # --- the lossy rules --------------------------------------------------------------------------
 
 # Of probability .47, .43, .06, .03, .00, .00.

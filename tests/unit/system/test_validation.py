@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -133,60 +132,6 @@ def test_hosts_files(
         assert why in refused(capsys, *argv)
 
 
-SIZES = {
-    "dtype": "float32",
-    "layer_bytes": [1, 1],
-    "embedding_bytes": 1,
-    "head_bytes": 1,
-    "tied": False,
-    "hidden_size": 4,
-    "context": 64,
-}
-
-
-@pytest.mark.parametrize(
-    "figure",
-    [
-        {"rows": "8"},
-        {"quantization": [None]},
-        {"members": {"a/0": {"model": "x"}}},
-        {"members": {"a/0": {"model": "x", "memory_bytes": -1}}},
-        {"members": {"a/0": {"model": "x", "memory_bytes": float("inf")}}},
-        {"links": [{"source": "a", "to": "b", "rtt_ms": 1, "gbit_s": 0}]},
-        {"target": {}},
-        {"target": SIZES | {"kinds": [0, 3]}},
-        {"target": SIZES | {"kinds": [0]}},
-        {"target": 10**30},
-        {"rows": 10**30},
-    ],
-)
-def test_figures_of_wrong_types(
-    figure: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times = {"layer_ms": 1, "head_ms": 1, "embedding_ms": 1, "kv_slot_bytes": 1}
-    times |= {"kind_ms": [1, 2]}
-    device = {"model": "x", "memory_bytes": 2**40, "stage": times}
-    figures = {
-        "rows": 8,
-        "length": 8,
-        "dtype": "float32",
-        "quantization": [None, None],
-        "target": SIZES | {"kinds": [1, 0]},
-        "draft": None,
-        "members": {"a/0": device, "a/1": device},
-        "links": [],
-    }
-    file, hosts_file = tmp_path / "figures.json", tmp_path / "two.yaml"
-    hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
-    settings = ["policy.width=8", "proposer=suffix", "model.draft=null"]
-    argv = ["partition", "--measured", str(file), str(hosts_file), *settings]
-    file.write_text(json.dumps({"figures": figures}))
-    assert main(argv) == 0
-    capsys.readouterr()
-    file.write_text(json.dumps({"figures": figures | figure}))
-    assert "measure again" in refused(capsys, *argv)
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -194,9 +139,9 @@ def test_figures_of_wrong_types(
         ["bench", "--concurrency", DIGITS],
         ["bench", f"request_rate={DIGITS}"],
         ["plan", "--tokens", DIGITS],
-        ["plan", "--widths", f"8,{DIGITS}"],
-        ["plan", "--curve", f"{DIGITS}:0.5"],
-        ["plan", "--stage-ms", f"{DIGITS}:5"],
+        ["plan", f"policy.width=8,{DIGITS}"],
+        ["plan", f"curve={DIGITS}:0.5"],
+        ["plan", f"stage_ms={DIGITS}:5"],
         ["generate", "--prompt", "a", f"policy.width={DIGITS}"],
         ["generate", "--prompt", "a", f"cluster.patience_s={'9' * 400}"],
         ["generate", "--prompt", "a", f"cluster.devices=[cuda:{DIGITS}]"],

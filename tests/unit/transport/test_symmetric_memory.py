@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.tensor_parallel import sum_parts
-from pipespec.transport import symmetric_memory
 from pipespec.transport.symmetric_memory import NUM_BYTES, PeerGather, peer_gather
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.members import together
@@ -124,21 +123,3 @@ def test_no_member_uses_memory_that_one_of_them_cannot_have(
     assert together(SIZE, member) == [None] * SIZE
     assert "not used: peer access is not supported" in caplog.text
     assert "not used: another member cannot" in caplog.text
-
-
-def test_writes_wait_until_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in sees that: without the first barrier it fails."""
-    shared = SharedMemory()
-
-    def gather(self: PeerGather, mine: Tensor) -> list[Tensor]:
-        self._memory.buffer(self._rank, mine.shape, mine.dtype).copy_(mine)
-        self._memory.barrier()
-        return [self._memory.buffer(each, mine.shape, mine.dtype) for each in range(SIZE)]
-
-    monkeypatch.setattr(symmetric_memory.PeerGather, "gather", gather)
-
-    def member(group: TPProcessGroup) -> object:
-        return made(MemberMemory(shared, group), group)
-
-    with pytest.raises(AssertionError, match="is written and read in phase"):
-        together(SIZE, member)

@@ -38,6 +38,7 @@ def partition(tmp_path: Path) -> Any:
         more: str = "",
         target: Mapping[str, Any] = NOTHING,
         draft: Mapping[str, Any] = NOTHING,
+        changed: Mapping[str, Any] = NOTHING,
     ) -> int:
         host = f"{{name: a, address: 127.0.0.1, ssh: local, devices: {devices}}}"
         (tmp_path / "hosts.yaml").write_text(f"hosts: [{host}]\n{more}")
@@ -52,7 +53,10 @@ def partition(tmp_path: Path) -> Any:
             "links": [],
             "members": {f"a/{i}": device | each for i, each in enumerate(of_devices)},
         }
-        (tmp_path / "figures.json").write_text(json.dumps({"figures": figures}))
+        for member in figures["members"].values():
+            if member["sum_ms"] is None:
+                del member["sum_ms"]
+        (tmp_path / "figures.json").write_text(json.dumps({"figures": {**figures, **changed}}))
         files = [str(tmp_path / "hosts.yaml"), "--measured", str(tmp_path / "figures.json")]
         return main(["partition", *files, "policy.width=8", *arguments])
 
@@ -138,3 +142,52 @@ def test_models_that_cannot_be_divided_get_no_group(
     said = capsys.readouterr().out
     assert ("cannot compute the target" in said) == bool(target)
     assert ("the draft together" in said) == bool(draft)
+
+
+@pytest.mark.parametrize(
+    ("of_devices", "more", "settings", "said"),
+    [
+        ([BOTH] * 2, "draft: a/1", [], "says already (draft)"),
+        ([BOTH] * 3, "", ["policy.width=9"], "rows a batch, but 9"),
+        ([BOTH | {"sum_ms": None}] * 3, "", [], "measured without --groups"),
+    ],
+)
+def test_divisions_that_cannot_be_planned_are_refused(
+    of_devices: list[dict[str, Any]],
+    more: str,
+    settings: list[str],
+    said: str,
+    partition: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = {"devices": f"[{', '.join(['cpu'] * len(of_devices))}]", "of_devices": of_devices}
+    assert partition("--groups", "--tokens", "20", *settings, **asked, more=more) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": "8"},
+        {"rows": 10**30},
+        {"quantization": [None]},
+        {"members": {"a/0": {"model": "x"}}},
+        {"members": {"a/0": {"model": "x", "memory_bytes": -1}}},
+        {"members": {"a/0": {"model": "x", "memory_bytes": float("inf")}}},
+        {"links": [{"source": "a", "to": "b", "rtt_ms": 1, "gbit_s": 0}]},
+        {"target": {}},
+        {"target": 10**30},
+        {"target": SIZES | {"kinds": [0, 3, 0, 0]}},
+        {"target": SIZES | {"kinds": [0]}},
+    ],
+)
+def test_figures_of_wrong_types_are_refused(
+    changed: dict[str, Any], partition: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_each = BOTH | {"stage": STAGE | {"kind_ms": [1, 2]}}
+    asked = {"devices": "[cpu, cpu]", "of_devices": [of_each] * 2, "target": {"kinds": [1, 0] * 2}}
+    assert partition(**asked) == 0
+    capsys.readouterr()
+    assert partition(**asked, changed=changed) == 2
+    said = capsys.readouterr().err
+    assert "measure again" in said and said.count("\n") == 1

@@ -24,25 +24,15 @@ RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
 # Billions of parameters that their publishers state.
 BILLIONS = {
-    "meta-llama/Llama-3.1-8B": 8.03,
-    "meta-llama/Llama-3.1-70B": 70.6,
     "meta-llama/Llama-3.1-405B": 406,
     "meta-llama/Llama-3.2-1B": 1.24,
     "mistralai/Mistral-Nemo-2407": 12.2,
-    "mistralai/Mistral-Small-24B-2501": 23.6,
     "mistralai/Mistral-Large-2407": 123,
     "mistralai/Mixtral-8x7B-v0.1": 46.7,
-    "mistralai/Mixtral-8x22B-v0.1": 141,
-    "Qwen/Qwen2.5-0.5B": 0.49,
     "Qwen/Qwen2.5-7B": 7.61,
-    "Qwen/Qwen2.5-72B": 72.7,
-    "Qwen/Qwen3-8B": 8.2,
     "Qwen/Qwen3-32B": 32.8,
-    "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235,
-    "openai/gpt-oss-20b": 20.9,
     "openai/gpt-oss-120b": 117,
-    "google/gemma-2-9b": 9.24,
     "google/gemma-2-27b": 27.2,
     "microsoft/phi-4": 14.7,
 }
@@ -137,14 +127,9 @@ def test_tuned_versions_have_the_sizes_of_their_base():
 @pytest.mark.parametrize(
     ("tuned", "base"),
     [
-        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf"),
         ("meta-llama/Llama-2-70b-chat", "meta-llama/Llama-2-70b-hf"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x7B-v0.1"),
-        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mistralai/Mixtral-8x22B-v0.1"),
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-2407"),
-        ("mistralai/Mistral-Nemo-Base-2407", "mistralai/Mistral-Nemo-2407"),
-        ("mistralai/Mistral-Large-Instruct-2407", "mistralai/Mistral-Large-2407"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistralai/Mistral-Small-24B-2501"),
         ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B"),
         ("google/gemma-2-9b-it", "google/gemma-2-9b"),
