@@ -106,7 +106,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
         if select.missing_requirement(backend, device.type, select.dtype_name(of.dtype)):
             continue
         layers = range(1, of.stage.num_hidden_layers - 1)
-        how = {"dtype": of.dtype, "device": device, "attention": backend}
+        how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
         model = ModelSlice.random(of.stage, layers, num_slots=num_slots, **how)
         if model.attention != backend:
             found.setdefault("refused", []).extend(model.refused)
@@ -145,7 +145,7 @@ def time_draft(device: torch.device) -> dict[str, Any]:
     if select.missing_requirement(select.TRITON, device.type) is None:
         backend = select.TRITON
     layers = range(of.draft.num_hidden_layers)
-    how = {"dtype": of.dtype, "device": device, "attention": backend}
+    how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
     model = ModelSlice.random(of.draft, layers, num_slots=context + max(ROWS), **how)
     floor = model.num_weight_bytes / read_bytes_per_ms(device)
     found: dict[str, Any] = {"model": of.draft_name, "context": context, "floor_ms": floor}
