@@ -126,13 +126,15 @@ def continue_greedily(
 @dataclass(frozen=True)
 class OwnText:
     """A target's continuations of beginnings of a corpus: `rows` times `beginning` tokens of it and
-    a greedy continuation of `continuation`, so many rows at once."""
+    a greedy continuation of `continuation`, so many rows at once, of the first `vocabulary` tokens
+    of the vocabulary; None: of all."""
 
     rows: int
     beginning: int
     continuation: int
     at_once: int
     seed: int
+    vocabulary: int | None = None
 
     def pieces(
         self, target: PreTrainedModel, mix: Mix, folder: Path, name: str = ""
@@ -148,12 +150,12 @@ class OwnText:
                 rows = min(self.at_once, self.rows - self.at_once * piece)
                 heads = mix.windows(rng, rows, self.beginning).to(target.device)
                 with torch.autocast(target.device.type, torch.bfloat16):
-                    text = continue_greedily(target, heads, self.continuation).cpu().numpy()
-                written(path, lambda partial, text=text: save_array(partial, text))
+                    text = continue_greedily(target, heads, self.continuation, self.vocabulary)
+                written(path, lambda partial, text=text: save_array(partial, text.cpu()))
             found.append(np.load(path))
         return found
 
 
-def save_array(path: Path, array: np.ndarray) -> None:
+def save_array(path: Path, array: Tensor) -> None:
     with path.open("wb") as file:
-        np.save(file, array.astype(np.int32))
+        np.save(file, array.numpy().astype(np.int32))

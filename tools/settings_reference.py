@@ -1,13 +1,10 @@
 """Writes docs/settings.md from the dataclasses of settings and the files of conf/.
 
-python -m tools.settings_reference            # write it
-python -m tools.settings_reference --check    # exit with 1 if it is out of date
+python -m tools.settings_reference
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, fields
@@ -195,16 +192,5 @@ def listed(words: Iterable[str], last_word: str = "and") -> str:
     return f"{', '.join(rest)} {last_word} {last_one}" if rest else last_one
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(prog="settings_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
-    text = page()
-    if parser.parse_args().check:
-        return int(PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -20,28 +20,21 @@ from __future__ import annotations
 
 import argparse
 import string
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tools.distilling import continue_greedily, save_array
-from tools.training import Mix, key_of, model_folder, require_same, written
+from tools.distilling import OwnText
+from tools.training import Budget, Mix, console, model_folder, train
 
 HEAD_TOKENS = 64  # of a text that the target continues
-WARMUP_STEPS = 20
-DECAY_FRACTION = 0.5
 TOP_KS = (1, 4, 16)
-
-console = Console()
 
 
 @dataclass(frozen=True)
@@ -129,49 +122,7 @@ def read_text(folder: Path, tokenizer, window: int) -> list[np.ndarray]:
     return found
 
 
-def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, length: int) -> Tensor:
-    """Random windows `[rows, length]`, evenly of all streams."""
-    found = []
-    for _ in range(rows):
-        stream = streams[rng.integers(len(streams))]
-        start = rng.integers(len(stream) - length)
-        found.append(stream[start : start + length])
-    return torch.from_numpy(np.stack(found).astype(np.int64))
-
-
-def text_of(streams: list[np.ndarray], vocabulary: int, args) -> dict[str, Any]:
-    """What the target's text depends on."""
-    return {
-        "text": Mix.of(streams, [1.0] * len(streams)).digest(),
-        "target": str(model_folder(args.target)),
-        "vocabulary": vocabulary,
-        **{name: getattr(args, name) for name in ("seed", "length", "target_rows")},
-    }
-
-
-def target_text(
-    target: PreTrainedModel, streams: list[np.ndarray], vocabulary: int, args
-) -> Tensor:
-    """The target's continuations of beginnings of the text, `[rows, tokens]`, cached in a file."""
-    path = args.work / f"target_text_{key_of(text_of(streams, vocabulary, args))}.npy"
-    if not path.exists():
-        rng = np.random.default_rng([args.seed, 0])
-        pieces = []
-        for first in track(range(0, args.target_rows, 64), "target text", console=console):
-            heads = windows(streams, rng, min(64, args.target_rows - first), HEAD_TOKENS)
-            heads = heads.to(args.device)
-            pieces.append(continue_greedily(target, heads, args.length, vocabulary).cpu())
-        written(path, lambda partial: save_array(partial, torch.cat(pieces).numpy()))
-    return torch.from_numpy(np.load(path).astype(np.int64))
-
-
 # --- training ----------------------------------------------------------------------------------
-
-
-def learning_rate_scale(step: int, steps: int) -> float:
-    """Warmup, stable, then linear decay."""
-    decay = (steps - step) / max(1.0, steps * DECAY_FRACTION)
-    return min(1.0, (step + 1) / WARMUP_STEPS, decay)
 
 
 def shared_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> int:
@@ -179,66 +130,24 @@ def shared_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> int:
     return min(draft.config.pard_token, target.config.vocab_size)
 
 
-def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndarray], args) -> int:
-    """Train to `--steps`, from the last checkpoint on; returns the steps made."""
+def to_learn_from(
+    target: PreTrainedModel, draft: PreTrainedModel, args: argparse.Namespace
+) -> Callable[[Tensor, float], Tensor]:
+    """The loss of a draft on windows `[rows, length + 1]`, for `tools.training.train`; the places
+    of a step's masks are drawn by its progress."""
     vocabulary = shared_vocabulary(draft, target)
-    own = target_text(target, streams, vocabulary, args)
-    path = args.work / "draft.pt"
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
-    names = ("tokens", "retain", "least", "steps", "batch", "lr")
-    began_with = text_of(streams, vocabulary, args) | {name: getattr(args, name) for name in names}
-    began_with["draft"] = str(model_folder(args.draft))
-    first = 0
-    if path.exists():
-        state = torch.load(path, map_location=args.device)
-        require_same(path, state, began_with, "--work")
-        draft.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
 
-    def save(step: int) -> None:
-        state = {
-            "began_with": began_with,
-            "model": draft.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-        }
-        written(path, lambda partial: torch.save(state, partial))
-
-    draft.train()
-    recent: list[float] = []
-    started = time.monotonic()
-    for step in range(first, args.steps):
-        rng = np.random.default_rng([args.seed, 1, step])
-        half = args.batch // 2
-        ids = windows(streams, rng, args.batch - half, args.length)
-        rows = torch.from_numpy(rng.integers(len(own), size=half))
-        start = int(rng.integers(own.shape[1] - args.length + 1))
-        ids = torch.cat((ids, own[rows, start : start + args.length])).to(args.device)
+    def loss(ids: Tensor, progress: float) -> Tensor:
+        ids = ids[:, :-1]
+        rng = np.random.default_rng([args.seed, 1, round(progress * args.steps)])
         places = Places.drawn(args.length, args.tokens, args.retain, args.least, rng)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * learning_rate_scale(step, args.steps)
-        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
+        with torch.no_grad():
             logits = target(input_ids=ids, use_cache=False).logits[..., :vocabulary]
-            wanted = logits[:, places.positions]
-        with torch.autocast(args.device, torch.bfloat16):
-            logits = mask_logits(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
-        late = max(0.0, 2 * step / args.steps - 1)
-        loss = loss_of(logits.flatten(0, 1), wanted.flatten(0, 1), late)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        recent.append(loss.item())
-        if (step + 1) % args.log_every == 0:
-            seconds = (time.monotonic() - started) / (step + 1 - first)
-            console.print(
-                f"step {step + 1}/{args.steps} loss {np.mean(recent):.3f} {seconds:.2f} s a step"
-            )
-            recent.clear()
-            save(step + 1)
-    save(args.steps)
-    return args.steps
+        wanted = logits[:, places.positions]
+        logits = mask_logits(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
+        return loss_of(logits.flatten(0, 1), wanted.flatten(0, 1), max(0.0, 2 * progress - 1))
+
+    return loss
 
 
 # --- evaluation and export ---------------------------------------------------------------------
@@ -265,7 +174,7 @@ def agreement(draft: PreTrainedModel, target: PreTrainedModel, texts: Tensor, ar
     return hits / counts[:, None]
 
 
-def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> None:
+def write_card(draft: PreTrainedModel, shares: np.ndarray, args) -> None:
     template = string.Template(
         Path(__file__).with_name("pard_card.md.tmpl").read_text(encoding="utf-8")
     )
@@ -280,7 +189,7 @@ def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> 
         num_parameters=f"{draft.num_parameters() / 1e6:.2f} M",
         tokens=args.tokens,
         mask_token=draft.config.pard_token,
-        steps=f"{steps:,}",
+        steps=f"{args.steps:,}",
         batch=args.batch,
         length=args.length,
         retain=args.retain,
@@ -339,15 +248,40 @@ def main() -> None:
     draft.resize_token_embeddings(mask_token + 1)
     draft.config.pard_token, draft.config.pard_tokens = mask_token, args.tokens
     draft.to(args.device)
-    streams = read_text(args.text, tokenizer, max(HEAD_TOKENS, args.length))
-    steps = train(draft, target, streams, args)
+    streams = read_text(args.text, tokenizer, 1 + max(HEAD_TOKENS, args.length))
+    mix = Mix.of(streams, [1.0] * len(streams))
+    vocabulary = shared_vocabulary(draft, target)
+    own = OwnText(args.target_rows, HEAD_TOKENS, args.length, 64, args.seed, vocabulary)
+    pieces = own.pieces(target, mix, args.work, str(target_folder))
+    learnt = np.concatenate([piece.flatten() for piece in pieces])
+    batch_tokens = args.batch * args.length
+    budget = Budget(args.steps * batch_tokens, batch_tokens, ((0.0, args.length),), args.seed)
+    adam = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    made_of = {name: getattr(args, name) for name in ("retain", "least", "lr", "target_rows")}
+    train(
+        "draft",
+        draft,
+        mix.plus(learnt, 0.5),
+        budget,
+        args.work,
+        to_learn_from(target, draft, args),
+        checkpoint_every=args.log_every,
+        log_every=args.log_every,
+        optimizers=[adam],
+        made_of={
+            "target": str(target_folder),
+            "draft": str(draft_folder),
+            "masks": args.tokens,
+            **made_of,
+        },
+    )
     draft = export(draft, tokenizer, args).to(args.device)
     # Texts that were not learnt from: other beginnings, continued by the target.
-    rng = np.random.default_rng([args.seed, 2])
-    heads = windows(streams, rng, args.evaluated, HEAD_TOKENS).to(args.device)
-    vocabulary = shared_vocabulary(draft, target)
-    texts = continue_greedily(target, heads, args.length, vocabulary)[:, HEAD_TOKENS:]
-    write_card(draft, agreement(draft, target, texts, args), steps, args)
+    (args.work / "measured").mkdir(exist_ok=True)
+    unseen = replace(own, rows=args.evaluated, seed=args.seed + 1)
+    texts = np.concatenate(unseen.pieces(target, mix, args.work / "measured", str(target_folder)))
+    texts = torch.from_numpy(texts[:, HEAD_TOKENS:].astype(np.int64))
+    write_card(draft, agreement(draft, target, texts, args), args)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,16 +155,14 @@ def written(path: Path, write: Callable[[Path], None]) -> None:
     partial.replace(path)
 
 
-def require_same(
-    path: Path, state: Mapping[str, Any], began_with: Mapping[str, Any], option: str
-) -> None:
-    """End the program if a checkpoint was begun with anything else; `option`: of its folder."""
+def require_same(path: Path, state: Mapping[str, Any], began_with: Mapping[str, Any]) -> None:
+    """End the program if a checkpoint was begun with anything else."""
     before = state.get("began_with", {})
     differing = [key for key, value in began_with.items() if before.get(key) != value]
     if differing:
         raise SystemExit(
             f"{path} was begun with other {', '.join(differing)}; "
-            f"give what it was begun with, or another {option}."
+            "give what it was begun with, or another folder for checkpoints."
         )
 
 
@@ -179,6 +177,7 @@ def train(
     checkpoint_every: int,
     log_every: int,
     on_checkpoint: Callable[[int], None] = lambda step: None,
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
     made_of: Mapping[str, Any] | None = None,
 ) -> Cost:
     """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
@@ -186,15 +185,16 @@ def train(
     `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
     A checkpoint of another budget or other text, or of which `made_of` states something else, ends
     the program. `on_checkpoint` is called with the steps made when one is written.
+    `optimizers`: None: `optimizers_for` the model.
     """
     path = folder / f"{name}.pt"
     began_with = {**asdict(budget), "text": mix.digest(), **(made_of or {})}
-    optimizers = optimizers_for(model)
+    optimizers = optimizers_for(model) if optimizers is None else optimizers
     base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
     first, spent = 0, 0.0
     if path.exists():
         state = torch.load(path, map_location=model.device)
-        require_same(path, state, began_with, "--folder")
+        require_same(path, state, began_with)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -163,6 +163,17 @@ def named_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield move
 
 
+def table_of(title: str, *headings: str, left: int = 1) -> Table:
+    """A table with `left` columns that are aligned to the left, and others to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=0, title=title or None, title_justify="left")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < left else "right")
+    return table
+
+
 def labelled(labels: Mapping[str, Any]) -> str:
     """What a title must say of its figures (`client.answers.labels`); "" if they are plain.
 

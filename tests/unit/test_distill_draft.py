@@ -84,7 +84,7 @@ def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, ca
     said = capsys.readouterr().out
     assert len(re.findall(r"^After 0\.00 M tokens the target's greedy token is .*\.$", said, re.M))
     assert f"\nThe draft is in {out}.\n" in said
-    (curve,) = re.findall(r"pipespec plan --curve (\S+)$", said, re.M)
+    (curve,) = re.findall(r"pipespec plan curve=(\S+)$", said, re.M)
     assert [point.partition(":")[0] for point in curve.split(",")] == ["1", "4", "16"]
     draft = AutoModelForCausalLM.from_pretrained(out)
     assert (draft.config.num_hidden_layers, draft.config.hidden_size) == (2, 16)

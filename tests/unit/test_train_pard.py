@@ -76,10 +76,15 @@ def test_a_padded_target_and_an_older_config_make_a_draft(pair, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"), [({"length": 24}, "length"), ({"steps": 1}, "steps"), ({"lr": 1.0}, "lr")]
+    ("changed", "named"),
+    [
+        ({"length": 24}, "tokens, batch_tokens, lengths, text"),
+        ({"steps": 1}, "tokens"),
+        ({"lr": 1.0}, "lr"),
+    ],
 )
 def test_another_training_does_not_continue_the_first(pair, tmp_path, monkeypatch, changed, named):
     train(pair, tmp_path, monkeypatch)
-    with pytest.raises(SystemExit, match=f"begun with other {named}; .* another --work"):
+    with pytest.raises(SystemExit, match=f"begun with other {named}; .* another folder"):
         train(pair, tmp_path, monkeypatch, **changed)
     train(pair, tmp_path, monkeypatch)

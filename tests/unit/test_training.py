@@ -103,7 +103,7 @@ def test_a_finished_training_only_returns_its_weights(tmp_path):
 )
 def test_a_checkpoint_of_another_training_is_refused(tmp_path, other, mix, named):
     trained(tmp_path)
-    with pytest.raises(SystemExit, match=f"begun with other {named};.*another --folder"):
+    with pytest.raises(SystemExit, match=f"begun with other {named};.*another folder"):
         trained(tmp_path, other, mix)
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/benchmarks.md from the stored results."""
+"""Tables of docs/benchmarks.md and docs/peers.md, from the stored results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from tools.docs.stored_results import Column, columns, command_of, result, row, table
+from tools.docs.stored_results import Column, columns, command_of, result, row, table, with_range
 
 # Between tokens of vLLM's pipeline on the GPUs of `rtx3090_8`: SpecPipe, Fig. 11, HumanEval-X.
 VLLM_MS = 181.41
@@ -157,7 +157,47 @@ def lockstep_or_free(stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield each | {"free": free, "gain": each["tbt_ms"] / free["tbt_ms"]}
 
 
+def engines(name: str) -> str:
+    """A table of `peers.compare_engines`: every engine on one machine."""
+    stored = result(name)
+    rows: list[dict[str, Any]] = [
+        {
+            key: with_range(value) if isinstance(value, dict) else value
+            for key, value in each.items()
+        }
+        for each in stored["rows"]
+    ]
+    listed = [
+        ("engine", "{engine}"),
+        ("load s", "{load_s}"),
+        ("TTFT ms", "{ttft_ms}"),
+        ("TBT ms", "{tbt_ms}"),
+        ("tokens/s", "{tokens_per_s}"),
+        ("× HF", "{times_hugging_face}"),
+        ("equal", "{equal_answers} of {answers}"),
+    ]
+    return columns(listed, rows) + command_of(stored)
+
+
+def race(name: str) -> str:
+    """A table of `peers.links`: milliseconds between tokens by delay and engine."""
+    stored = result(name)
+    names = list(dict.fromkeys(each["engine"] for each in stored["rows"]))
+    names.sort(key=lambda engine: engine.startswith("pipespec"))
+    lines = [
+        [
+            f"{delay:g} ms",
+            *(with_range(row(stored, delay_ms=delay, engine=engine)["tbt_ms"]) for engine in names),
+        ]
+        for delay in sorted({each["delay_ms"] for each in stored["rows"]})
+    ]
+    headings = [engine.replace("pipespec root", "pipespec, `root`") for engine in names]
+    return table(["one way", *headings], lines) + command_of(stored)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    **{name: partial(engines, name) for name in ("peers", "peers_bfloat16", "peers_h200")},
+    **{name: partial(race, name) for name in ("links", "links_bfloat16", "links_one_step")},
     "sync": partial(
         plain,
         "sync",

@@ -3,18 +3,15 @@
 A block of a page between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written by the
 function of that name here, from the files of `benchmarks/results/`.
 
-    python -m tools.docs.figures          # writes the blocks
-    python -m tools.docs.figures --check  # exit code 1 if a block is not up to date
+    python -m tools.docs.figures
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping
 
-from tools.docs import benchmark_tables, peer_tables
+from tools.docs import benchmark_tables
 from tools.docs.benchmark_tables import VLLM_MS
 from tools.docs.stored_results import ROOT, origin, result, row, source, table
 
@@ -157,7 +154,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "emulated": emulated,
     "measured": measured,
     **benchmark_tables.BLOCKS,
-    **peer_tables.BLOCKS,
 }
 
 
@@ -166,17 +162,10 @@ def updated(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + BLOCKS[found["name"]]() + found[3], text)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only")
-    check = parser.parse_args().check
-    texts = {page: page.read_text() for page in PAGES}
-    if check:
-        return int(any(text != updated(text) for text in texts.values()))
-    for page, text in texts.items():
-        page.write_text(updated(text))
-    return 0
+def main() -> None:
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,13 +1,10 @@
 """Write docs/metrics.md, the reference of `GET /metrics`, from the metrics' own definitions.
 
-python -m tools.docs.metrics          # writes the page
-python -m tools.docs.metrics --check  # exit code 1 if the page is not up to date
+python -m tools.docs.metrics
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +103,5 @@ def page() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only")
-    if parser.parse_args().check:
-        return int(PAGE.read_text() != page())
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())

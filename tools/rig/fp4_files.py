@@ -3,15 +3,14 @@ float32 weights, as it unpacks them: nothing here is shared with what reads them
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompress_mx_scale
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tools.rig.packing import MATRICES
+from tools.rig.packing import MATRICES, write_checkpoint
 
 LARGEST = 6.0
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -57,11 +56,5 @@ def pack(source: Path, folder: Path, plain: Path, form: str) -> None:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights_of}},
         "ignore": ["lm_head"],
     }
-    for path, tensors, more in (
-        (folder, stored, {"quantization_config": config}),
-        (plain, dense, {}),
-    ):
-        path.mkdir(parents=True)
-        whole_config = json.loads((source / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**whole_config, **more}))
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(source, folder, stored, quantization_config=config)
+    write_checkpoint(source, plain, dense)

@@ -3,16 +3,15 @@ number: nothing here is shared with what reads them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tools.rig.packing import MATRICES
+from tools.rig.packing import MATRICES, write_checkpoint
 
 LARGEST = 448.0
 # The largest number of weights that are all zero, for their scale.
@@ -124,18 +123,6 @@ def write(source: Path, folder: Path, plain: Path, kind: Fp8Kind, *, skip: str =
             stored |= {name: codes, name + kind.scale: scales}
             for more in kind.more:
                 stored[name.removesuffix(".weight") + more] = torch.ones(())
-    config = json.loads((source / "config.json").read_text())
-    for path, tensors, dtype, more_config in (
-        (folder, stored, "bfloat16", {"quantization_config": kind.config}),
-        (plain, dense, "float32", {}),
-    ):
-        path.mkdir(parents=True)
-        for file in source.iterdir():
-            if "safetensors" not in file.name:
-                (path / file.name).write_bytes(file.read_bytes())
-        (path / "config.json").write_text(json.dumps({**config, "dtype": dtype, **more_config}))
-        save_file(
-            {name: each.contiguous() for name, each in tensors.items()},
-            path / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+    more = {"dtype": "bfloat16", "quantization_config": kind.config}
+    write_checkpoint(source, folder, stored, **more)
+    write_checkpoint(source, plain, dense, dtype="float32")

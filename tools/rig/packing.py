@@ -4,7 +4,7 @@ with what reads them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,14 +186,24 @@ def pack(source: Path, folder: Path, plain: Path, kind: Kind, *, skip: str = "\0
         dense[name] = torch.from_numpy(q.dense)
         for part, values in kind.pack(name.removesuffix(".weight"), q, kind.bits).items():
             packed[part] = torch.from_numpy(np.ascontiguousarray(values))
+    more = {"dtype": "float16", "quantization_config": kind.config}
+    write_checkpoint(source, folder, packed, **more)
+    write_checkpoint(source, plain, dense, dtype="float16")
+
+
+def write_checkpoint(
+    source: Path, folder: Path, tensors: Mapping[str, torch.Tensor], **changes: Any
+) -> None:
+    """A checkpoint of these tensors, with the other files of `source` and changes to its
+    config.json."""
+    folder.mkdir(parents=True)
+    for file in source.iterdir():
+        if "safetensors" not in file.name:
+            (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((source / "config.json").read_text())
-    for path, tensors, more in (
-        (folder, packed, {"quantization_config": kind.config}),
-        (plain, dense, {}),
-    ):
-        path.mkdir(parents=True)
-        for file in source.iterdir():
-            if "safetensors" not in file.name:
-                (path / file.name).write_bytes(file.read_bytes())
-        (path / "config.json").write_text(json.dumps({**config, "dtype": "float16", **more}))
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

@@ -15,12 +15,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipespec.client import answers
-from pipespec.client.local_cluster import asking
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.request_settings import RequestSettings, group
 from pipespec.clock import monotonic_ns
-from pipespec.cluster import session
-from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Accepted, Event
@@ -28,8 +25,7 @@ from pipespec.errors import ConfigError
 from pipespec.instruments.bench.arrivals import Load
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.figures import BenchResult
-from pipespec.instruments.bench.measurement import check, encode, measure
-from pipespec.stats import Report
+from pipespec.instruments.bench.measurement import measure, started
 from pipespec.text import FinalText
 
 POLICY, REQUEST_POLICIES = "policy", "request_policies"
@@ -193,37 +189,26 @@ def compare(
         ConfigError, Unreachable: before any rank starts, if anything is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    check(samples, prompt_tokens)
-    deployment = decide(config)
-    settings = RequestSettings.of(config)
-    with session.start_agents(deployment) as agents:
-        served = ModelInfo.of(deployment)
-        prompts = encode(served, settings, samples, prompt_tokens)
-        deployment = fit_context(deployment, max(map(len, prompts)), requests=1)
-        seed = answers.fresh_seed()  # one for all, so that they have the same text
+    results: dict[str, BenchResult] = {}
+    seed = answers.fresh_seed()  # one for all, so that they have the same text
+    with started(config, samples, prompt_tokens, 1, on_loaded) as run:
+        served, settings = run.client.served, run.settings
         labels = answers.labels(served, settings.params(fresh_seed=seed))
-        results: dict[str, BenchResult] = {}
-        reports: list[Report] = []
-        with (
-            session.start_cluster(deployment, agents, on_loaded) as cluster,
-            asking(cluster, served) as client,
-        ):
-            for policy in config.request_policies:
-                standing = Standing(policy, labels)
-                seen = _Progress(served, settings, prompts, standing, on_change)
-                results[policy], of_policy = measure(
-                    client,
-                    replace(settings, policy=policy),
-                    samples,
-                    prompts,
-                    ONE_AT_A_TIME,
-                    on_event=seen.event,
-                    fresh_seed=seed,
-                )
-                reports += of_policy
-                standing.finish(results[policy])
-                on_change(standing)
-    answers.write_trace(deployment, reports)
+        for policy in config.request_policies:
+            standing = Standing(policy, labels)
+            seen = _Progress(served, settings, run.prompts, standing, on_change)
+            results[policy], reports = measure(
+                run.client,
+                replace(settings, policy=policy),
+                samples,
+                run.prompts,
+                ONE_AT_A_TIME,
+                on_event=seen.event,
+                fresh_seed=seed,
+            )
+            run.reports += reports
+            standing.finish(results[policy])
+            on_change(standing)
     return Comparison(results)
 
 

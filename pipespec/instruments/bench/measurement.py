@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pipespec.client import answers
@@ -56,20 +57,46 @@ def bench(
         RankFailed: a rank died; the others have been ended.
     """
     load = Load.of(concurrency, request_rate, arrival_seed)
+    with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
+        result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
+        run.reports += reports
+    return result
+
+
+@dataclass
+class Run:
+    """A cluster with requests for it; what the ranks say of them is to be added to `reports`."""
+
+    client: Client
+    settings: RequestSettings
+    prompts: list[list[int]]
+    reports: list[Report] = field(default_factory=list)
+
+
+@contextmanager
+def started(
+    config: Config,
+    samples: Sequence[Sample],
+    prompt_tokens: int | None,
+    requests: int,
+    on_loaded: Callable[[int, int], None],
+) -> Iterator[Run]:
+    """A cluster for the prompts of all samples, so many of them at once, within the block, which
+    ends with the trace. Raises as `bench` does."""
     check(samples, prompt_tokens)
     deployment = decide(config)
     settings = RequestSettings.of(config)
     with session.start_agents(deployment) as agents:
         served = ModelInfo.of(deployment)
         prompts = encode(served, settings, samples, prompt_tokens)
-        deployment = fit_context(deployment, max(map(len, prompts)), len(prompts))
+        deployment = fit_context(deployment, max(map(len, prompts)), requests)
         with (
             session.start_cluster(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
-            result, reports = measure(client, settings, samples, prompts, load, on_done)
-    answers.write_trace(deployment, reports)
-    return result
+            run = Run(client, settings, prompts)
+            yield run
+    answers.write_trace(deployment, run.reports)
 
 
 def bench_on(

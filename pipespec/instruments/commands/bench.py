@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.config.schema import check_new_file, masked
 from pipespec.console.arguments import add_on, finish, overrides
-from pipespec.console.terminal import labelled, progress, show, shown, write
+from pipespec.console.terminal import labelled, progress, show, shown, table_of, write
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.instruments.bench import dataset
 from pipespec.instruments.bench.arrivals import Load, check_rate
 from pipespec.limits import MAX_COUNT, MAX_SEED, check_whole
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pipespec.console.arguments import Commands
     from pipespec.instruments.bench.figures import BenchResult
 
@@ -116,7 +114,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     where = dataset.chosen(ours.get("dataset"))
     samples = dataset.load(where, number(ours, "num_prompts"))
     if arguments.output is not None:
-        check_output(arguments.output)
+        check_new_file("--output", arguments.output)
 
     result, inherited = measured(samples, settings, arguments.on, load, prompt_tokens)
     figures = {
@@ -128,7 +126,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     }
     if arguments.output is not None:
         requests = [asdict(request) for request in result.requests]
-        store(arguments.output, figures | {"requests": requests})
+        text = json.dumps(figures | {"requests": requests}, allow_nan=False)
+        store(arguments.output, text + "\n")
     if arguments.json:
         write(json.dumps(figures, allow_nan=False) + "\n")
     else:
@@ -236,15 +235,10 @@ def _rate(ours: dict[str, str]) -> float | None:
 # --- what comes out ---------------------------------------------------------------------------
 
 
-def check_output(file: str) -> None:
-    """Refuse now what could not be written after the run. Raises ConfigError."""
-    check_new_file("--output", file)
-
-
-def store(file: str, figures: dict[str, Any]) -> None:
-    """Write the figures as JSON. Raises PipespecError."""
+def store(file: str, text: str) -> None:
+    """Write what was measured. Raises PipespecError."""
     try:
-        Path(file).write_text(json.dumps(figures, allow_nan=False) + "\n", encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise PipespecError(f"{file!r} cannot be written: {error.strerror}.") from error
 
@@ -261,28 +255,17 @@ def print_figures(result: BenchResult) -> None:
         f"{figures['total_output_tokens']} tokens after {figures['total_input_tokens']} of the "
         f"prompts in {figures['duration']:.1f} s{label}"
     )
-    latencies = _table(f"Latencies{label}", "milliseconds", *COLUMNS)
+    latencies = table_of(f"Latencies{label}", "milliseconds", *COLUMNS)
     for kind, name in LATENCIES.items():
         latencies.add_row(name, *(shown(figures[f"{c}_{kind}_ms"]) for c in COLUMNS))
-    brought = _table(f"Over all requests{label}", "", "")
+    brought = table_of(f"Over all requests{label}", "", "")
     brought.show_header = False
     for key, name in FIGURES.items():
         if key != "overruns" or figures["emulated"]:
             brought.add_row(name, shown(figures[key]))
     rows = result.by_benchmark()
     headings = ("requests", "tokens", "TTFT ms", "TBT ms", "tok/step", "hit rate", "tok/verdict")
-    each = _table(f"Means of each benchmark{label}", "benchmark", *headings)
+    each = table_of(f"Means of each benchmark{label}", "benchmark", *headings)
     for row in rows:
         each.add_row(*map(shown, row.values()))
     show(summary, latencies, brought, each)
-
-
-def _table(title: str, first: str, *headings: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-    table.add_column(first)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table

@@ -20,6 +20,7 @@ from pipespec.console.terminal import (
     progress,
     show,
     shown,
+    table_of,
     write,
 )
 from pipespec.errors import PipespecError, PromptError
@@ -136,21 +137,17 @@ class Board:
 
     def table(self) -> Table:
         """A row for every policy, as far as is known."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-
         known = [each for each in self._standings.values() if each is not None]
         labels = known[0].labels if known else {}
         headings = (*HEADINGS, OVERRUNS) if labels.get("emulated") else HEADINGS
         title = "Ways to decode" + (labelled(labels) if labels else "")
-        table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
+        table = table_of(title, "policy", "text", *headings, left=2)
         setting = max(len(word) for policy in self._standings for word in policy.split())
         others = setting + sum(len(heading) + 1 for heading in headings) + 4
         room = min(max(columns() - others, LEAST_TEXT), MOST_TEXT)
-        table.add_column("policy", min_width=setting)
-        table.add_column("text", no_wrap=True, min_width=room)
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
+        table.columns[0].min_width, table.columns[1].min_width = setting, room
+        for column in table.columns[1:]:
+            column.no_wrap = True
         first = next(iter(self._standings.values()))
         for policy, standing in self._standings.items():
             if standing is None:

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import progress, show, write
+from pipespec.console.terminal import progress, show, table_of, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         table(placement, figures),
         *_sentences(placement, figures, plain_ms),
         f"\nTo keep this, write into {arguments.hosts}:",
-        *(f"{name}: {_flow(value)}" for name, value in lines.items()),
+        *(f"{name}: {partition_groups.flow(value)}" for name, value in lines.items()),
     )
     return 0
 
@@ -102,11 +102,6 @@ def _measure(hosts_file: HostsFile, config: Config, *, sums: bool) -> Figures:
 
     with progress("measuring") as (on_host,):
         return measure_hosts(hosts_file, config, on_host, sums=sums)
-
-
-def _flow(value: Any) -> str:
-    """As YAML in one line."""
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 # --- what comes out ---------------------------------------------------------------------------
@@ -148,19 +143,11 @@ def rows(placement: Placement, figures: Figures) -> list[dict[str, Any]]:
 
 def table(placement: Placement, figures: Figures) -> Table:
     """One row per rank, then the spares."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    out = Table(
-        box=SIMPLE_HEAD,
-        padding=0,
-        title=f"A step of {placement.step_ms:.2f} ms, {figures.rows} rows wide, {figures.dtype}",
-        title_justify="left",
-    )
-    for heading in ("rank", "member", "layers"):
-        out.add_column(heading, no_wrap=True)
-    for heading in ("compute ms", "link ms", "GiB", "of"):
-        out.add_column(heading, justify="right", no_wrap=True)
+    title = f"A step of {placement.step_ms:.2f} ms, {figures.rows} rows wide, {figures.dtype}"
+    headings = ("rank", "member", "layers", "compute ms", "link ms", "GiB", "of")
+    out = table_of(title, *headings, left=3)
+    for column in out.columns:
+        column.no_wrap = True
     out.add_column("why")
     for row in rows(placement, figures):
         first_last = row["layers"]

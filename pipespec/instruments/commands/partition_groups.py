@@ -71,7 +71,7 @@ def run_partition(
         show(f"Several devices cannot compute the {' or the '.join(whole)} together.")
     show(
         f"\nTo use the first, write into {arguments.hosts}, for {host.name}:",
-        f"devices: {_flow(devices)}",
+        f"devices: {flow(devices)}",
         "and for all hosts:",
         f"draft: {lines['draft']}",
     )
@@ -152,10 +152,9 @@ def grouped(devices: Sequence[str], sizes: Sequence[int]) -> list[str | list[str
     return found
 
 
-def _flow(devices: Sequence[str | list[str]]) -> str:
+def flow(value: Any) -> str:
     """As YAML in one line."""
-    texts = [f"[{', '.join(each)}]" if isinstance(each, list) else each for each in devices]
-    return f"[{', '.join(texts)}]"
+    return f"[{', '.join(map(flow, value))}]" if isinstance(value, list) else str(value)
 
 
 def _described(division: Division, layout: Layout, tbt_ms: float) -> Mapping[str, Any]:

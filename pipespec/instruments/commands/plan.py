@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, list_of, overrides
-from pipespec.console.terminal import progress, show, write
+from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
@@ -335,24 +335,10 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 def show_predictions(predictions: Sequence[Prediction], advised: Prediction | None) -> None:
     """Print the fastest, and what the advised one does with each benchmark of a recorded draft."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    for heading in [
-        "layout",
-        "policy",
-        "width",
-        "top-k",
-        "rounds",
-        "tok/step",
-        "±",
-        "rows",
-        "TBT",
-        "gain",
-    ]:
-        left = heading in ("layout", "policy")
-        table.add_column(f"{heading} ", justify="left" if left else "right", no_wrap=not left)
+    headings = ("layout", "policy", "width", "top-k", "rounds", "tok/step", "±", "rows", "TBT")
+    table = table_of("", *(f"{heading} " for heading in (*headings, "gain")), left=2)
+    for column in table.columns[2:]:
+        column.no_wrap = True
     for p in predictions[:SHOWN]:
         sizes = [str(each) for each in (p.width, p.children, p.rounds)]
         figures = (f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.config.schema import check_new_file
 from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import progress, show, write
-from pipespec.errors import PipespecError
+from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.instruments.bench import dataset
-from pipespec.instruments.commands.bench import check_output
+from pipespec.instruments.commands.bench import store
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +62,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Measure, write the profile, and print what it says."""
     settings = overrides(rest, arguments.known_options)
-    check_output(arguments.output)
+    check_new_file("--output", arguments.output)
     samples = dataset.load(dataset.chosen(arguments.prompts), arguments.num_prompts)
 
     from pipespec.config.compose import compose
@@ -84,10 +83,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
     plain = as_json(found)
     text = json.dumps(plain, allow_nan=False)
-    try:
-        Path(arguments.output).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise PipespecError(f"{arguments.output!r} cannot be written: {error.strerror}.") from error
+    store(arguments.output, text + "\n")
     if arguments.json:
         write(text + "\n")
         return 0
@@ -106,7 +102,7 @@ def as_json(found: Profile) -> dict[str, Any]:
 
 def _stages(found: Profile, label: str) -> Table:
     """The times of every stage, of a draft round and of a hop."""
-    table = _table(f"Milliseconds by rows{label}", "", "rows: ms")
+    table = table_of(f"Milliseconds by rows{label}", "", "rows: ms", left=2)
     for rank, times in enumerate(found.stage_ms, 1):
         table.add_row(f"stage {rank}", "  ".join(_rounded(times)))
     table.add_row("draft round", "  ".join(_rounded(found.draft_ms)))
@@ -124,7 +120,7 @@ def _texts(found: Profile, label: str) -> Table:
     from pipespec.instruments.plan.recorded_draft import DraftRecord
 
     headings = [f"top-{rank}" for rank in RANKS]
-    table = _table(
+    table = table_of(
         f"By benchmark{label}", "benchmark", "tokens", "plain TBT", "TBT", "tok/step", *headings
     )
     for row in found.about["measured"]:
@@ -137,17 +133,6 @@ def _texts(found: Profile, label: str) -> Table:
         table.add_row(
             row["benchmark"], str(row["tokens"]), *(f"{each:.2f}" for each in times), *hits
         )
-    return table
-
-
-def _table(title: str, first: str, *headings: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-    table.add_column(first)
-    for heading in headings:
-        table.add_column(heading, justify="left" if "rows" in heading else "right")
     return table
 
 

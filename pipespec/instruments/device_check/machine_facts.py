@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from pipespec.instruments.diagnostics.machine_check import cuda_devices
 from pipespec.system.versions import package_version
 
 PACKAGES = ("pipespec", "torch", "triton", "flashinfer-python", "transformers", "torchao")
-GIB = 2**30
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -20,20 +20,10 @@ def describe(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
         "cuda": torch.version.cuda or "not in this torch",
-        "devices": [],
+        "devices": list(cuda_devices()) if device.type == "cuda" else [],
     }
-    if device.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            free, total = torch.cuda.mem_get_info(index)
-            found["devices"].append(
-                {
-                    "name": f"cuda:{index}",
-                    "model": properties.name,
-                    "capability": f"{properties.major}.{properties.minor}",
-                    "multiprocessors": properties.multi_processor_count,
-                    "memory_gib": round(total / GIB, 1),
-                    "free_gib": round(free / GIB, 1),
-                }
-            )
+    for each in found["devices"]:
+        properties = torch.cuda.get_device_properties(each["name"])
+        each["capability"] = f"{properties.major}.{properties.minor}"
+        each["multiprocessors"] = properties.multi_processor_count
     return found

@@ -103,18 +103,6 @@ def small_slice(
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_OF_ALL, **SMALL[model_type]})
     layers = range(config.num_hidden_layers)
-    return random_slice(config, layers, device, dtype, attention, NUM_SLOTS)
-
-
-def random_slice(
-    config: PretrainedConfig,
-    layers: range,
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str,
-    num_slots: int,
-) -> ModelSlice:
-    """Layers of a model of this config, with random weights."""
     return ModelSlice.random(
-        config, layers, dtype=dtype, device=device, num_slots=num_slots, attention=attention
+        config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
     )

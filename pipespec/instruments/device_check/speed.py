@@ -19,9 +19,8 @@ from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.instruments.device_check.models import Sizes, random_slice, sizes
-from pipespec.instruments.diagnostics.tensor_parallel_cost import read_bytes_per_ms
-from pipespec.instruments.diagnostics.timing import median_ms
+from pipespec.instruments.device_check.models import Sizes, sizes
+from pipespec.instruments.diagnostics.timing import median_ms, read_bytes_per_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl
@@ -98,7 +97,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a stage by attention backend, rows and context, with CUDA graphs where they
     can be captured; and of reading its weights and KV, by how fast the device copies."""
     of = sizes(device)
-    rate = read_bytes_per_ms(str(device))
+    rate = read_bytes_per_ms(device)
     found: dict[str, Any] = {"model": of.stage_name, "read_gb_per_s": rate * 1e3 / 1e9}
     timed: dict[str, Any] = {}
     floors: dict[str, Any] = {}
@@ -107,7 +106,8 @@ def time_stage(device: torch.device) -> dict[str, Any]:
         if select.missing_requirement(backend, device.type, select.dtype_name(of.dtype)):
             continue
         layers = range(1, of.stage.num_hidden_layers - 1)
-        model = random_slice(of.stage, layers, device, of.dtype, backend, num_slots)
+        how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
+        model = ModelSlice.random(of.stage, layers, num_slots=num_slots, **how)
         if model.attention != backend:
             found.setdefault("refused", []).extend(model.refused)
             continue
@@ -145,8 +145,9 @@ def time_draft(device: torch.device) -> dict[str, Any]:
     if select.missing_requirement(select.TRITON, device.type) is None:
         backend = select.TRITON
     layers = range(of.draft.num_hidden_layers)
-    model = random_slice(of.draft, layers, device, of.dtype, backend, context + max(ROWS))
-    floor = model.num_weight_bytes / read_bytes_per_ms(str(device))
+    how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
+    model = ModelSlice.random(of.draft, layers, num_slots=context + max(ROWS), **how)
+    floor = model.num_weight_bytes / read_bytes_per_ms(device)
     found: dict[str, Any] = {"model": of.draft_name, "context": context, "floor_ms": floor}
     found["eager_ms"] = _rounds(model, context)
     if device.type == "cuda":

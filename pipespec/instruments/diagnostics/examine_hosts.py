@@ -22,7 +22,6 @@ from pipespec.errors import HostFailed
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
 from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
 from pipespec.instruments.diagnostics.inventory import Inventory
-from pipespec.instruments.diagnostics.link_probe import Endpoint
 from pipespec.instruments.diagnostics.probe import (
     PROTOCOL,
     LinkSpeed,
@@ -31,8 +30,7 @@ from pipespec.instruments.diagnostics.probe import (
     TensorParallelGain,
 )
 from pipespec.instruments.diagnostics.probe_process import ProbeProcess
-from pipespec.system.network_interfaces import Interface
-from pipespec.system.validation import home_expanded
+from pipespec.system.validation import Unreadable, from_fields, home_expanded
 
 HELLO_TIMEOUT_S = 15.0
 INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
@@ -61,7 +59,7 @@ class Report:
         """The same as plain values."""
         return {
             "ok": self.ok,
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "unchecked": list(self.unchecked),
             "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
             "links": [asdict(link) for link in self.links],
@@ -171,6 +169,8 @@ class _Examination:
             return
         try:
             step(name, *others)
+        except Unreadable as error:
+            self.seen[name].failure = f"{name}: its answer cannot be read ({error})."
         except HostFailed as error:
             self.seen[name].failure = f"{str(error).rstrip('.')}."
 
@@ -189,15 +189,9 @@ class _Examination:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
-        seen.listening = _listening(
-            channel.ask(
-                "listen",
-                name=name,
-                token=self._token,
-                address=host.address,
-                interface=host.interface,
-            )
-        )
+        listen = {"name": name, "address": host.address, "interface": host.interface}
+        answer = channel.ask("listen", token=self._token, **listen)
+        seen.listening = from_fields(Listening, answer)
 
     def take_inventory(self, name: str) -> None:
         """Ask what the host has."""
@@ -207,11 +201,10 @@ class _Examination:
             part: own[part] or self._models[part] for part in required_models(self._hosts, host)
         }
         models = {part: folder for part, folder in folders.items() if folder is not None}
-        self.seen[name].inventory = _inventory(
-            self._channels[name].ask(
-                "inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices
-            )
+        answer = self._channels[name].ask(
+            "inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices
         )
+        self.seen[name].inventory = from_fields(Inventory, answer)
 
     def read_clock(self, name: str) -> None:
         """How far the host's clock is ahead, as NTP does: the quickest of some readings."""
@@ -230,10 +223,10 @@ class _Examination:
             for other, seen in self.seen.items()
             if other != name and seen.listening is not None and seen.listening.places
         }
-        for other, reach in (
-            self._channels[name].ask("reach", token=self._token, peers=peers).items()
-        ):
-            self.links[name, other] = LinkReport(name, other, _reach(reach), None)
+        answer = self._channels[name].ask("reach", token=self._token, peers=peers)
+        for other, reach in answer.items():
+            found = from_fields(Reachability, reach)
+            self.links[name, other] = LinkReport(name, other, found, None)
 
     def measure_tensor_parallel(self, name: str) -> None:
         """Measure what the host's tensor-parallel groups gain."""
@@ -247,7 +240,7 @@ class _Examination:
                 answer = self._channels[name].ask(
                     "tensor_parallel", INVENTORY_TIMEOUT_S, model=model.folder, devices=devices
                 )
-                seen.gains[leader] = TensorParallelGain(**answer)
+                seen.gains[leader] = from_fields(TensorParallelGain, answer)
 
     def measure(self, name: str, other: str) -> None:
         """Round trip and rate from one host to another, if it is reached."""
@@ -258,10 +251,10 @@ class _Examination:
             "measure", token=self._token, name=other, place=asdict(listening.places[-1])
         )
         if "problem" in answer:
-            reach = replace(_reach(answer), interface=link.reach.interface)
+            reach = replace(from_fields(Reachability, answer), interface=link.reach.interface)
             self.links[name, other] = replace(link, reach=reach)
         else:
-            self.links[name, other] = replace(link, measured=LinkSpeed(**answer))
+            self.links[name, other] = replace(link, measured=from_fields(LinkSpeed, answer))
 
 
 def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) -> bool:
@@ -269,25 +262,3 @@ def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) ->
     known = len(inventory.cuda or ())
     indices = [int(each.partition(":")[2] or 0) for each in devices if each.startswith("cuda")]
     return model.problem is None and all(index < known for index in indices)
-
-
-# --- from JSON --------------------------------------------------------------------------------
-
-
-def _inventory(value: dict[str, Any]) -> Inventory:
-    models = {part: Fingerprint(**found) for part, found in value["models"].items()}
-    return Inventory(**{**value, "models": models})
-
-
-def _listening(value: dict[str, Any]) -> Listening:
-    places = tuple(Endpoint(**place) for place in value["places"])
-    found = tuple(
-        Interface(**{**interface, "addresses": tuple(interface["addresses"])})
-        for interface in value["interfaces"]
-    )
-    return Listening(**{**value, "places": places, "interfaces": found})
-
-
-def _reach(value: dict[str, Any]) -> Reachability:
-    place = value["place"]
-    return Reachability(**{**value, "place": None if place is None else Endpoint(**place)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.probe import (
@@ -25,10 +24,6 @@ class Finding:
     error: bool
     hosts: tuple[str, ...]
     sentence: str
-
-    def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        return {"error": self.error, "hosts": self.hosts, "sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)

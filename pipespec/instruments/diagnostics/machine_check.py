@@ -53,7 +53,7 @@ def check_machine() -> dict[str, Any]:
         except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
             problems.append(f"{name} cannot be imported ({error}); install pipespec again.")
     if not any(problem.startswith("torch ") for problem in problems):
-        findings["devices"] += _cuda_devices()
+        findings["devices"] += cuda_devices()
         cuda = len(findings["devices"]) > 1
         findings["attention"] = {n: _usable(why) for n, why in attention_faults(cuda).items()}
         findings["transport"] = _transports(cuda)
@@ -74,7 +74,8 @@ def _processor() -> dict[str, Any]:
     }
 
 
-def _cuda_devices() -> Iterator[dict[str, Any]]:
+def cuda_devices() -> Iterator[dict[str, Any]]:
+    """Names and memory of the CUDA devices."""
     import torch
 
     for index in range(num_cuda()):

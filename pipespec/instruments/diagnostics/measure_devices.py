@@ -35,8 +35,7 @@ from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
-from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
-from pipespec.instruments.diagnostics.timing import median_ms
+from pipespec.instruments.diagnostics.timing import all_reduce_ms, median_ms
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
@@ -98,20 +99,14 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
     alone, and has the weights of these layers of the target. Raises HostFailed."""
     config, target = deployment.config, deployment.target
     shared = deployment.shared.get("target")
-    request = MeasureRequest(
+    request = _request(
+        host,
+        config,
         target=str(target.path),
         draft=None,
-        devices=host.devices,
         roles=(("stage",),) * len(host.devices),
-        rows=config.policy.max_rows,
-        length=LENGTH,
-        children=config.policy.children,
         dtype=deployment.dtype,
         dtype_asked=True,
-        quantization=(config.model.quantization, config.model.draft_quantization),
-        keep_quantized=config.model.keep_quantized,
-        kv_dtype=config.model.kv_dtype,
-        threads=config.cluster.threads,
         shared=None if shared is None else shared.as_json(),
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
@@ -187,19 +182,28 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
     draft = None
     if config.proposer.needs_draft:
         draft = host.draft or config.model.draft
-    return MeasureRequest(
+    return _request(
+        host,
+        config,
         target=host.target or config.model.target,
         draft=draft,
-        devices=host.devices,
         roles=tuple(map(roles, host.workers)),
         groups=host.groups,
+        dtype=dtype,
+        dtype_asked=config.model.dtype != "auto",
+    )
+
+
+def _request(host: Host, config: Config, **fields: Any) -> MeasureRequest:
+    """With what follows from the settings of a cluster."""
+    return MeasureRequest(
+        devices=host.devices,
         rows=config.policy.max_rows,
         length=LENGTH,
         children=config.policy.children,
-        dtype=dtype,
-        dtype_asked=config.model.dtype != "auto",
         quantization=(config.model.quantization, config.model.draft_quantization),
         keep_quantized=config.model.keep_quantized,
         kv_dtype=config.model.kv_dtype,
         threads=config.cluster.threads,
+        **fields,
     )

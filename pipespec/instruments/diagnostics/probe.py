@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, BinaryIO
 
 from pipespec.errors import ModelError
-from pipespec.instruments.diagnostics.inventory import Inventory, take_inventory
+from pipespec.instruments.diagnostics.inventory import take_inventory
 from pipespec.instruments.diagnostics.link_probe import (
     Endpoint,
     NotReached,
@@ -103,21 +103,6 @@ class TensorParallelGain:
     sums_ms: float = 0.0
 
 
-def hello() -> int:
-    """Which protocol this is."""
-    return PROTOCOL
-
-
-def clock() -> float:
-    """This machine's clock."""
-    return time.time()
-
-
-def inventory(models: dict[str, str], devices: list[str]) -> Inventory:
-    """What this host has."""
-    return take_inventory(models, devices)
-
-
 def listen(name: str, token: str, address: str, interface: str | None) -> Listening:
     """Accept peers that hold the token, until this process ends."""
     here = tuple(interfaces())
@@ -176,10 +161,7 @@ def tensor_parallel(model: str, devices: list[str]) -> TensorParallelGain:
     import torch
 
     from pipespec.engine.checkpoint.inspection import inspect
-    from pipespec.instruments.diagnostics.tensor_parallel_cost import (
-        all_reduce_ms,
-        read_bytes_per_ms,
-    )
+    from pipespec.instruments.diagnostics.timing import all_reduce_ms, read_bytes_per_ms
 
     size = len(devices)
     try:
@@ -191,13 +173,18 @@ def tensor_parallel(model: str, devices: list[str]) -> TensorParallelGain:
     dtype = getattr(torch, info.compute_dtype(plain))
     layer_bytes = max(info.loaded(plain, None).layers)
     sum_ms = all_reduce_ms(devices, ROWS, info.hidden_size, dtype)
-    sooner_ms = layer_bytes / read_bytes_per_ms(devices[0]) * (1 - 1 / size)
+    sooner_ms = layer_bytes / read_bytes_per_ms(torch.device(devices[0])) * (1 - 1 / size)
     return TensorParallelGain(None, sooner_ms, SUMS_PER_LAYER * sum_ms)
 
 
 REQUESTS: dict[str, Callable[..., Any]] = {
-    request.__name__: request
-    for request in (hello, clock, inventory, listen, reach, measure, tensor_parallel)
+    "hello": lambda: PROTOCOL,
+    "inventory": take_inventory,
+    "listen": listen,
+    "clock": time.time,
+    "reach": reach,
+    "measure": measure,
+    "tensor_parallel": tensor_parallel,
 }
 
 

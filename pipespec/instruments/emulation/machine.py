@@ -21,8 +21,6 @@ from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole
 from pipespec.settings import check_settings, setting
 
 MAX_SCALE = 1e3
-# How finely overlaps are told apart when they are fitted.
-OVERLAP_STEPS = 1000
 # Rows for which the times of a mixture of experts are computed.
 EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -64,14 +62,12 @@ class TimeCurve:
         return float(np.interp(rows, counts, times))
 
 
-def mean(curves: Sequence[TimeCurve], more: float = 0.0) -> TimeCurve:
-    """The mean of several curves, and so many milliseconds more for any rows."""
+def mean(curves: Sequence[TimeCurve]) -> TimeCurve:
+    """The mean of several curves."""
     rows = sorted({count for curve in curves for count, _ in curve.points})
     if any(len(curve.points) > 1 for curve in curves):
         rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
-    return TimeCurve(
-        tuple((n, sum(curve.ms(n) for curve in curves) / len(curves) + more) for n in rows)
-    )
+    return TimeCurve(tuple((n, sum(curve.ms(n) for curve in curves) / len(curves)) for n in rows))
 
 
 def with_experts(
@@ -107,31 +103,6 @@ def experts_read(rows: float, experts: int, chosen: int, overlap: float = 0.0) -
     derived, but fits what stages count.
     """
     return experts * (1 - (1 - chosen / experts) ** rows ** (1 - overlap))
-
-
-def fit_overlap(points: Sequence[tuple[float, float]], experts: int, chosen: int) -> float:
-    """The overlap at which `experts_read` is nearest to measured rows and experts read, in the sum
-    of the squares of relative errors."""
-
-    def error(overlap: float) -> float:
-        return sum(
-            (experts_read(rows, experts, chosen, overlap) / read - 1) ** 2 for rows, read in points
-        )
-
-    return min((step / OVERLAP_STEPS for step in range(OVERLAP_STEPS + 1)), key=error)
-
-
-def fit_experts(
-    points: Sequence[tuple[float, float]], experts: int, chosen: int, overlap: float = 0.0
-) -> tuple[float, float]:
-    """The milliseconds of one row, and the share of it that its experts take, from measured rows
-    and milliseconds by least squares; see `with_experts`."""
-    rows, ms = np.array(points, float).T
-    read = np.array([experts_read(n, experts, chosen, overlap) for n in rows.tolist()]) / chosen
-    slope, rest = np.polyfit(read, ms, 1)
-    slope = float(np.clip(slope, 0.0, slope + rest))
-    first = float(np.mean(ms - slope * (read - 1)))
-    return first, slope / first
 
 
 def experts_of(name: str, values: Sequence[float]) -> tuple[int, int, float, float]:

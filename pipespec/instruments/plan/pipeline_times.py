@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipespec.errors import ConfigError
-from pipespec.instruments.emulation.machine import TimeCurve, mean
-from pipespec.limits import MAX_MS, check_number, check_whole
+from pipespec.instruments.emulation.machine import TimeCurve
+from pipespec.limits import MAX_MS, check_number
 
 NO_HOP = TimeCurve(((1, 0.0),))
 
@@ -18,8 +18,8 @@ class Machine:
 
     One time curve per stage; `hop` from the end of a stage's computation to the start of the next
     one's, by the rows that it sends on, and for the verdict's way that of one row; `draft_ms` of
-    one draft round, for any nodes or by the nodes that it expands, and `mid_ms` of a pass of the
-    mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads;
+    one draft round, for any nodes or by the nodes that it expands; `slot_ms` for each KV slot that
+    a stage reads;
     `overlap`: the draft works while the stages compute, else while they wait (`proposer.overlap`).
     Stages that form a group count as one, with the sum of their times.
     Raises ConfigError.
@@ -29,13 +29,12 @@ class Machine:
     hop: TimeCurve = NO_HOP
     draft_ms: float | TimeCurve = 0.0
     slot_ms: float = 0.0
-    mid_ms: float = 0.0
     overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
-        for name in ("draft_ms", "slot_ms", "mid_ms"):
+        for name in ("draft_ms", "slot_ms"):
             if not isinstance(value := getattr(self, name), TimeCurve):
                 check_number(name, value, 0, MAX_MS)
 
@@ -47,23 +46,6 @@ class Machine:
     def plain_tbt_ms(self) -> float:
         """Time between tokens of plain pipeline parallelism: one row goes through every stage."""
         return sum(curve.ms(1) + self.hop.ms(1) for curve in self.stages)
-
-    def shared(self, size: int, sum_ms: float) -> Machine:
-        """The same devices with tensor parallelism: groups of `size` compute the layers of so many
-        stages together. `sum_ms` is the time of the all-reduces for the layers of one stage. Raises
-        ConfigError."""
-        check_number("sum_ms", sum_ms, 0, MAX_MS)
-        if size == 1:
-            return self
-        check_whole("tensor_parallel", size, 1, self.num_stages)
-        if self.num_stages % size:
-            raise ConfigError(
-                f"{self.num_stages} stages cannot be made of groups of {size} devices; give a "
-                "number that divides the stages."
-            )
-        groups = [self.stages[i : i + size] for i in range(0, self.num_stages, size)]
-        stages = tuple(mean(group, size * sum_ms) for group in groups)
-        return replace(self, stages=stages)
 
     def stage_ms(self, rows: Sequence[int], slots: Sequence[int]) -> list[float]:
         """The time of each stage in a step, by its rows and the KV slots that they read."""

@@ -15,18 +15,14 @@ import numpy as np
 from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.head.proposers.async_proposer import AsyncResult
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
-from pipespec.head.proposers.cascade import CascadeProposer
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
+from pipespec.head.proposers.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
-from pipespec.head.scoring import MID_ROWS, Scoring
 from pipespec.head.sequence import Sequence as HeadSequence
 from pipespec.head.step import run_step
 from pipespec.head.tree import ROOT
 from pipespec.instruments.emulation.synthetic_proposer import (
-    Accuracy,
     DrawnDraft,
     SyntheticProposer,
 )
@@ -115,7 +111,6 @@ class SimulatedPipeline:
         seed: int,
         num_requests: int = 1,
         max_rows: int = 0,
-        mid: Accuracy | None = None,
         *,
         calibration: Calibration | None = None,
         on_token: Callable[[TokenArrival], None] = lambda arrival: None,
@@ -134,12 +129,6 @@ class SimulatedPipeline:
         self.proposer: Proposer = SyntheticProposer(draft, self.texts, VOCABULARY, seed)
         if calibration is not None:
             self.proposer = CalibratedProposer(self.proposer, calibration)
-        cascade = None
-        if mid is not None:
-            # With one seed both go wrong at the same places.
-            better = SimulatedMid(SyntheticProposer(mid, self.texts, VOCABULARY, seed), self)
-            cascade = CascadeProposer(self.proposer, better, Scoring(MID_ROWS, context_limit))
-            self.proposer = cascade
         self.scheduler = Scheduler(
             SchedulerConfig(
                 policy,
@@ -150,8 +139,7 @@ class SimulatedPipeline:
                 max_num_seqs=num_requests,
                 max_rows=max_rows,
                 overlap=machine.overlap,
-            ),
-            cascade,
+            )
         )
         self.step_ms = 0.0  # how long this step has lasted
         self.arriving: list[tuple[int, int, bool]] = []  # tokens: request, delay and hit
@@ -288,37 +276,3 @@ class SimulatedPipeline:
                 self.result.hits += hit
                 self.arriving.append((request, entered - leaving, hit))
         return Verdict(request, base, tuple(tokens))
-
-
-class SimulatedMid:
-    """A mid-size model beside a simulated head: a pass takes `mid_ms` of its clock."""
-
-    def __init__(self, proposer: Proposer, pipeline: SimulatedPipeline):
-        self._proposer = proposer
-        self._pipeline = pipeline
-        self._pass: tuple[AsyncResult, float] | None = None  # and when it ends
-
-    def start_sequence(self, context: Context) -> None:
-        self._proposer.start_sequence(context)
-
-    def accept_verdict(self, verdict: Verdict) -> None:
-        self._proposer.accept_verdict(verdict)
-
-    def end_sequence(self, sequence: int) -> None:
-        self._proposer.end_sequence(sequence)
-
-    def submit(self, requests: Sequence[ProposalRequest], children: int) -> None:
-        result = AsyncResult(self._proposer.propose(requests, children), paced=True)
-        self._pass = result, self._now_ms + self._pipeline.machine.mid_ms
-
-    def poll(self) -> AsyncResult | None:
-        if self._pass is None or self._pass[1] > self._now_ms:
-            return None
-        (result, _), self._pass = self._pass, None
-        return result
-
-    def close(self) -> None: ...
-
-    @property
-    def _now_ms(self) -> float:
-        return self._pipeline.now_ms + self._pipeline.step_ms

@@ -63,16 +63,13 @@ def simulate(
     seed: int = 0,
     num_requests: int = 1,
     max_rows: int = 0,
-    mid: Accuracy | None = None,
     on_token: Callable[[TokenArrival], None] = lambda arrival: None,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
     `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`;
-    `mid`: the accuracy of a mid-size model that scores MID_ROWS nodes per pass,
-    None: there is none; `on_token` is called for every token that is counted, in the order in which
-    they arrive. With many requests, all of them are there the whole time, and the tokens are those
-    of all.
+    `on_token` is called for every token that is counted, in the order in which they arrive. With
+    many requests, all of them are there the whole time, and the tokens are those of all.
     """
     check_rounds(rounds)
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
@@ -87,7 +84,6 @@ def simulate(
         seed,
         num_requests,
         max_rows,
-        mid,
         on_token=on_token,
     )
     while pipeline.result.tokens < num_tokens:

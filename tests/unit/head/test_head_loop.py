@@ -5,7 +5,7 @@ The stages are a story: they decide what a text says, n steps after a row was fe
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +35,7 @@ from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.head.proposers.async_proposer import AsyncProposer, AsyncResult
+from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
@@ -125,31 +125,6 @@ def test_head_feeds_the_same_rows_as_the_simulation(policy: SpeculationPolicy, r
         assert batch.rows.tolist() == expected.rows.tolist()
         compared += len(batch)
     assert compared >= 10
-
-
-class AtOnce(AsyncProposer):
-    """What it is asked it has answered when it is looked at next."""
-
-    def poll(self) -> AsyncResult | None:
-        wait(self._doing)
-        return super().poll()
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_head_requests_the_same_scores_of_a_mid_size_model_as_the_simulation(rounds: int):
-    curve, better = TimeCurve(((1, 10.0),)), Accuracy({1: 0.9, 4: 0.98}, spread=0.5)
-    policy, machine = BestFirst(16, 4, row_cost=0.0), Machine((curve,) * NUM_STAGES)
-    simulated = SimulatedPipeline(policy, machine, ACCURACY, rounds, 60, 1, mid=better)
-    (text,) = simulated.texts
-    request = Request(0, tuple(text[:1]), max_new_tokens=len(text))
-    mid = AtOnce(SyntheticProposer(better, [text], VOCABULARY, 1))
-    loop, link, _ = head(policy, [request], {0: text}, rounds=rounds, most=60, mid=mid)
-    with pytest.raises(StoryOver):
-        loop.run_until_done()
-    mid.close()
-    for batch in link.sent:
-        assert batch.rows.tolist() == simulated.step().rows.tolist()
-    assert loop.scheduler.totals.mid_passes >= len(link.sent), "every step asks at least once"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class StoryClient:
         self._seconds = seconds
         self._ends: dict[int, int] = {}
 
-    def ask(self, *_: Any) -> int:
+    def submit(self, *_: Any, **__: Any) -> int:
         number = len(self.came)
         self.came.append(self.now / SECOND)
         self._ends[number] = self.now + int(self._seconds[number] * SECOND)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipespec.clock import monotonic_ns, wait_until
 from pipespec.config.choices import options
@@ -15,11 +13,7 @@ from pipespec.errors import ConfigError
 from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.emulation.machine import (
     EmulatedMachine,
-    TimeCurve,
     experts_read,
-    fit_experts,
-    fit_overlap,
-    with_experts,
 )
 
 
@@ -111,26 +105,6 @@ def test_every_machine_can_be_chosen(name):
 def test_a_profile_for_other_stages_is_refused():
     with pytest.raises(ConfigError, match=r"times of 21 stages, but cluster.stages is 8"):
         compose(["emulate=mixed_21", "cluster.stages=8"])
-
-
-@given(
-    experts=st.integers(4, 512),
-    chosen=st.integers(1, 4),
-    share=st.floats(0.05, 0.95),
-    overlap=st.integers(0, 20),
-)
-def test_overlap_and_share_of_experts_are_found_in_what_they_predict(
-    experts: int, chosen: int, share: float, overlap: int
-):
-    rows = (1, 2, 4, 8, 16, 32)
-    alike = overlap / 20
-    counts = [(n, experts_read(n, experts, chosen, alike)) for n in rows]
-    if chosen < experts:
-        assert fit_overlap(counts, experts, chosen) == pytest.approx(alike, abs=2e-3)
-    curve = with_experts(TimeCurve(((1, 7.0),)), experts, chosen, share, alike)
-    if chosen < experts and alike < 1:
-        found = fit_experts([(n, curve.ms(n)) for n in rows], experts, chosen, alike)
-        assert found == pytest.approx((7.0, share), rel=1e-6)
 
 
 def test_experts_read_lie_between_those_of_one_row_and_of_independent_ones():

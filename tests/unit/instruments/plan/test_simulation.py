@@ -263,36 +263,6 @@ def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit()
     assert auto.step_ms == pytest.approx(10, rel=0.05)
 
 
-@pytest.mark.long
-def test_the_sooner_a_better_model_scores_the_tree_the_faster_is_the_text():
-    small, better = Accuracy({1: 0.6, 16: 0.95}, 0.8), Accuracy({1: 0.85, 8: 0.99}, 0.8)
-    alone, late, soon, free = (
-        simulate(
-            BestFirst(32, 16), machine(6, mid_ms=ms), small, rounds=2, num_tokens=400, mid=mid
-        ).tokens_per_step
-        for ms, mid in ((0.0, None), (40.0, better), (20.0, better), (0.0, better))
-    )
-    assert alone < late < soon < free
-
-
-def test_a_mid_size_model_that_guesses_worse_is_not_believed_for_long():
-    small, worse = Accuracy({1: 0.74, 16: 0.95}, 0.8), Accuracy({1: 0.5, 8: 0.8}, 0.8)
-    alone, beside = (
-        simulate(
-            BestFirst(32, 16), machine(6, mid_ms=20), small, rounds=2, num_tokens=500, mid=mid
-        ).tokens_per_step
-        for mid in (None, worse)
-    )
-    assert beside > 0.96 * alone
-
-
-def test_a_pass_that_never_ends_changes_nothing():
-    given = {"rounds": 2, "num_tokens": 200}
-    alone = simulate(BestFirst(16, 8), machine(4), PUBLISHED, **given)
-    waits = simulate(BestFirst(16, 8), machine(4, mid_ms=1e6), PUBLISHED, mid=PERFECT, **given)
-    assert waits.tokens_per_step == alone.tokens_per_step and waits.rows == alone.rows
-
-
 def test_a_good_draft_is_advised_and_a_bad_one_is_not():
     good = [predict(w, machine(8), PUBLISHED, num_tokens=200) for w in methods("root", "level")]
     advised = recommend(good)
