@@ -133,7 +133,7 @@ def test_hosts_file_whose_aliases_explode_is_refused(command, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("option", ["hop", "draft", "mid", "sum"])
+@pytest.mark.parametrize("option", ["hop", "draft"])
 def test_plan_refuses_times_that_are_no_numbers(option, value):
     found = said("plan", f"{option}_ms={value}")
     assert found == f"{option}_ms is {value}, but must be a number from 0 to 1000000.\n"

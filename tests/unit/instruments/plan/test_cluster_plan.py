@@ -50,7 +50,7 @@ def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type: str)
     stored = inspect(folder)
     shape = find(str(folder))
     assert shape.num_layers == NUM_LAYERS
-    layer = sum(stored.matrix_bytes) / 4 / NUM_LAYERS
+    layer = sum(stored.matrices.num_bytes) / 4 / NUM_LAYERS
     with_kv = sum(stored.has_kv) or NUM_LAYERS
     assert shape.layer == pytest.approx(layer, rel=0.03)
     assert (shape.kv, shape.tied) == (stored.kv_size * with_kv // NUM_LAYERS, stored.tied)
@@ -66,7 +66,7 @@ def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path: Path, model_ty
     folder = build_multimodal(model_type, tmp_path / "model")
     shape, stored = find(str(folder)), inspect(folder)
     assert (shape.num_layers, shape.vocab_size) == (NUM_LAYERS, VOCAB_SIZE)
-    assert shape.layer == pytest.approx(sum(stored.matrix_bytes) / 4 / NUM_LAYERS, rel=0.03)
+    assert shape.layer == pytest.approx(sum(stored.matrices.num_bytes) / 4 / NUM_LAYERS, rel=0.03)
     assert (shape.kv, shape.tied) == (stored.kv_size, stored.tied)
 
 
