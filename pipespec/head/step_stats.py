@@ -333,7 +333,9 @@ class StepStats:
     def _step_ms(self) -> Points:
         learnt = () if self._learnt is None else self._learnt.times.times.points
         points = learnt or self._curve(self._stages.points)
-        return tuple((rows, ms * self._steps_at_a_time) for rows, ms in points)
+        if not self._one_tree:
+            return points
+        return tuple((rows, ms * self.num_stages) for rows, ms in points)
 
     def _curve(self, stages: Points) -> Points:
         """Step time by rows: that of the stages, which see batches of more sizes, plus the

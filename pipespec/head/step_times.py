@@ -139,12 +139,13 @@ class SizeTimes:
             at = [rows for rows, _ in measured]
             guess = np.interp(at, of_stage, stage_ms)
             took = np.array([ms for _, ms in measured])
+            # Steps that are shorter than stages seemed say how much faster these are.
+            faster, more = np.minimum(took / guess, 1), np.maximum(took - guess, 0)
             for rows, ms in self._stages:
-                if _size(rows) not in sizes:
-                    # Steps that are shorter than stages seemed say how much faster these are.
-                    faster = np.interp(rows, at, np.minimum(took / guess, 1)) if at else 1.0
-                    more = np.interp(rows, at, np.maximum(took - guess, 0)) if at else 0.0
-                    base[rows] = float(ms * faster + more)
+                if not at:
+                    base[rows] = ms
+                elif _size(rows) not in sizes:
+                    base[rows] = float(ms * np.interp(rows, at, faster) + np.interp(rows, at, more))
         points = []
         for size, (rows, ms) in self._means.items():
             samples = len(self._sizes[size])

@@ -25,7 +25,8 @@ _threads: int | None = None  # of `use_threads`
 
 
 class ThreadChoice:
-    """How many threads compute: all, or one while others use the cores.
+    """How many threads compute: all cores', or those of this rank's share while other ranks compute
+    too, or one while others use even that.
 
     Threads of a graph wait for each other after every operation, polling, so that one of two that
     has no core makes a step many times slower: 0.46 s became 8 s on two busy cores.
@@ -33,21 +34,32 @@ class ThreadChoice:
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
-    # One thread computes for so many times as long as a crowded step took, at least SHORTEST_S.
-    PAUSE, SHORTEST_S = 20, 0.2
+    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S;
+    # twice as long each time that more are crowded again, so many times.
+    PAUSE, SHORTEST_S, MOST_DOUBLED = 20, 0.2, 4
 
-    def __init__(self, threads: int):
-        self.threads = threads
-        self._alone_until = 0.0
+    def __init__(self, threads: int, share: int = 1):
+        self._levels = sorted({threads, min(share, threads), 1}, reverse=True)
+        # Until when each number of threads is too many, and how often in a row it was.
+        self._crowded_until = dict.fromkeys(self._levels, 0.0)
+        self._crowded = dict.fromkeys(self._levels, 0)
 
     def at(self, now: float) -> int:
         """How many threads compute now, a time in seconds."""
-        return 1 if now < self._alone_until else self.threads
+        return next(each for each in self._levels if self._crowded_until[each] <= now)
 
     def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
         """So many threads have computed for so long, and used so much time of processors."""
-        if threads > 1 and took_s > self.LEAST_S and cpu_s < self.SHARE * threads * took_s:
-            self._alone_until = now + max(self.PAUSE * took_s, self.SHORTEST_S)
+        if threads == 1 or took_s <= self.LEAST_S:
+            return
+        if cpu_s >= self.SHARE * threads * took_s:
+            self._crowded[threads] = 0
+            return
+        pause = max(self.PAUSE * took_s, self.SHORTEST_S) * 2 ** self._crowded[threads]
+        self._crowded[threads] = min(self._crowded[threads] + 1, self.MOST_DOUBLED)
+        for each in self._levels:
+            if each >= threads:
+                self._crowded_until[each] = max(self._crowded_until[each], now + pause)
 
 
 class Computer:
@@ -57,9 +69,10 @@ class Computer:
     tiles and without dividing them among threads (`use_ref`).
     """
 
-    def __init__(self, library: Library, threads: int):
-        self.library, self.threads = library, threads
-        self._choice = ThreadChoice(threads)
+    def __init__(self, library: Library, threads: int, share: int = 1):
+        """`share` of the threads are this rank's while others compute."""
+        self.library, self.sizes = library, (threads, share)
+        self._choice = ThreadChoice(threads, share)
         self._pool = library.pool(threads, POLL)
         self._backend = library.backend_cpu_init()
         library.backend_cpu_set_threadpool(self._backend, self._pool)
@@ -85,20 +98,21 @@ def _free(library: Library, backend: int, pool: int, context: int) -> None:
 
 
 def use_threads(threads: int) -> None:
-    """Let ggml have so many threads from now on, whatever PyTorch has: fewer compute while others
-    use the cores (`ThreadChoice`)."""
+    """Let ggml have so many threads from now on, of which as many as PyTorch has, or one, compute
+    while others use the cores (`ThreadChoice`)."""
     global _threads
     _threads = threads
 
 
 def computer() -> Computer:
     """That of this thread of the program. ggml must be there."""
-    threads = _threads or torch.get_num_threads()
+    share = torch.get_num_threads()
+    sizes = (max(_threads or share, share), share)
     found: Computer | None = getattr(_of_thread, "computer", None)
-    if found is None or found.threads != threads:
+    if found is None or found.sizes != sizes:
         library = ggml.load()
         assert library is not None, "callers have looked whether there is ggml"
-        found = _of_thread.computer = Computer(library, threads)
+        found = _of_thread.computer = Computer(library, *sizes)
     return found
 
 
