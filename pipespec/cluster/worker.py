@@ -53,7 +53,7 @@ from pipespec.transport.distributed import FOREVER, DistributedTransport
 from pipespec.transport.rendezvous_store import RendezvousStore
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 from pipespec.transport.transport import Transport
-from pipespec.transport.transport_settings import GLOO, NCCL, YES
+from pipespec.transport.transport_settings import GLOO, NCCL
 
 # Seconds between two checks whether all ranks have joined.
 LOOK_S = 0.5
@@ -415,5 +415,4 @@ def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
             member,
             len(members),
             devices[member] if nccl else None,
-            symmetric=transport.symmetric_memory == YES,
         )

@@ -36,13 +36,6 @@ class TransportConfig:
         choices=WAITS,
     )
 
-    symmetric_memory: str = setting(
-        NO,
-        "Whether the GPUs of one stage read one another's parts of a sum from their memory (NVLink "
-        "or PCIe), instead of over NCCL, if that passes its self-test.",
-        choices=(YES, NO),
-    )
-
     def __post_init__(self) -> None:
         check_settings("transport", self)
         if self.seal == YES and self.backend == NCCL:
