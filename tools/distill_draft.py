@@ -28,8 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tools.distilling import OwnText, kept_layers, student_of, to_learn_from
-from tools.train_pard import read_text
+from tools.distilling import OwnText, kept_layers, read_text, student_of, to_learn_from
 from tools.training import Budget, Cost, Mix, console, key_of, model_folder, train, written
 
 TOP_KS = (1, 4, 16)

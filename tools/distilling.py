@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tools.training import Mix, key_of, progress_steps, written
+from tools.training import Mix, console, key_of, progress_steps, written
 
 # What `--halve` makes half as large, beside the heads.
 WIDTHS = ("hidden_size", "intermediate_size")
@@ -110,31 +110,26 @@ def to_learn_from(
 
 
 @torch.inference_mode()
-def continue_greedily(
-    model: PreTrainedModel, ids: Tensor, num_new: int, vocabulary: int | None = None
-) -> Tensor:
-    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + num_new]`, of
-    the first so many tokens of the vocabulary."""
+def continue_greedily(model: PreTrainedModel, ids: Tensor, num_new: int) -> Tensor:
+    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + num_new]`."""
     out = model(input_ids=ids, use_cache=True)
-    tokens = [ids, out.logits[:, -1:, :vocabulary].argmax(-1)]
+    tokens = [ids, out.logits[:, -1:].argmax(-1)]
     while len(tokens) <= num_new:
         out = model(input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1:, :vocabulary].argmax(-1))
+        tokens.append(out.logits[:, -1:].argmax(-1))
     return torch.cat(tokens, 1)
 
 
 @dataclass(frozen=True)
 class OwnText:
     """A target's continuations of beginnings of a corpus: `rows` times `beginning` tokens of it and
-    a greedy continuation of `continuation`, so many rows at once, of the first `vocabulary` tokens
-    of the vocabulary; None: of all."""
+    a greedy continuation of `continuation`, so many rows at once."""
 
     rows: int
     beginning: int
     continuation: int
     at_once: int
     seed: int
-    vocabulary: int | None = None
 
     def pieces(
         self, target: PreTrainedModel, mix: Mix, folder: Path, name: str = ""
@@ -150,7 +145,7 @@ class OwnText:
                 rows = min(self.at_once, self.rows - self.at_once * piece)
                 heads = mix.windows(rng, rows, self.beginning).to(target.device)
                 with torch.autocast(target.device.type, torch.bfloat16):
-                    text = continue_greedily(target, heads, self.continuation, self.vocabulary)
+                    text = continue_greedily(target, heads, self.continuation)
                 written(path, lambda partial, text=text: save_array(partial, text.cpu()))
             found.append(np.load(path))
         return found
@@ -159,3 +154,26 @@ class OwnText:
 def save_array(path: Path, array: Tensor) -> None:
     with path.open("wb") as file:
         np.save(file, array.numpy().astype(np.int32))
+
+
+def read_text(folder: Path, tokenizer: Any, window: int) -> list[np.ndarray]:
+    """Token ids of each text file that is longer than a window of so many tokens, except licences
+    and those held out (`book_*`)."""
+    files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
+    files = [p for p in files if not p.name.startswith("book_")]
+    if not files:
+        raise SystemExit(f"{folder} has no text files (*.txt) to learn from; add at least one.")
+    found = []
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if len(ids) > window:
+            found.append(ids)
+        else:
+            said = f"{path} is left out: {len(ids)} tokens are no more than the {window} of a text"
+            console.print(said, soft_wrap=True)
+    if not found:
+        raise SystemExit(
+            f"No text file of {folder} has more than {window} tokens; add longer ones."
+        )
+    return found

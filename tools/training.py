@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,6 @@ def train(
     checkpoint_every: int,
     log_every: int,
     on_checkpoint: Callable[[int], None] = lambda step: None,
-    optimizers: Sequence[torch.optim.Optimizer] | None = None,
     made_of: Mapping[str, Any] | None = None,
 ) -> Cost:
     """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
@@ -185,11 +184,10 @@ def train(
     `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
     A checkpoint of another budget or other text, or of which `made_of` states something else, ends
     the program. `on_checkpoint` is called with the steps made when one is written.
-    `optimizers`: None: `optimizers_for` the model.
     """
     path = folder / f"{name}.pt"
     began_with = {**asdict(budget), "text": mix.digest(), **(made_of or {})}
-    optimizers = optimizers_for(model) if optimizers is None else optimizers
+    optimizers = optimizers_for(model)
     base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
     first, spent = 0, 0.0
     if path.exists():

@@ -82,9 +82,7 @@ def check_parallel(proposer: ProposerConfig, draft: CheckpointInfo) -> None:
     if wanted is not None and wanted > 1 and draft.mask_token is None:
         raise ConfigError(
             f"proposer.parallel is {wanted}, but {draft.path} is no parallel draft (its "
-            "config.json "
-            "names no pard_token); leave proposer.parallel out, or make one with "
-            "tools/train_pard.py."
+            "config.json names no pard_token); leave proposer.parallel out, or take a PARD draft."
         )
 
 
