@@ -1,25 +1,22 @@
 """The search of `partition`: the best order of the hosts, and slices, for one head.
 
-Three observations make an exact answer quick:
-
-1. The slowest rank's time is one of finitely many sums, so it is found by bisection: can a
-   layout stay within this limit?
-2. Within a limit, where a stage can end depends only on where it begins. So a set of layer
-   numbers, the bits of an integer, says all about the stages so far, and dynamic programming
-   over the subsets of hosts decides the order.
-3. The time on the links depends on the order alone. Of several ways to one layer through the
-   same hosts, the one with the least of it is enough.
+Dynamic programming over the subsets of hosts: of all ways through the same hosts with the same one
+last, the best for each layer at which they can end is enough. It is done twice: what the slowest
+rank takes at least, and then, of the orders that stay within that, the one with the least time on
+the links.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from pipespec.placement.costs import Problem, Worker, ends_ms, layers_ms
+import numpy as np
+
+from pipespec.placement.costs import Problem, Worker, ends_ms
 
 # Up to so many hosts every order is considered; of more, the order of the hosts file is kept.
 MAX_ORDERED = 8
@@ -39,15 +36,12 @@ class Found:
     link_ms: float
 
 
-class _Way(NamedTuple):
-    """A way through some hosts, without the last worker of the last of them.
+class _Ways(NamedTuple):
+    """The best ways through some hosts, by the layer at which they end: what they cost, `[layers +
+    1]`, and the hosts in their order, as the digits of a number."""
 
-    `ends` has a bit for every layer at which it can end, `order` the numbers of the hosts.
-    """
-
-    link_ms: float
-    ends: int
-    order: tuple[int, ...]
+    cost: np.ndarray
+    order: np.ndarray
 
 
 class Search:
@@ -65,122 +59,93 @@ class Search:
         self.workers = [of_host[host] for host in self.hosts]
         self.last = self.hosts.index(problem.last_host) if problem.last_host in of_host else None
         self.num_stages = len(stages)
-        self._times: dict[tuple[str, int], list[float]] = {}
-        self._most: dict[tuple[str, float, float], list[int]] = {}
-        self._largest = max(self.needs.whole_layers)
+        self._computed = lru_cache(None)(self._compute_times)
 
     def improve(self, best: Found | None) -> Found | None:
         """The better of `best` and the best layout with this head; None if there is none."""
-        limits = self._limits()
-        high = bisect_right(limits, inf if best is None else best.limit) - 1
-        order = None if high < 0 else self._within(limits[high])
-        if order is None:
+        limit, order = self._search(None)
+        if limit == inf or (best is not None and limit > best.limit):
             return best
-        low = 0
-        while low < high:
-            middle = (low + high) // 2
-            better = self._within(limits[middle])
-            if better is None:
-                low = middle + 1
-            else:
-                order, high = better, middle
+        _, order = self._search(limit)
         stages = tuple(worker for index in order for worker in self.workers[index])
         links = self.problem.link_ms(self.head, stages)
-        limit = limits[high]
         if best is not None and (best.limit, best.link_ms) <= (limit, sum(links)):
             return best
         return Found(self.head, stages, self._even(stages, links, limit), limit, sum(links))
 
-    def _limits(self) -> list[float]:
-        """Every time that a rank can take, rising."""
-        problem = self.problem
-        draft = problem.draft_ms(self.head)
-        times = {draft + problem.feed_ms(self.head.host, host) for host in self.hosts}
-        for host, workers in zip(self.hosts, self.workers, strict=True):
-            links = {problem.batch_ms(host, other) for other in self.hosts}
-            verdict = problem.verdict_ms(host, self.head.host)
-            for worker in workers:
-                starts = range(self.needs.num_layers) if worker.kind_ms else range(1)
-                own = {ms for start in starts for ms in self._layer_times(worker, start)[1:]}
-                for first in (False, True):
-                    for last, messages in ((False, links), (True, {verdict})):
-                        ends = ends_ms(worker, first=first, last=last)
-                        times.update(ms + (ends + link) for ms in own for link in messages)
-        return sorted(times)
-
-    def _layer_times(self, worker: Worker, start: int) -> list[float]:
-        """What 0, 1, 2 ... layers take from layer `start` on. If all are alike, those from the
-        first on."""
-        start = start if worker.kind_ms else 0
-        key = (worker.name, start)
-        if key not in self._times:
-            stops = range(start, self.needs.num_layers + 1)
-            self._times[key] = [layers_ms(worker, self.needs, range(start, stop)) for stop in stops]
-        return self._times[key]
-
-    def _most_layers(self, worker: Worker, more_ms: float, limit: float) -> list[int]:
-        """How many layers a stage can compute in time from each layer on, if it takes `more_ms`
-        beside them. If all are alike, it may be more than there are."""
-        key = (worker.name, more_ms, limit)
-        if key not in self._most:
-
-            def most(start: int) -> int:
-                times = self._layer_times(worker, start)
-                return bisect_right(times, limit, key=lambda ms: ms + more_ms) - 1
-
-            count = self.needs.num_layers + 1
-            alike = not worker.kind_ms
-            self._most[key] = [most(0)] * count if alike else [most(i) for i in range(count)]
-        return self._most[key]
-
-    # --- is there a layout within a limit? ----------------------------------------------------
-
-    def _within(self, limit: float) -> tuple[int, ...] | None:
-        """The order with the least link time among those whose ranks all stay within `limit`."""
-        self._most.clear()
-        ways: dict[tuple[int, int], list[_Way]] = {}
+    def _search(self, limit: float | None) -> tuple[float, Sequence[int]]:
+        """What the slowest rank takes at least and, given such a limit, the least time on the links
+        of all orders whose ranks stay within it; and the order. inf: there is none."""
+        problem, count = self.problem, len(self.hosts)
+        ways: dict[tuple[int, int], _Ways] = {}
         for index in self._successors(0, -1):
-            feed = self.problem.feed_ms(self.head.host, self.hosts[index])
-            if self.problem.draft_ms(self.head) + feed <= limit:
-                self._enter(ways, 0, index, _Way(feed, 1, ()), limit)
-        for _ in self.hosts[1:]:
-            longer: dict[tuple[int, int], list[_Way]] = {}
+            feed = problem.feed_ms(self.head.host, self.hosts[index])
+            slowest, cost = (
+                problem.draft_ms(self.head) + feed,
+                np.full(self.needs.num_layers + 1, inf),
+            )
+            cost[0] = slowest if limit is None else feed if slowest <= limit else inf
+            ways[1 << index, index] = _Ways(cost, np.full(len(cost), index))
+        for length in range(1, count + 1):
+            longer: dict[tuple[int, int], _Ways] = {}
             for (subset, index), reached in ways.items():
-                stage, worker = self._count(subset) - 1, self.workers[index][-1]
+                host, workers = self.hosts[index], self.workers[index]
+                stage = sum(len(each) for i, each in enumerate(self.workers) if subset >> i & 1)
+                near = problem.batch_ms(host, host)
+                for number, worker in enumerate(workers[:-1], stage - len(workers)):
+                    reached = self._through(reached, worker, number, near, limit)
+                if length == count:
+                    verdict = problem.verdict_ms(host, self.head.host)
+                    longer[subset, index] = self._through(
+                        reached, workers[-1], stage - 1, verdict, limit
+                    )
+                    continue
                 for after in self._successors(subset, index):
-                    link = self.problem.batch_ms(self.hosts[index], self.hosts[after])
-                    for way in _cheapest(reached):
-                        ends = self._ends(worker, stage, link, limit, way.ends)
-                        left = _Way(way.link_ms + link, ends, way.order)
-                        self._enter(longer, subset, after, left, limit)
+                    link = problem.batch_ms(host, self.hosts[after])
+                    left = self._through(reached, workers[-1], stage - 1, link, limit)
+                    left = _Ways(left.cost, left.order * count + after)
+                    key = subset | 1 << after, after
+                    longer[key] = _better(longer[key], left) if key in longer else left
             ways = longer
-        found = []
-        for (_, index), reached in ways.items():
-            verdict = self.problem.verdict_ms(self.hosts[index], self.head.host)
-            worker = self.workers[index][-1]
-            for way in _cheapest(reached):
-                ends = self._ends(worker, self.num_stages - 1, verdict, limit, way.ends)
-                if ends >> self.needs.num_layers & 1:
-                    found.append((way.link_ms + verdict, way.order))
-        return min(found)[1] if found else None
+        cost, number = min((each.cost[-1], int(each.order[-1])) for each in ways.values())
+        if self.fixed:
+            return float(cost), range(count)
+        return float(cost), [number // count**place % count for place in reversed(range(count))]
 
-    def _enter(
-        self,
-        ways: dict[tuple[int, int], list[_Way]],
-        subset: int,
-        index: int,
-        way: _Way,
-        limit: float,
-    ) -> None:
-        """Go on through a host, but for its last worker, whose message depends on what follows."""
-        stage, host, ends = self._count(subset), self.hosts[index], way.ends
-        near = self.problem.batch_ms(host, host)
-        others = self.workers[index][:-1]
-        for number, worker in enumerate(others):
-            ends = self._ends(worker, stage + number, near, limit, ends)
-        if ends:
-            new = _Way(way.link_ms + near * len(others), ends, (*way.order, index))
-            ways.setdefault((subset | 1 << index, index), []).append(new)
+    def _through(
+        self, ways: _Ways, worker: Worker, stage: int, link_ms: float, limit: float | None
+    ) -> _Ways:
+        """The ways with one more stage, whose message takes `link_ms`."""
+        times = self._times(worker, stage) + link_ms
+        if limit is None:
+            found = np.maximum(ways.cost[:, None], times)
+        else:
+            found = ways.cost[:, None] + np.where(times <= limit, link_ms, inf)
+        starts = found.argmin(0)
+        return _Ways(found[starts, np.arange(len(starts))], ways.order[starts])
+
+    def _times(self, worker: Worker, stage: int) -> np.ndarray:
+        """What a stage takes that begins at one layer and ends before another, `[layers + 1, layers
+        + 1]`; inf where it has no layer, too little memory, or other layers than the user wants."""
+        wanted = None if self.problem.split is None else self.problem.split[stage]
+        return self._computed(worker, stage == 0, stage == self.num_stages - 1, wanted)
+
+    def _compute_times(
+        self, worker: Worker, first: bool, last: bool, wanted: int | None
+    ) -> np.ndarray:
+        needs = self.needs
+        places = np.arange(needs.num_layers + 1)
+        sizes = places - places[:, None]
+        times = sizes * worker.layer_ms
+        if worker.kind_ms:
+            counts = np.array(needs.kinds_before)
+            times = (counts - counts[:, None]) @ np.array(worker.kind_ms[: counts.shape[1]])
+        before = np.array(needs.before)
+        room = worker.memory_bytes - needs.fixed_bytes(first=first, last=last)
+        allowed = (sizes > 0) & (before - before[:, None] <= room)
+        if wanted is not None:
+            allowed &= sizes == wanted
+        return np.where(allowed, times + ends_ms(worker, first=first, last=last), inf)
 
     def _successors(self, subset: int, index: int) -> Iterable[int]:
         """Which hosts may come next."""
@@ -189,44 +154,6 @@ class Search:
         left = [other for other in range(len(self.hosts)) if not subset >> other & 1]
         return [other for other in left if other != self.last] if len(left) > 1 else left
 
-    def _count(self, subset: int) -> int:
-        """How many stages the hosts have."""
-        return sum(len(workers) for i, workers in enumerate(self.workers) if subset >> i & 1)
-
-    # --- where a stage can end ----------------------------------------------------------------
-
-    def _ends(self, worker: Worker, stage: int, link_ms: float, limit: float, starts: int) -> int:
-        """The layers at which a stage can end that begins at one of `starts`; both sets of bits."""
-        if not starts:
-            return 0
-        first, last = stage == 0, stage == self.num_stages - 1
-        most = self._most_layers(worker, ends_ms(worker, first=first, last=last) + link_ms, limit)
-        room = self._room(worker, stage)
-        low, high = (starts & -starts).bit_length() - 1, starts.bit_length() - 1
-        gapless = starts == (1 << high + 1) - (1 << low) and min(most[low : high + 1]) > 0
-        if gapless and room >= self._largest and self.problem.split is None:
-            stops = self._stops(stage, high, most, room)
-            return (1 << max(stops.stop, low + 1)) - (1 << low + 1)
-        ends = 0
-        for start in _bits(starts):
-            for stop in self._stops(stage, start, most, room):
-                ends |= 1 << stop
-        return ends
-
-    def _room(self, worker: Worker, stage: int) -> float:
-        """How many bytes the layers of a stage may have."""
-        first, last = stage == 0, stage == self.num_stages - 1
-        return worker.memory_bytes - self.needs.fixed_bytes(first=first, last=last)
-
-    def _stops(self, stage: int, start: int, most: Sequence[int], room: float) -> range:
-        """Where a stage that begins at layer `start` can end, of `most` layers by start."""
-        before = self.needs.before
-        stop = min(bisect_right(before, before[start] + room) - 1, start + most[start])
-        if self.problem.split is None:
-            return range(start + 1, stop + 1)
-        wanted = start + self.problem.split[stage]
-        return range(wanted, wanted + (wanted <= stop))
-
     def _even(
         self, stages: Sequence[Worker], links: Sequence[float], limit: float
     ) -> tuple[int, ...]:
@@ -234,34 +161,22 @@ class Search:
 
         Among equals, earlier stages are the longer ones, as in `split_evenly`.
         """
-        ways: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        cost, chosen = np.full(self.needs.num_layers + 1, inf), []
+        cost[0] = 0.0
         for stage, (worker, link) in enumerate(zip(stages, links[1:], strict=True)):
-            first, last = stage == 0, stage == self.num_stages - 1
-            more_ms = ends_ms(worker, first=first, last=last) + link
-            most, room = self._most_layers(worker, more_ms, limit), self._room(worker, stage)
-            reached: dict[int, tuple[float, tuple[int, ...]]] = {}
-            for start in sorted(ways, reverse=True):
-                cost, sizes = ways[start]
-                times = self._layer_times(worker, start)
-                for stop in self._stops(stage, start, most, room):
-                    new = cost + (times[stop - start] + more_ms) ** 2
-                    if stop not in reached or new < reached[stop][0]:
-                        reached[stop] = (new, (*sizes, stop - start))
-            ways = reached
-        return ways[self.needs.num_layers][1]
+            times = self._times(worker, stage) + link
+            found = cost[:, None] + np.where(times <= limit, times, inf) ** 2
+            starts = len(cost) - 1 - found[::-1].argmin(0)  # of equals the last
+            cost = found[starts, np.arange(len(cost))]
+            chosen.append(starts)
+        sizes, stop = [], self.needs.num_layers
+        for starts in reversed(chosen):
+            sizes.append(stop - int(starts[stop]))
+            stop = int(starts[stop])
+        return tuple(reversed(sizes))
 
 
-def _cheapest(ways: list[_Way]) -> Iterator[_Way]:
-    """Of every end, the way there with the least link time."""
-    covered = 0
-    for way in sorted(ways):
-        if way.ends & ~covered:
-            yield way._replace(ends=way.ends & ~covered)
-            covered |= way.ends
-
-
-def _bits(number: int) -> Iterator[int]:
-    while number:
-        lowest = number & -number
-        yield lowest.bit_length() - 1
-        number ^= lowest
+def _better(one: _Ways, other: _Ways) -> _Ways:
+    """For each end the cheaper of two ways there."""
+    first = one.cost <= other.cost
+    return _Ways(*(np.where(first, a, b) for a, b in zip(one, other, strict=True)))

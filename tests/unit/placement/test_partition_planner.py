@@ -243,8 +243,8 @@ def test_a_cluster_of_one_is_refused():
 # --- size -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", [(), pytest.param((0, 0, 0, 1) * 20, marks=pytest.mark.long)])
-def test_eight_hosts_of_three_devices_are_laid_out(kinds):
+@pytest.mark.parametrize("kinds", [(), (0, 0, 0, 1) * 20])
+def test_eight_hosts_of_two_devices_are_laid_out(kinds):
     workers = tuple(
         Worker(
             f"host{host}/{index}",
@@ -255,15 +255,15 @@ def test_eight_hosts_of_three_devices_are_laid_out(kinds):
             kind_ms=(1 + 0.13 * host, 1.3 + 0.11 * index) if kinds else (),
         )
         for host in range(8)
-        for index in range(3)
+        for index in range(2)
     )
     hosts = [f"host{host}" for host in range(8)]
     routes = {(a, b): Route(0.1 + 0.01 * i, 10) for i, (a, b) in enumerate(combinations(hosts, 2))}
     needs = Needs((2 * GIB,) * 80, draft_bytes=2 * GIB, rows=64, row_bytes=16384, kinds=kinds)
     found = plan_slices(Problem(workers, needs, routes))
     assert sum(map(len, found.layers)) == 80
-    slowest = 80 * 1.0 / 23  # no layout can beat all devices being the fastest one
-    assert slowest < found.step_ms < 12
+    slowest = 80 * 1.0 / 15  # no layout can beat all devices being the fastest one
+    assert slowest < found.step_ms < 16
 
 
 def test_of_more_hosts_than_can_be_tried_the_order_is_kept():
