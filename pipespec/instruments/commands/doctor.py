@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         help="look at the hosts of a hosts file and the links between them",
         usage="pipespec doctor [--json] HOSTS.YAML [model.target=MODEL] [model.draft=MODEL]",
         description="Look at every host and at the way from each to every other: interface, round "
-        "trip, bandwidth, clocks, versions, model files, open ports. The exit code is 1 if "
+        "trip, bandwidth, versions, model files, open ports. The exit code is 1 if "
         "something keeps them from working together; docs/doctor.md explains the findings. A MODEL "
         "is a folder or a hub id; nothing is downloaded.",
     )
@@ -101,14 +101,14 @@ def layout_table(hosts_file: HostsFile) -> Table:
 
 
 def hosts_table(report: Report) -> Table:
-    """One row per host: the interface that carries batches, versions, its clock beside ours.
+    """One row per host: the interface that carries batches, versions.
 
     What no host states has no column.
     """
     from rich.table import Table
 
     table = Table(title="Hosts", title_justify="left")
-    columns = ("host", "interface", *VERSIONS, "clock ms")
+    columns = ("host", "interface", *VERSIONS)
     rows = [_host_row(name, seen) for name, seen in report.hosts.items()]
     stated = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     for index in stated:
@@ -121,8 +121,7 @@ def hosts_table(report: Report) -> Table:
 def _host_row(name: str, seen: HostReport) -> list[str | None]:
     carrier = None if seen.listening is None else seen.listening.carrier
     versions = {} if seen.inventory is None else seen.inventory.versions
-    clock = None if seen.clock is None else f"{1e3 * seen.clock.offset_s:+.1f}"
-    return [name, carrier, *map(versions.get, VERSIONS), clock]
+    return [name, carrier, *map(versions.get, VERSIONS)]
 
 
 def links_table(report: Report) -> Table:

@@ -1,7 +1,9 @@
-"""Whether a device computes what it should: attention, graphs, compiled slices, few bits."""
+"""Whether a device computes what it should: attention, graphs, compiled slices, few bits; and what
+software there is."""
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -14,7 +16,14 @@ from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND, PACKED_INT4
 from pipespec.engine.kept_weights import maker, self_test_error
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.instruments.device_check.models import SMALL, small_slice
+from pipespec.instruments.diagnostics.machine_check import cuda_devices
+from pipespec.system.silence_warnings import silence_warnings
+from pipespec.system.versions import package_version
+
+with silence_warnings():
+    from transformers import AutoConfig
+
+PACKAGES = ("pipespec", "torch", "triton", "flashinfer-python", "transformers", "torchao")
 
 BACKENDS = (select.STATIC, select.TRITON, select.FLASHINFER)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,30 +37,73 @@ SHAPES = (
 BUCKETS = (16, 64)
 # Rows and inputs of the products, and inputs that share a scale.
 OUT, INPUTS, GROUP = 1024, 2048, 128
+# Token slots of models that are only checked.
+NUM_SLOTS = 512
+# Two layers each: grouped queries; windows, soft caps and large heads; sinks and experts; layers
+# with a running state.
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 64},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_next": {
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    },
+}
+_OF_ALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": NUM_SLOTS,
+    "pad_token_id": 0,
+}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Versions and devices."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
+        "cuda": torch.version.cuda or "not in this torch",
+        "devices": list(cuda_devices()) if device.type == "cuda" else [],
+    }
+    for each in found["devices"]:
+        properties = torch.cuda.get_device_properties(each["name"])
+        each["capability"] = f"{properties.major}.{properties.minor}"
+        each["multiprocessors"] = properties.multi_processor_count
+    return found
 
 
 def check_attention(device: torch.device) -> dict[str, Any]:
     """For each backend and type the error of its self-test by shape; None: it passes."""
     found: dict[str, Any] = {}
+    wrong = []
     for backend in BACKENDS:
         missing = select.missing_requirement(backend, device.type)
         if missing is not None:
             found[backend] = {"not_available": missing}
             continue
-        found[backend] = {
-            select.dtype_name(dtype): _by_shape(backend, dtype, device) for dtype in DTYPES
-        }
-    return {"backends": found}
-
-
-def _by_shape(backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, str | None]:
-    missing = select.missing_requirement(backend, device.type, select.dtype_name(dtype))
-    if missing is not None:
-        return {"not_available": missing}
-    return {
-        _shape_name(shape): select.backend_error(backend, device, [_layer(shape, dtype, device)])
-        for shape in SHAPES
-    }
+        found[backend] = {}
+        for dtype in DTYPES:
+            name = select.dtype_name(dtype)
+            missing = select.missing_requirement(backend, device.type, name)
+            if missing is not None:
+                found[backend][name] = {"not_available": missing}
+                continue
+            found[backend][name] = errors = {
+                _shape_name(shape): select.backend_error(
+                    backend, device, [_layer(shape, dtype, device)]
+                )
+                for shape in SHAPES
+            }
+            wrong += [f"{backend}, {name}, {shape}: {why}" for shape, why in errors.items() if why]
+    return {"backends": found, "wrong": wrong}
 
 
 def _layer(
@@ -78,7 +130,7 @@ def check_graphs(device: torch.device) -> dict[str, Any]:
     """Of each small model the rows of its graphs, and what was refused."""
     if device.type != "cuda":
         return {"not_available": "CUDA graphs need a GPU"}
-    models = {}
+    models, wrong = {}, []
     for name in SMALL:
         for backend in (select.STATIC, select.TRITON):
             if select.missing_requirement(backend, device.type) is None:
@@ -86,7 +138,8 @@ def check_graphs(device: torch.device) -> dict[str, Any]:
                 part.capture_graphs(BUCKETS)
                 part.capture_head(BUCKETS)
                 models[f"{name}, {backend}"] = _described(part)
-    return {"models": models}
+                wrong += [f"{name}, {backend}: {sentence}" for sentence in part.refused]
+    return {"models": models, "wrong": wrong}
 
 
 def check_compile(device: torch.device) -> dict[str, Any]:
@@ -95,7 +148,7 @@ def check_compile(device: torch.device) -> dict[str, Any]:
     part.compile()
     if device.type == "cuda":
         part.capture_graphs(BUCKETS)
-    return _described(part)
+    return _described(part) | {"wrong": part.refused}
 
 
 def _described(part: ModelSlice) -> dict[str, Any]:
@@ -124,4 +177,16 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
             found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator
             found[name] = f"it fails: {' '.join(str(error).split())[:200]}"
-    return {"kinds": found}
+    return {"kinds": found, "wrong": [f"{name}: {why}" for name, why in found.items() if why]}
+
+
+def small_slice(
+    model_type: str, device: torch.device, dtype: torch.dtype, attention: str
+) -> ModelSlice:
+    """A whole small model of an architecture of SMALL."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**_OF_ALL, **SMALL[model_type]})
+    layers = range(config.num_hidden_layers)
+    return ModelSlice.random(
+        config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
+    )

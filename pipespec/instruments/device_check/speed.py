@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import dataclass
 from threading import Barrier
 from typing import Any
 
@@ -19,20 +20,75 @@ from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.instruments.device_check.models import Sizes, sizes
 from pipespec.instruments.diagnostics.timing import median_ms, read_bytes_per_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl
 
 with silence_warnings():
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 ROWS = (1, 16, 64)
 CHILDREN = 8
 HOPS, WARM_UP_HOPS = 60, 10
 # Tokens of text before what Transformers decodes.
 EAGER_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed: a stage of some layers, and a draft model.
+
+    Attributes:
+        stage, draft: configs of Llama; a stage has all layers but the first and the last.
+        stage_name, draft_name: of the published models that have
+            such layers.
+        contexts: tokens before the rows of a batch.
+    """
+
+    stage_name: str
+    stage: PretrainedConfig
+    draft_name: str
+    draft: PretrainedConfig
+    dtype: torch.dtype
+    contexts: tuple[int, ...]
+
+
+def sizes(device: torch.device) -> Sizes:
+    """Those of published models on a GPU, and small ones on a CPU, where speeds say little."""
+    if device.type == "cpu":
+        return Sizes(
+            "a small model",
+            _llama(256, 4, 2, 512, 4, 1024),
+            "a small draft",
+            _llama(128, 4, 2, 256, 2, 1024),
+            torch.float32,
+            (128, 512),
+        )
+    return Sizes(
+        "4 layers of Llama 3.1 8B",
+        _llama(4096, 32, 8, 14336, 6, 128256),
+        "Llama 3.2 1B",
+        _llama(2048, 32, 8, 8192, 16, 128256),
+        torch.bfloat16,
+        (128, 2048, 8192),
+    )
+
+
+def _llama(
+    hidden: int, heads: int, kv_heads: int, inner: int, layers: int, vocabulary: int
+) -> PretrainedConfig:
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
 
 
 def time_hops(device: torch.device) -> dict[str, Any]:
@@ -109,7 +165,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
         how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
         model = ModelSlice.random(of.stage, layers, num_slots=num_slots, **how)
         if model.attention != backend:
-            found.setdefault("refused", []).extend(model.refused)
+            found.setdefault("wrong", []).extend(model.refused)
             continue
         if device.type == "cuda" and backend != select.SDPA:
             model.capture_graphs([max(ROWS)])
@@ -154,7 +210,7 @@ def time_draft(device: torch.device) -> dict[str, Any]:
         model.capture_graphs([max(ROWS)])
         model.capture_head([max(ROWS)])
         found["graph_ms"] = _rounds(model, context)
-    return found | {"attention": model.attention, "refused": model.refused}
+    return found | {"attention": model.attention, "wrong": model.refused}
 
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:

@@ -8,14 +8,12 @@ from ipaddress import ip_address
 
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.checkpoint.slice_tensors import listed
-from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
+from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.instruments.diagnostics.inventory import PACKAGES, Inventory
 from pipespec.instruments.diagnostics.model_findings import model_findings
 from pipespec.instruments.diagnostics.probe import Listening, Reachability
 from pipespec.system.network_interfaces import Interface, interface_with
 
-# With a larger offset, traces and logs of two hosts cannot be compared.
-CLOCK_LIMIT_S = 0.1
 # A link slower than this share of its interfaces' stated rate has a fault or is in use; a single
 # burst from Python cannot measure interfaces faster than `FASTEST_MBIT`.
 FAIR_SHARE = 0.5
@@ -79,9 +77,7 @@ def diagnose(
         *model_findings(hosts_file, inventories, fetchable),
         *_devices(hosts_file, inventories),
         *_attention(inventories),
-        *_groups(hosts_file, hosts),
         *_slow_links(hosts, links),
-        *_clocks({name: seen.clock for name, seen in hosts.items() if seen.clock is not None}),
     ]
     return sorted(found, key=lambda finding: not finding.error)
 
@@ -249,25 +245,6 @@ def _attention(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
                 )
 
 
-def _groups(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterator[Finding]:
-    """Tensor-parallel groups that cannot compute together, or not faster than one device."""
-    for name, seen in hosts.items():
-        host = hosts_file.host(name)
-        for leader, gain in seen.gains.items():
-            group = host.members[leader]
-            devices = listed([host.devices[host.workers.index(worker)] for worker in group])
-            if gain.problem is not None:
-                yield Finding(True, (name,), f"{gain.problem}, on {name} ({devices}).")
-            elif gain.sums_ms >= gain.sooner_ms:
-                yield Finding(
-                    False,
-                    (name,),
-                    f"{devices} of {name} would read a layer {gain.sooner_ms:.2g} ms sooner "
-                    f"together than one of them, but add up for {gain.sums_ms:.2g} ms in each; the "
-                    "link between them is too slow, so make each a stage of its own.",
-                )
-
-
 def _slow_links(hosts: Mapping[str, HostReport], links: Sequence[LinkReport]) -> Iterator[Finding]:
     for link in links:
         here, there = _carrier(hosts[link.source]), _carrier(hosts[link.to])
@@ -289,21 +266,3 @@ def _carrier(seen: HostReport) -> Interface | None:
     if listening is None:
         return None
     return next((i for i in listening.interfaces if i.name == listening.carrier), None)
-
-
-def _clocks(clocks: Mapping[str, Offset]) -> Iterator[Finding]:
-    """Clocks that differ from the median one."""
-    if not clocks:
-        return
-    by_time = sorted(clocks, key=lambda name: clocks[name].offset_s)
-    middle = by_time[(len(by_time) - 1) // 2]
-    for name in clocks:
-        off = clocks[name].offset_s - clocks[middle].offset_s
-        margin = clocks[name].margin_s + clocks[middle].margin_s
-        if abs(off) - margin > CLOCK_LIMIT_S:
-            yield Finding(
-                False,
-                (name, middle),
-                f"The clock of {name} is {abs(off):.2g} s {'ahead of' if off > 0 else 'behind'} "
-                f"that of {middle}; let NTP (chrony, systemd-timesyncd) set it.",
-            )

@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from pipespec.config.hosts import HostsFile
-from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
-from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
+from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.probe import (
     PROTOCOL,
     LinkSpeed,
     Listening,
     Reachability,
-    TensorParallelGain,
 )
 from pipespec.instruments.diagnostics.probe_process import ProbeProcess
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
 
 HELLO_TIMEOUT_S = 15.0
 INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
-NUM_CLOCK_READINGS = 9
 TOKEN_BYTES = 32
 
 
@@ -85,9 +81,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
 
         together(examination.start_probe, zip(names, strict=True))
         together(examination.take_inventory, zip(names, strict=True))
-        together(examination.read_clock, zip(names, strict=True))
         together(examination.reach_peers, zip(names, strict=True))
-        together(examination.measure_tensor_parallel, zip(names, strict=True))
         for pairs in rounds(names):
             together(examination.measure, pairs)
             together(examination.measure, [(b, a) for a, b in pairs])
@@ -206,16 +200,6 @@ class _Examination:
         )
         self.seen[name].inventory = from_fields(Inventory, answer)
 
-    def read_clock(self, name: str) -> None:
-        """How far the host's clock is ahead, as NTP does: the quickest of some readings."""
-        readings = []
-        for _ in range(NUM_CLOCK_READINGS):
-            start = time.time()
-            there = self._channels[name].ask("clock")
-            end = time.time()
-            readings.append(Offset(there - (start + end) / 2, (end - start) / 2))
-        self.seen[name].clock = min(readings, key=lambda reading: reading.margin_s)
-
     def reach_peers(self, name: str) -> None:
         """Test which of the others the host reaches."""
         peers = {
@@ -227,20 +211,6 @@ class _Examination:
         for other, reach in answer.items():
             found = from_fields(Reachability, reach)
             self.links[name, other] = LinkReport(name, other, found, None)
-
-    def measure_tensor_parallel(self, name: str) -> None:
-        """Measure what the host's tensor-parallel groups gain."""
-        host, seen = self._hosts.host(name), self.seen[name]
-        assert seen.inventory is not None
-        for leader, group in host.members.items():
-            part = "draft" if leader == self._hosts.draft else "target"
-            model = seen.inventory.models.get(part)
-            devices = [host.devices[host.workers.index(worker)] for worker in group]
-            if len(group) > 1 and model is not None and _usable(model, devices, seen.inventory):
-                answer = self._channels[name].ask(
-                    "tensor_parallel", INVENTORY_TIMEOUT_S, model=model.folder, devices=devices
-                )
-                seen.gains[leader] = from_fields(TensorParallelGain, answer)
 
     def measure(self, name: str, other: str) -> None:
         """Round trip and rate from one host to another, if it is reached."""
@@ -255,10 +225,3 @@ class _Examination:
             self.links[name, other] = replace(link, reach=reach)
         else:
             self.links[name, other] = replace(link, measured=from_fields(LinkSpeed, answer))
-
-
-def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) -> bool:
-    """Whether the model and the devices exist; a missing one is a finding of its own."""
-    known = len(inventory.cuda or ())
-    indices = [int(each.partition(":")[2] or 0) for each in devices if each.startswith("cuda")]
-    return model.problem is None and all(index < known for index in indices)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipespec.instruments.diagnostics.inventory import Inventory
-from pipespec.instruments.diagnostics.probe import (
-    LinkSpeed,
-    Listening,
-    Reachability,
-    TensorParallelGain,
-)
+from pipespec.instruments.diagnostics.probe import LinkSpeed, Listening, Reachability
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +21,13 @@ class Finding:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Offset:
-    """How far a host's clock is ahead of ours, give or take half a round trip; seconds."""
-
-    offset_s: float
-    margin_s: float
-
-
 @dataclass(slots=True)
 class HostReport:
-    """What is known of a host. `failure` has ended its examination, if it is not None.
-
-    `gains` are those of its tensor-parallel groups, by the worker that leads each.
-    """
+    """What is known of a host. `failure` has ended its examination, if it is not None."""
 
     inventory: Inventory | None = None
     listening: Listening | None = None
-    clock: Offset | None = None
     failure: str | None = None
-    gains: dict[str, TensorParallelGain] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

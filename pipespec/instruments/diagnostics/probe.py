@@ -5,10 +5,8 @@ One JSON object per line: requests on standard input, answers on standard output
     {"id": 1, "do": "hello"}                                      PROTOCOL
     {"id": 2, "do": "inventory", models, devices}                     inventory.Inventory
     {"id": 3, "do": "listen", name, token, address, interface}    Listening
-    {"id": 4, "do": "clock"}                                      seconds since 1970
-    {"id": 5, "do": "reach", token, peers}                        one Reachability per peer
-    {"id": 6, "do": "measure", token, name, place}                LinkSpeed, or a Reachability
-    {"id": 7, "do": "tensor_parallel", model, devices}                      TensorParallelGain
+    {"id": 4, "do": "reach", token, peers}                        one Reachability per peer
+    {"id": 5, "do": "measure", token, name, place}                LinkSpeed, or a Reachability
 
 An answer is {"id", "value"}. The listener accepts only the other hosts' probes, which send the
 token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
@@ -21,13 +19,11 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, BinaryIO
 
-from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import take_inventory
 from pipespec.instruments.diagnostics.link_probe import (
     Endpoint,
@@ -43,10 +39,8 @@ from pipespec.system.network_interfaces import (
     resolve,
 )
 
-PROTOCOL = 3
+PROTOCOL = 4
 LIFETIME_S = 300
-SUMS_PER_LAYER = 2
-ROWS = 64  # of a batch, as speculation feeds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +82,6 @@ class LinkSpeed:
 
     rtt_ms: float
     gbit_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallelGain:
-    """What tensor parallelism gains and costs in each layer, in milliseconds.
-
-    Each device reads fewer weights, which takes `sooner_ms` less; the all-reduces take `sums_ms`.
-    `problem`: why it is impossible.
-    """
-
-    problem: str | None
-    sooner_ms: float = 0.0
-    sums_ms: float = 0.0
 
 
 def listen(name: str, token: str, address: str, interface: str | None) -> Listening:
@@ -155,36 +136,12 @@ def measure(token: str, name: str, place: dict[str, Any]) -> LinkSpeed | Reachab
         return Reachability(None, error.problem, Endpoint(**place), error.who)
 
 
-def tensor_parallel(model: str, devices: list[str]) -> TensorParallelGain:
-    """What devices of this host gain by tensor parallelism over a model's layers."""
-    # No other request needs these imports, which take seconds.
-    import torch
-
-    from pipespec.engine.checkpoint.inspection import inspect
-    from pipespec.instruments.diagnostics.timing import all_reduce_ms, read_bytes_per_ms
-
-    size = len(devices)
-    try:
-        info = inspect(model)
-        info.check_tensor_parallel(size, None)
-    except ModelError as error:
-        return TensorParallelGain(str(error))
-    plain = "bfloat16" if devices[0].startswith("cuda") else "float32"
-    dtype = getattr(torch, info.compute_dtype(plain))
-    layer_bytes = max(info.loaded(plain, None).layers)
-    sum_ms = all_reduce_ms(devices, ROWS, info.hidden_size, dtype)
-    sooner_ms = layer_bytes / read_bytes_per_ms(torch.device(devices[0])) * (1 - 1 / size)
-    return TensorParallelGain(None, sooner_ms, SUMS_PER_LAYER * sum_ms)
-
-
 REQUESTS: dict[str, Callable[..., Any]] = {
     "hello": lambda: PROTOCOL,
     "inventory": take_inventory,
     "listen": listen,
-    "clock": time.time,
     "reach": reach,
     "measure": measure,
-    "tensor_parallel": tensor_parallel,
 }
 
 

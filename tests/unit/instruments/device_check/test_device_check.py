@@ -17,9 +17,8 @@ from pipespec.engine.attention import select
 from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.instruments.device_check import check_device as check
 from pipespec.instruments.device_check import correctness
-from pipespec.instruments.device_check.report import page
+from pipespec.instruments.device_check.check_device import fastest, faults, page
 from pipespec.instruments.device_check.speed import time_hops
-from pipespec.instruments.device_check.verdict import fastest, faults
 
 CPU = torch.device("cpu")
 STAGE: dict[str, Any] = {
@@ -56,9 +55,9 @@ def test_the_fastest_way_is_one_sentence():
 
 def test_page_says_what_did_not_pass():
     assert "Everything that ran passed." in page(findings())
-    wrong = {"backends": {"triton": {"bfloat16": {"32/8 heads of 128": "its error is 1"}}}}
+    wrong = {"wrong": ["triton, bfloat16: its error is 1"]}
     text = page(findings(attention=wrong, compile={"failed": "it was ended after 200 s"}))
-    assert "triton, bfloat16, 32/8 heads of 128: its error is 1" in text
+    assert "- Attention backends, beside attention by its definition: triton, bfloat16: its" in text
     assert "- torch.compile: it was ended after 200 s" in text
 
 
@@ -87,7 +86,7 @@ def test_parts_that_crash_or_hang_fail_alone(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
-    wrong = {"kinds": {"fp8": "its error is 1"}}
+    wrong = {"wrong": ["fp8: its error is 1"]}
     right = {"stage": STAGE}
     monkeypatch.setattr(check, "_run", lambda part, *_: right.get(part.name, {}))
     assert check.check_device("cpu")["ok"]
@@ -96,11 +95,12 @@ def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.MonkeyPatch):
-    assert correctness.check_packed_weights(CPU) == {"kinds": {"int4": None, "fp8": None}}
+    expected = {"kinds": {"int4": None, "fp8": None}, "wrong": []}
+    assert correctness.check_packed_weights(CPU) == expected
     right = Fp8Linear.forward
     monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: right(self, x) * 1.1)
     found = correctness.check_packed_weights(CPU)
-    (wrong,) = faults("packed_weights", found)
+    (wrong,) = faults(found)
     assert wrong.startswith("fp8: its error is ")
 
 
@@ -109,7 +109,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32,))
     monkeypatch.setattr(correctness, "SHAPES", correctness.SHAPES[1:2])
     found = correctness.check_attention(CPU)
-    assert list(faults("attention", found)) == []
+    assert faults(found) == []
     assert found["backends"]["triton"] == {
         "not_available": "it needs a GPU, and the device is a cpu"
     }
@@ -117,7 +117,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
 
     right = TorchBackend.attend
     monkeypatch.setattr(TorchBackend, "attend", lambda *given: right(*given) + 0.01)
-    (wrong,) = faults("attention", correctness.check_attention(CPU))
+    (wrong,) = faults(correctness.check_attention(CPU))
     assert wrong.startswith("static, float32, 32/8 heads of 64 sinks: its error is ")
 
 
@@ -131,7 +131,7 @@ def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32, torch.float16))
     found = correctness.check_attention(CPU)
     assert found["backends"]["static"]["float16"] == {"not_available": "static lacks float16"}
-    assert list(faults("attention", found)) == []
+    assert faults(found) == []
 
 
 def test_hops_are_timed_by_rows():

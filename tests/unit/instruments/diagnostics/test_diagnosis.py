@@ -14,15 +14,10 @@ from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
 from pipespec.instruments.diagnostics.examine_hosts import rounds
-from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
+from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.link_probe import Endpoint
-from pipespec.instruments.diagnostics.probe import (
-    LinkSpeed,
-    Listening,
-    Reachability,
-    TensorParallelGain,
-)
+from pipespec.instruments.diagnostics.probe import LinkSpeed, Listening, Reachability
 from pipespec.system.network_interfaces import Interface
 
 NAMES = ("alpha", "beta", "gamma")
@@ -68,7 +63,6 @@ def healthy() -> dict[str, HostReport]:
                 dict(VERSIONS), ["L40"], None, {"sdpa": None}, {"target": MODEL, "draft": MODEL}
             ),
             listening(name),
-            Offset(0.001, 0.0002),
         )
         for name in NAMES
     }
@@ -121,7 +115,7 @@ def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> Non
 
 def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
     hosts = healthy()
-    hosts["alpha"].clock = Offset(5.0, 0.0)
+    hosts["alpha"].inventory.attention["triton"] = "it fails"
     hosts["gamma"].failure = "gamma: gone."
     assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
 
@@ -408,51 +402,6 @@ def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
     found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error is error
     assert "but torch 2.9.0+cpu is built without CUDA" in found.sentence
-
-
-# --- clocks -----------------------------------------------------------------------------------
-
-
-def with_gain(folder: Path, gain: TensorParallelGain) -> list[Finding]:
-    file = make_hosts(folder, of_alpha={"devices": [["cuda:0", "cuda:1"], "cuda:2"]})
-    hosts = healthy()
-    hosts["alpha"].inventory = replace(hosts["alpha"].inventory, cuda=["L40"] * 3)
-    hosts["alpha"].gains["alpha/0"] = gain
-    return diagnose(file, hosts, ALL_LINKS)
-
-
-def test_a_group_that_is_faster_than_its_devices_is_no_finding(tmp_path: Path) -> None:
-    assert with_gain(tmp_path, TensorParallelGain(None, sooner_ms=1.2, sums_ms=0.3)) == []
-
-
-def test_a_group_whose_link_is_too_slow(tmp_path: Path) -> None:
-    found = only(with_gain(tmp_path, TensorParallelGain(None, sooner_ms=1.2, sums_ms=3.4)))
-    assert (found.error, found.hosts) == (False, ("alpha",))
-    for part in ("cuda:0 and cuda:1 of alpha", "1.2 ms sooner", "3.4 ms", "a stage of its own"):
-        assert part in found.sentence
-
-
-def test_a_group_that_cannot_share_the_model(tmp_path: Path) -> None:
-    found = only(
-        with_gain(tmp_path, TensorParallelGain("the 3 heads cannot be divided among 2 devices"))
-    )
-    assert found.error and "cannot be divided among 2 devices, on alpha" in found.sentence
-
-
-def test_the_clock_that_is_off_is_named_beside_the_one_in_the_middle(hosts_file: HostsFile) -> None:
-    for ahead, word in ((3.0, "ahead of"), (-3.0, "behind")):
-        hosts = healthy()
-        hosts["gamma"].clock = Offset(ahead, 0.001)
-        found = only(diagnose(hosts_file, hosts, ALL_LINKS))
-        assert found.error is False
-        assert found.hosts[0] == "gamma"
-        assert f"The clock of gamma is 3 s {word}" in found.sentence
-
-
-def test_a_reading_too_slow_to_tell_is_no_finding(hosts_file: HostsFile) -> None:
-    hosts = healthy()
-    hosts["gamma"].clock = Offset(3.0, 3.0)
-    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
 
 
 # --- the order of measurement -----------------------------------------------------------------
