@@ -21,8 +21,6 @@ from pipespec.engine.model_slice import ModelSlice
 # The timed batch: its rows, and the tokens of context before them.
 ROWS, CONTEXT = 64, 2048
 WARM_UP, TIMES = 2, 5
-# Smaller copies fit into caches, so their time is not that of the memory.
-LEAST_BYTES = 256 << 20
 
 
 def autotune(
@@ -56,10 +54,6 @@ def autotune(
         model.refused = []
         _use_backend(model, best, buckets, record)
     model.refused = refused + model.refused
-    model.step_ms, model.floor_ms = took[best], floor_ms(model)
-    # Capturing fails if the host waits for the device, so captured graphs need no check.
-    if model.device.type == "cuda" and not model.graph_rows and (why := host_sync_error(model)):
-        model.refused.append(f"The host waits for the device during a forward pass: {why}.")
 
 
 def _use_backend(
@@ -92,41 +86,6 @@ def step_ms(model: ModelSlice) -> float:
         _synchronize(model.device)
         took.append((time.perf_counter() - began) * 1e3)
     return statistics.median(took[WARM_UP:])
-
-
-def host_sync_error(model: ModelSlice) -> str | None:
-    """What makes the host wait for the GPU during a forward pass, in torch's words; None:
-    nothing."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step_ms(model)
-    except RuntimeError as error:
-        return " ".join(str(error).split())[:200]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return None
-
-
-@torch.inference_mode()
-def floor_ms(model: ModelSlice) -> float | None:
-    """Milliseconds that the device needs to read the slice's weights, estimated from how fast it
-    copies within the KV pools, which must not be in use; None: the pools are too small."""
-    pools = [layer.pool for layer in model.attention_layers]
-    pairs = [(pool.keys.view(-1), pool.values.view(-1)) for pool in pools]
-    copied = sum(min(len(keys), len(values)) * keys.itemsize for keys, values in pairs)
-    if copied < LEAST_BYTES:
-        return None
-    took = []
-    for _ in range(WARM_UP + TIMES):
-        _synchronize(model.device)
-        began = time.perf_counter()
-        for keys, values in pairs:
-            size = min(len(keys), len(values))
-            values[:size].copy_(keys[:size])
-        _synchronize(model.device)
-        took.append((time.perf_counter() - began) * 1e3)
-    # A copy reads and writes.
-    return statistics.median(took[WARM_UP:]) * model.num_weight_bytes / (2 * copied)
 
 
 def _synchronize(device: torch.device) -> None:

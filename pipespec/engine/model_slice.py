@@ -136,11 +136,7 @@ class ModelSlice:
         self._allocate()
         # The name of the backend, and a sentence for each optimisation that is not used.
         self.attention, self.refused = "given", list[str]()
-        # Milliseconds of a batch, and of reading the weights, if measured
-        # (`pipespec.engine.autotune`).
-        self.step_ms: float | None = None
         self.products = cpu_products.Choice()
-        self.floor_ms: float | None = None
         if isinstance(attention, str):
             with torch.inference_mode():
                 self.attention, self._slice.attention, self.refused = select.select_backend(
@@ -293,8 +289,6 @@ class ModelSlice:
             "packed_weights": self.products.packed,
             "swapped_rows": list(self.products.swapped),
             "refused": self.refused,
-            "step_ms": self.step_ms,
-            "floor_ms": self.floor_ms,
         }
 
     @property

@@ -48,7 +48,6 @@ from pipespec.engine.tp_divisibility import (
     has_plan,
     require_tp_divisible,
 )
-from pipespec.engine.tp_single_sum import SingleSum, has_parallel_blocks
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -331,20 +330,9 @@ def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> Non
         if last and not parts[group.rank].size:
             forward = partial(_attend_with_no_heads, model.get_submodule(owner))
             setattr(attention, "forward", forward)  # noqa: B010
-    sums: dict[str, SingleSum] = {}  # by layer
-    parallel = has_parallel_blocks(model.config)
     for name, module in model.named_modules():
-        if (rule := plan.rules.get(name)) is None:
-            continue
-        if not (parallel and rule in SUMMED):
+        if (rule := plan.rules.get(name)) is not None:
             _add_collective(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
-            continue
-        block = name.rpartition(".")[0]
-        of_layer = sums.setdefault(
-            block.rpartition(".")[0], SingleSum(lambda part: sum_parts(group.gather(part)))
-        )
-        first = is_attention(model.get_submodule(block))
-        module.register_forward_hook(of_layer.hold if first else of_layer.add)
 
 
 def _attend_with_no_heads(

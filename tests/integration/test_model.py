@@ -178,37 +178,6 @@ def test_members_have_the_kv_heads_of_their_own_query_heads(tmp_path):
     assert sizes == {3: [1, 1, 1], 2: [1, 2, 1], 1: [1, 1, 1]}
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "sums"),
-    [
-        ("llama", {}, 2),
-        *(pytest.param(kind, {}, 1, marks=pytest.mark.long) for kind in ("cohere", "phi")),
-        ("gpt_neox", {"use_parallel_residual": True}, 1),
-        ("gpt_neox", {"use_parallel_residual": False}, 2),
-    ],
-)
-def test_members_sum_once_where_attention_and_mlp_are_parallel(tmp_path, kind, changes, sums):
-    path = build(kind, tmp_path / "model", **changes)
-    prompt = _random_tokens(13, seed=1)
-    expected = _greedy(_load(path, 1), prompt, chunk=5)
-
-    def member(group: TPProcessGroup) -> tuple[list[int], float]:
-        (part,) = _load(path, 1, group)
-        gather, shapes = group.gather, []
-
-        def counted(mine: Tensor) -> list[Tensor]:
-            shapes.append(mine.shape)
-            return gather(mine)
-
-        group.gather = counted
-        tokens = _greedy([part], prompt, chunk=5)
-        # Of each batch the embedding is a sum, and the head gathers columns.
-        batches = sum(shape[-1] != part.hidden_size for shape in shapes)
-        return tokens, (len(shapes) - 2 * batches) / batches / part.num_layers
-
-    assert together(2, member) == [(expected, sums)] * 2
-
-
 def test_members_draw_the_tokens_that_one_draws(checkpoint):
     """From the logits of all parts of the vocabulary, with the noise of seed and position."""
     path, prompt = checkpoint("llama"), _random_tokens(13, seed=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipespec.engine.attention.torch_backend import TorchBackend
-from pipespec.engine.autotune import autotune, floor_ms, step_ms
+from pipespec.engine.autotune import autotune, step_ms
 from pipespec.engine.model_slice import ModelSlice
 from tests.helpers import models
 from tests.helpers.recording import stand_in
@@ -49,7 +49,6 @@ def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> 
     autotune(model, [8], record, time_ms)
     assert sorted(seen) == [("sdpa", ()), ("static", (8,))]
     assert (model.attention, model.refused) == (best, [])
-    assert model.step_ms == min(static_ms, 2.0)
     assert model.graph_rows == ((8,) if best == "static" else ())
     torch.testing.assert_close(says(model), before, rtol=1e-5, atol=1e-5)
 
@@ -76,10 +75,8 @@ def test_what_fails_its_proof_is_not_timed(folder: Path, monkeypatch: pytest.Mon
     assert said.startswith("attention=static is not used: it stores K and V in other slots")
 
 
-def test_a_step_takes_time_and_small_pools_say_nothing_of_memory(folder: Path) -> None:
-    model = loaded(folder)
-    assert step_ms(model) > 0
-    assert floor_ms(model) is None
+def test_a_step_takes_time(folder: Path) -> None:
+    assert step_ms(loaded(folder)) > 0
 
 
 def compile_by(make: Callable[..., object], folder: Path) -> ModelSlice:
@@ -135,5 +132,4 @@ def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> N
     before = says(model)
     autotune(model, [64])
     assert model.refused == []
-    assert model.step_ms is not None
     torch.testing.assert_close(says(model), before, rtol=1e-3, atol=1e-3)
