@@ -100,17 +100,6 @@ def required_bytes(
     return found
 
 
-def resident_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
-    """Bytes that a rank uses on its device with all its weights in memory, also those that are
-    mapped from files. `mid`: those of the mid-size model alone."""
-    info = model_of(deployment, rank, mid=mid)
-    if info is None:
-        return 0
-    found = required_bytes(deployment, rank, mid=mid)
-    layers, members = layers_of(deployment, info, rank), members_of(deployment, rank, mid=mid)
-    return found.total() - found[WEIGHTS] + held_bytes(deployment, info, layers, members)
-
-
 def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
     """The layers of `info` that a rank holds."""
     return deployment.layers[rank - 1] if rank else range(info.num_layers)

@@ -63,10 +63,6 @@ class Driver:
         self.say({"settings": settings, "at": at})
         return self.hear("at") if at else self.hear("tokens")["tokens"]
 
-    def go_on(self) -> list[int]:
-        self.say({})
-        return self.hear("tokens")["tokens"]
-
     def end(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,21 +87,3 @@ def write(path: Path, fields: Mapping[str, Any]) -> Path:
     writer.write_kv_data_to_file()
     writer.close()
     return path
-
-
-def byte_alphabet() -> list[str]:
-    """How GPT-2 spells each byte."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(rest)) for byte in range(256)]
-
-
-def as_fields(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The metadata of tokens and merges."""
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    return {
-        "model": "gpt2",
-        "tokens": tokens,
-        "token_type": [1] * len(tokens),
-        "merges": [" ".join(pair) for pair in merges],
-    }

@@ -122,18 +122,6 @@ def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path, tempor
 
 
 @pytest.mark.long
-def test_missing_extra_on_one_host_is_named_with_that_host(bed, tmp_path, temporary):
-    entry = {"env": without("llguidance", tmp_path) | {"TMPDIR": str(temporary)}}
-
-    said, seconds = generate(bed, entry, raised(temporary), "decode.regex='[a-z]+'")
-
-    assert said.startswith("pipespec: c/0 on host c (exit code 1): ")
-    assert "decode.regex on this host needs llguidance" in said
-    assert said.count("\n") == 1
-    assert seconds < limit_s()
-
-
-@pytest.mark.long
 def test_missing_torch_on_one_host_is_named_with_that_host(bed, tmp_path):
     said, _ = generate(bed, {"env": without("torch", tmp_path)}, hung_up())
 

@@ -74,7 +74,6 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 # Kinds whose weights or texts several tests compare.
-OFTEN_READ = ("glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 # Kinds, and types of blocks, of which every run of the tests decodes a text.
 READ = ("llama", "deepseek_v2", "gemma3_text", "gpt_oss")
 BLOCKS = (Type.Q4_0, Type.Q4_K, Type.Q8_0)

@@ -16,7 +16,7 @@ import pipespec.cluster.heartbeat
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.membership import LEASE_S, Epoch, Membership, Suspicion
+from pipespec.controller.membership import LEASE_S, Epoch, Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
@@ -248,17 +248,6 @@ def test_links_are_aborted_when_redis_goes_away(server: EmbeddedRedis) -> None:
     assert len(link.callers) == 1
 
 
-def test_an_error_of_the_block_comes_through(server: EmbeddedRedis) -> None:
-    begin(server)
-    link = RecordingLink()
-    with beating(server) as heartbeat:
-        with pytest.raises(ZeroDivisionError), heartbeat.aborting(heartbeat.next(0).number, link):
-            _ = 1 / 0
-        begin(server)
-        heartbeat.next(1)
-    assert link.callers == []
-
-
 # The lease ------------------------------------------------------------------------------------
 
 
@@ -285,13 +274,6 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedi
 
 
 # Suspicions -----------------------------------------------------------------------------------
-
-
-def test_suspicion_names_its_worker(server: EmbeddedRedis) -> None:
-    with beating(server) as heartbeat:
-        heartbeat.suspect(4, "The link to rank 2 broke.")
-    with Membership(server.url, NAMESPACE) as shared:
-        assert shared.suspicions(PATIENCE_S) == [Suspicion(4, WORKER, "The link to rank 2 broke.")]
 
 
 def test_suspicion_without_redis_raises_nothing(server: EmbeddedRedis) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.cluster import memory
 from pipespec.config.choices import options
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint.inspection import inspect
@@ -84,23 +83,6 @@ def test_memory_is_foretold_of_every_kind_of_attention(tmp_path, form, model_typ
     foretold = inspect(path).kv_bytes("bfloat16", form)
     held = ModelSlice.load(path, range(1), dtype=torch.bfloat16, num_slots=50, kv_dtype=form)
     assert held.num_kv_bytes == 50 * foretold
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_it_holds_nearly_twice_the_context(model, form):
-    plain, narrow = (
-        cluster.make_deployment(
-            model, model, "cluster.stages=2", "model.dtype=bfloat16", f"model.kv_dtype={kept}"
-        )
-        for kept in ("auto", form)
-    )
-    sizes = [
-        memory.slot_bytes(each, each.target, 1) - memory.SLOT_BYTES for each in (plain, narrow)
-    ]
-    assert sizes[0] >= 1.9 * sizes[1]
-    for kept, size in zip(("auto", form), sizes, strict=True):
-        held = ModelSlice.load(model, range(2), dtype=torch.bfloat16, num_slots=50, kv_dtype=kept)
-        assert held.num_kv_bytes == 50 * size
 
 
 def test_an_attention_that_does_not_read_it_is_refused(model):

@@ -9,11 +9,10 @@ import pytest
 from benchmarks.common import experiment
 from benchmarks.common.run_options import TARGET
 from benchmarks.peers import compare_engines, links
-from benchmarks.peers.compare_engines import CHAT, CODE, FILES, HUGGING_FACE, LONG, prompts_of
+from benchmarks.peers.compare_engines import CHAT, CODE, HUGGING_FACE
 from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
 from benchmarks.peers.python_engines import Answer, Job, Run
-from pipespec.engine.checkpoint import tokenizer
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench.dataset import Sample
 
@@ -98,29 +97,6 @@ def test_figures_of_each_kind_of_prompt_are_its_own() -> None:
     assert rows[-1]["prompt_tokens_per_s"]["median"] == pytest.approx(25 / 0.05)
     assert (rows[-1]["memory_mib"]["median"], rows[0]["memory_mib"]) == (300, None)
     assert "1.00" in str(compare_engines.cells(rows[-1]))
-
-
-def test_prompts_of_every_kind_are_told_apart() -> None:
-    encoder = tokenizer.load(TARGET)
-    for kind in FILES:
-        texts = [each.prompt for each in prompts_of(kind, 3, encoder)]
-        texts += [each.prompt for each in prompts_of(kind, 1, encoder, skip=3)]
-        assert len(set(texts)) == 4
-        assert kind != LONG or min(len(encoder.encode(text)) for text in texts) > 512
-
-
-def test_figures_are_drawn_with_a_line_per_engine_and_per_ratio(tmp_path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
-    rows = figures(
-        race_of(own=[10], plain=[100], drafting=[30]),
-        ran(1, [1, 2, 3]),
-        [END],
-    )
-
-    links.draw("A race", rows, tmp_path / "links")
-
-    drawn = (tmp_path / "links.svg").read_text()
-    assert all(name in drawn for name in ("pipespec", PLAIN, DRAFTING, "llama cpp with draft"))
 
 
 def test_rows_of_other_delays_are_kept_and_those_of_other_settings_refused(

@@ -5,8 +5,6 @@ The namespaces share this machine's file system and processes, so a worker is ki
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,10 +115,3 @@ def test_text_is_unchanged_when_a_link_is_cut_until_an_epoch_has_ended(cluster, 
         pass
     cluster.bed.mend(*link)
     assert cluster.hear("tokens")["tokens"] == texts["sampled"]
-
-
-def test_text_is_unchanged_when_a_host_is_lost_and_comes_back(cluster, texts):
-    found = cluster.ask(SAMPLED, AT)
-    agent = os.getsid(found["pids"]["b/0"])
-    os.kill(agent, signal.SIGKILL)
-    assert cluster.go_on() == texts["sampled"]

@@ -22,7 +22,6 @@ from pipespec.client.single_generation import Result
 from pipespec.client.sync_client import attach
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
-from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import RankFailed
@@ -218,19 +217,6 @@ def test_a_request_chooses_its_length_and_its_sampling(
 
 
 @pytest.mark.usefixtures("up")
-def test_log_probabilities_and_the_seed_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    settings = ["sampling.acceptance=strict", "sampling.temperature=0", "sampling.logprobs=2"]
-    settings += ["sampling.top_k=3", "decode.max_new_tokens=6", "decode.ignore_eos=true"]
-    assert main(["generate", "--on", NAME, "--prompt", PROMPTS[0], "--json", *settings]) == 0
-    result = json.loads(capfd.readouterr().out)
-    told = result["logprobs"]
-    assert [each["token_id"] for each in told] == result["token_ids"]
-    assert all(each["logprob"] <= 0 and len(each["top"]) == 2 for each in told)
-    assert result["stats"]["lossy"] is True
-    assert result["stats"]["seed"] is None  # nothing was drawn
-
-
-@pytest.mark.usefixtures("up")
 def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,69 +375,6 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     assert all(line.startswith("local/") for line in err.splitlines())
     assert up.processes() == []
     assert up.files() == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)  # a loaded machine takes its time, and may lose a lease by itself
-def test_a_lost_rank_interrupts_no_request_and_is_counted(
-    guest: Sandbox, capsys: pytest.CaptureFixture[str]
-) -> None:
-    running = registry.find(NAME)
-    # Long enough that most of it is to come when its first pieces have been read.
-    asked = ["decode.max_new_tokens=80", "decode.ignore_eos=true"]
-    undisturbed = ask_on(running, asked)
-    pieces: list[str] = []
-
-    def kill(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 2:
-            with Membership(running.url, running.namespace) as shared:
-                (pid,) = shared.alive(["local/2"]).values()
-            os.kill(pid, signal.SIGKILL)
-
-    result = ask_on(running, asked, kill)
-    assert result.token_ids == undisturbed.token_ids
-    assert "".join(pieces) == result.text
-    told = settled(running, capsys, faults=1)
-    assert told["finished"] >= 3
-    assert told["last_fault"].startswith(f"epoch {told['epoch'] - 1}: ")
-    assert all(0 < share <= 1 for share in told["stage_busy"].values())
-    assert main(["status"]) == 0
-    said = capsys.readouterr().out
-    assert f"{NAME}: epoch {told['epoch'] - 1}: " in said
-    for kind, count in told["faults_by_kind"].items():
-        assert f"{count} {kind.replace('_', ' ')}" in said
-    assert "stages busy" in said
-    assert f"{NAME}: epoch {running.epoch} ended: local/" in guest.log(NAME)
-
-    # The death of the agent is a fault as good as any.
-    with Membership(running.url, running.namespace) as shared:
-        (pid,) = shared.alive(["local/1"]).values()
-    os.kill(os.getsid(pid), signal.SIGKILL)
-    after = settled(running, capsys, faults=told["faults"] + 1)
-    assert after["last_fault"].startswith(f"epoch {after['epoch'] - 1}: ")
-
-
-def settled(
-    running: RunningCluster, capsys: pytest.CaptureFixture[str], *, faults: int
-) -> dict[str, Any]:
-    """What is told of a cluster once it has had so many faults or more, all of them are counted
-    (which they are when all ranks are there again), and its stages have worked since."""
-    seen: dict[str, Any] = {}
-
-    def look() -> bool:
-        ask_on(running, ["decode.max_new_tokens=2"])
-        seen.update(status(capsys)[0])
-        return (
-            seen["state"] == "ready"
-            and seen["faults"] >= faults
-            and sum(seen["faults_by_kind"].values()) == seen["faults"]
-            and set(seen["stage_busy"]) == {"1", "2"}
-        )
-
-    until(look, 3 * PATIENCE_S)
-    assert seen["epoch"] == running.epoch + seen["faults"]
-    return seen
 
 
 @pytest.mark.long

@@ -97,12 +97,6 @@ def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, ca
     assert "2 layers, half its widths" in card and "| 0.00 M | " in card
 
 
-def test_another_budget_in_the_same_folder_is_refused(target, corpus, tmp_path):
-    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
-    with pytest.raises(SystemExit, match="begun with other tokens"):
-        run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=1024)
-
-
 def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus, tmp_path):
     run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
     curve = (tmp_path / "draft" / "accuracy.json").read_text()
@@ -113,16 +107,6 @@ def test_another_target_does_not_continue_the_draft_of_the_first(target, corpus,
         run(target, corpus, tmp_path / "draft", "--layers", "3", "--halve", tokens=512)
     run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
     assert (tmp_path / "draft" / "accuracy.json").read_text() == curve
-
-
-def test_a_last_measurement_that_was_lost_is_made_again(target, corpus, tmp_path):
-    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
-    (stored,) = (tmp_path / "work").glob("accuracy_*.json")
-    curve = json.loads(stored.read_text())
-    assert [row["tokens"] for row in curve["accuracy"]] == [0, 512]
-    stored.write_text(json.dumps(curve | {"accuracy": curve["accuracy"][:1]}))
-    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
-    assert json.loads((tmp_path / "draft" / "accuracy.json").read_text()) == curve
 
 
 def test_short_texts_are_left_out(target, corpus, tmp_path, capsys):

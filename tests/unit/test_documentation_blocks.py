@@ -14,7 +14,6 @@ from tests.helpers.documentation import (
     blocks,
     commands,
     indented_commands,
-    parse,
     printed_as_documented,
 )
 from tests.helpers.sandbox import Sandbox
@@ -103,38 +102,9 @@ def test_output_is_compared_loosely(documented: str, printed: str, same: bool) -
     assert printed_as_documented(documented, printed) == same
 
 
-def test_variables_and_folder_go_on_from_command_to_command(page: Page) -> None:
-    page.run(console("$ export WHERE=$PWD\n$ mkdir -p a && cd a\n"))
-    page.run(console('$ test "$PWD" = "$WHERE/a" && ls ../conf/config.yaml\n../conf/config.yaml\n'))
-
-
 def test_command_that_fails_or_prints_something_else_fails_the_page(page: Page) -> None:
     with pytest.raises(AssertionError, match=r"page\.md:1: false"):
         page.run(console("$ false\n$ true\n"))
     with pytest.raises(AssertionError, match="not b"):
         page.run(console("$ echo a\nb\n"))
     page.run(console("$ true\n$ exit 3\n", exit="3"))
-
-
-def test_curl_fails_where_a_server_refuses(page: Page) -> None:
-    page.run(console("$ python -m http.server --bind 127.0.0.1 8000\n...\n", background=""))
-    page.run(console("$ curl -s http://127.0.0.1:8000/CONTRIBUTING.md\n# Contributing\n"))
-    with pytest.raises(AssertionError, match="exit code 22"):
-        page.run(console("$ curl -s http://127.0.0.1:8000/nothing\n"))
-
-
-def test_command_in_the_background_runs_beside_the_next(page: Page) -> None:
-    page.run(console("$ echo ready && sleep 1000 & echo $! > pid; wait\n", background=""))
-    page.run(console("$ kill $(cat pid)\n"))
-    with pytest.raises(AssertionError, match=r"page\.md:1"):
-        page.run(console("$ exit 1\n", background=""))
-
-
-def test_hosts_files_and_json_are_read(page: Page, tmp_path: Path) -> None:
-    page.run(Block("page.md", 1, "json", '"a": [1]\n'))
-    hosts = "hosts: [{address: 10.0.0.1, devices: [cpu, cpu]}]\n"
-    page.run(Block("page.md", 1, "yaml", hosts, {"file": "hosts.yaml"}))
-    page.run(console("$ cat hosts.yaml\nhosts: ...\n"))
-    for language, text in (("json", "{"), ("yaml", "hosts: [{adress: 10.0.0.1}]\n")):
-        with pytest.raises(Exception, match=r"."):
-            parse(Block("page.md", 1, language, text), tmp_path)

@@ -33,8 +33,6 @@ from pipespec.errors import ConfigError
 from pipespec.placement.rank_needs import num_slots
 from tests.helpers import models
 
-POOL = ("model.context", "policy.width", "policy.capacity", "decode.prefill_chunk")
-
 
 def planned(*settings: str) -> Deployment:
     return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
