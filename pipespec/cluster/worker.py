@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -216,7 +216,7 @@ def join_and_run(
             grammars,
             spins=spinning,
             num_slots=num_slots,
-        ) as joined,
+        ) as run_loop,
     ):
         progress.begin(MEETING_S)
         with Membership(where.url, where.namespace) as shared, Waiting():
@@ -236,7 +236,7 @@ def join_and_run(
         aborted = (transport,) if group is None else (transport, group)
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
             try:
-                joined.run_loop(transport)
+                run_loop(transport)
             except RankFailed as error:
                 # Before the links close, as the neighbours would report that first.
                 held.heartbeat.suspect(where.epoch, str(error))
@@ -265,69 +265,6 @@ def connect_links(
     )
 
 
-@dataclass(frozen=True)
-class JoinedRank:
-    """A rank that has joined the controller, with the components of its loop except links."""
-
-    deployment: Deployment
-    rank: int
-    runner: SliceRunner | None
-    mid: ModelSlice | None
-    controller: Controller
-    grammars: Grammars | None
-    times: RowTimes
-    resources: ExitStack  # closed when the rank leaves the controller
-
-    def run_loop(self, transport: Transport) -> None:
-        """Run the loop of the head or of a stage until the head says stop."""
-        deployment, config = self.deployment, self.deployment.config
-        # A verdict travels from the last stage to the head's machine, and from there to the rank's.
-        hops = 2 if self.rank else 1
-        delay_ms = config.link_delay.latency_ms * config.clock.scale * hops
-        transport = config.link_delay.delayed(transport, config.clock.scale)
-        compile_grammar = None if self.grammars is None else self.grammars.begin
-        timeline = Timeline(record=config.trace is not None)
-        if self.rank:
-            assert self.runner is not None
-            stage_settings = StageSettings(
-                deployment.layout,
-                delay_ms,
-                config.clock,
-                self.runner.model.attention,
-                compile_grammar,
-            )
-            stage = StageLoop(
-                self.runner, transport, self.controller, stage_settings, timeline, self.times
-            )
-            with progress.part(LATE_S):
-                stage.run_until_stop()
-            return
-        kv_tokens = self.controller.kv_tokens(deployment.num_ranks - 1)
-        proposer = rank_components.make_proposer(deployment, self.runner, self.mid)
-        scorer = None
-        if isinstance(proposer, CascadeProposer):
-            scorer = proposer
-            self.resources.callback(proposer.close)
-        scheduling = rank_components.scheduler_config(deployment, kv_tokens)
-        scheduler = Scheduler(scheduling, scorer)
-        key = rank_components.step_times_key(deployment)
-        settings = HeadSettings(
-            deployment.layout,
-            rank_components.stop_check(deployment),
-            delay_ms,
-            config.clock,
-            compile_grammar,
-            keep_learnt=partial(store_cached, STEP_TIMES, key),
-        )
-        if rank_components.measures_steps(config):
-            stored = load_cached(STEP_TIMES, key)
-            of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
-            scheduler.learn(LearntSteps(*of, stored))
-        head = HeadLoop(scheduler, proposer, transport, self.controller, settings, timeline)
-        with progress.part(LATE_S):
-            head.run_until_done()
-
-
 @contextmanager
 def join_rank(
     deployment: Deployment,
@@ -339,8 +276,9 @@ def join_rank(
     *,
     spins: bool = False,
     num_slots: int | None = None,
-) -> Iterator[JoinedRank]:
-    """Join the controller as a rank whose models are loaded; leave it with the block.
+) -> Iterator[Callable[[Transport], None]]:
+    """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
+    runs the loop of the head or of a stage over its links, until the head says stop.
 
     Args:
         mid: the mid-size model beside the head of a cascade.
@@ -348,33 +286,83 @@ def join_rank(
         spins: see `pipespec.system.spin_wait`.
         num_slots: of the model's KV slots, which the rank may use; None: all.
     """
-    config = deployment.config
-    last = rank == deployment.layout.last
+    config, layout = deployment.config, deployment.layout
     runner = tokens = None
     if model is not None:
         runner = SliceRunner(model, num_slots or model.num_slots)
         tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
-    with ExitStack() as resources:
-        times = RowTimes()
-        if rank and (most := rank_components.num_profiled_rows(config)):
-            assert runner is not None
-            times = profile_run(
-                runner, most, lambda rows: config.clock.min_stage_ms(rank, 0, rows), last=last
-            )
-        # The launcher and the other ranks learn from this that the models are loaded.
-        controller = resources.enter_context(
-            Controller(
-                where.url,
-                namespace=where.namespace,
-                epoch=where.epoch,
-                rank=rank,
-                kv_tokens=tokens,
-                row_times=times.measured(),
-                spins=spins,
-                computing=None if model is None else model.describe(),
-            )
+    times = RowTimes()
+    if rank and (most := rank_components.num_profiled_rows(config)):
+        assert runner is not None
+        times = profile_run(
+            runner,
+            most,
+            lambda rows: config.clock.min_stage_ms(rank, 0, rows),
+            last=rank == layout.last,
         )
-        yield JoinedRank(deployment, rank, runner, mid, controller, grammars, times, resources)
+    # The launcher and the other ranks learn from this that the models are loaded.
+    with Controller(
+        where.url,
+        namespace=where.namespace,
+        epoch=where.epoch,
+        rank=rank,
+        kv_tokens=tokens,
+        row_times=times.measured(),
+        spins=spins,
+        computing=None if model is None else model.describe(),
+    ) as controller:
+
+        def run_loop(transport: Transport) -> None:
+            # A verdict travels from the last stage to the head's machine, and from there to the
+            # rank's.
+            delay_ms = config.link_delay.latency_ms * config.clock.scale * (2 if rank else 1)
+            transport = config.link_delay.delayed(transport, config.clock.scale)
+            begin = None if grammars is None else grammars.begin
+            if not rank:
+                _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
+                return
+            assert runner is not None
+            attention = runner.model.attention
+            settings = StageSettings(layout, delay_ms, config.clock, attention, begin)
+            timeline = Timeline(record=config.trace is not None)
+            stage = StageLoop(runner, transport, controller, settings, timeline, times)
+            with progress.part(LATE_S):
+                stage.run_until_stop()
+
+        yield run_loop
+
+
+def _run_head(
+    deployment: Deployment,
+    runner: SliceRunner | None,
+    mid: ModelSlice | None,
+    controller: Controller,
+    transport: Transport,
+    delay_ms: float,
+    begin_grammar: Callable[[str], Any] | None,
+) -> None:
+    config = deployment.config
+    kv_tokens = controller.kv_tokens(deployment.num_ranks - 1)
+    proposer = rank_components.make_proposer(deployment, runner, mid)
+    scorer = proposer if isinstance(proposer, CascadeProposer) else None
+    scheduling = rank_components.scheduler_config(deployment, kv_tokens)
+    scheduler = Scheduler(scheduling, scorer)
+    key = rank_components.step_times_key(deployment)
+    settings = HeadSettings(
+        deployment.layout,
+        rank_components.stop_check(deployment),
+        delay_ms,
+        config.clock,
+        begin_grammar,
+        keep_learnt=partial(store_cached, STEP_TIMES, key),
+    )
+    if rank_components.measures_steps(config):
+        of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
+        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
+    timeline = Timeline(record=config.trace is not None)
+    head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
+    with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
+        head.run_until_done()
 
 
 @contextmanager

@@ -55,11 +55,11 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
             mid = None if number else load_model(deployment, 0, mid=True)
             with (
                 rank_grammars(deployment, number) as grammars,
-                join_rank(deployment, where, number, model, mid, grammars) as joined,
+                join_rank(deployment, where, number, model, mid, grammars) as run_loop,
                 closing(connect_links(deployment, where, number, store)) as link,
             ):
                 try:
-                    joined.run_loop(link)
+                    run_loop(link)
                 except Exception as error:
                     # Before the link closes, as the neighbours would report that first.
                     errors.append(error)
