@@ -28,7 +28,7 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 PYTEST_FLAGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo race docs test test-all test-real test-flashinfer check check-gpu-code \
-  check-gpu-full bench-quick format clean
+  bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -65,15 +65,11 @@ test-flashinfer: $(VENV)/.test
 	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/attention/test_flashinfer.py
 
 # The kernels for GPUs, on a machine without one: compiled for each architecture, a selection of
-# all shapes, and executed by Triton's interpreter. What was compiled is kept in build/gpu_code.
+# all shapes, and executed by Triton's interpreter.
 check-gpu-code: $(VENV)/.test
 	$(BIN)/python -m tools.gpu_code
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code \
 	  tests/unit/engine/attention/test_triton_backend.py
-
-# Every shape, for about an hour; a run that was interrupted goes on where it ended.
-check-gpu-full: $(VENV)/.test
-	$(BIN)/python -m tools.gpu_code --full
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,48 +1,37 @@
 """Compiles the attention kernels for GPUs that this machine lacks, and checks what they need.
 
-    python -m tools.gpu_code [--full] [--jobs N] [--cache FOLDER]
+    python -m tools.gpu_code [--jobs N]
 
 Fails if a kernel is not compiled, needs more shared memory than a program may have, or spills
-registers without being on the list of known spills. What was compiled is remembered in
-build/gpu_code until the kernels' source or Triton changes, so a run that was interrupted goes on
-where it ended.
+registers without being on the list of known spills.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import triton
 
 from pipespec.engine.attention.launch_table import SHARED_KIB, Capability
-from tools.gpu_code.compiling import Compiled, Results, compile_all
-from tools.gpu_code.matrix import Variant, covering_cases, every_case, variants
+from tools.gpu_code.compiling import Compiled, compile_all
+from tools.gpu_code.matrix import Variant, covering_cases, variants
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_code", description=__doc__)
-    parser.add_argument(
-        "--full", action="store_true", help="the whole matrix, which takes about an hour"
-    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--cache", type=Path, default=Path("build/gpu_code"))
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    wanted = variants(every_case() if options.full else covering_cases())
-    # What an interrupted run has seen is a fair sample then.
-    random.Random(0).shuffle(wanted)
+    wanted = variants(covering_cases())
     print(f"{len(wanted)} kernels, with Triton {triton.__version__}", flush=True)
     found = list[tuple[Variant, Compiled]]()
     faults = list[str]()
-    results = Results(options.cache / "compiled.jsonl")
-    for variant, compiled in compile_all(wanted, results, options.jobs):
+    for variant, compiled in compile_all(wanted, options.jobs):
         found.append((variant, compiled))
         for fault in compiled.faults(variant):
             faults.append(f"{variant.label} {fault}")

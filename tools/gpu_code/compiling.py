@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import NamedTuple
 
 import triton
@@ -124,48 +122,13 @@ def compile_variant(variant: Variant) -> Compiled:
     )
 
 
-class Results:
-    """What was compiled before, in a file with a line of JSON for each kernel."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._known: dict[str, Compiled] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # a line that an interrupted run began
-                entry = json.loads(line)
-                key = entry.pop("key")
-                self._known[key] = Compiled(**entry)
-
-    def get(self, variant: Variant) -> Compiled | None:
-        """What is known of a kernel, if its source has not changed since."""
-        return self._known.get(variant.key)
-
-    def add(self, variant: Variant, compiled: Compiled) -> None:
-        self._known[variant.key] = compiled
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps({"key": variant.key, **asdict(compiled)}) + "\n")
-
-
-def compile_all(
-    variants: Sequence[Variant], results: Results, jobs: int
-) -> Iterator[tuple[Variant, Compiled]]:
-    """Compile in `jobs` processes what is not known yet; yields each as it is known."""
-    missing = []
-    for each in variants:
-        known = results.get(each)
-        if known is None:
-            missing.append(each)
-        else:
-            yield each, known
-    if not missing:
-        return
+def compile_all(variants: Sequence[Variant], jobs: int) -> Iterator[tuple[Variant, Compiled]]:
+    """Compile in `jobs` processes; yields each kernel as it is known."""
     # Started afresh: torch's threads must not be forked.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        running = {pool.submit(compile_variant, each): each for each in missing}
+        running = {pool.submit(compile_variant, each): each for each in variants}
         try:
             for done in as_completed(running):
-                results.add(running[done], done.result())
                 yield running[done], done.result()
         finally:
             pool.shutdown(cancel_futures=True)

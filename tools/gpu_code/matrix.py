@@ -5,15 +5,13 @@ Cases that make the same constants at compile time are compiled once.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -64,25 +62,6 @@ class Variant:
     warps: int
     stages: int
     label: str
-
-    @property
-    def key(self) -> str:
-        """Changes with the kernel's source, Triton's version and everything above."""
-        function = getattr(kernels, self.kernel)
-        parts = (triton.__version__, function.cache_key, self.capability, self.arguments)
-        whole = repr((*parts, self.warps, self.stages))
-        return hashlib.sha256(whole.encode()).hexdigest()[:32]
-
-
-def every_case() -> Iterator[Case]:
-    """The whole matrix, with many KV heads. Of head sizes that are compiled alike, as they have the
-    same powers of two, it has one."""
-    powers = {tuple(map(triton.next_power_of_2, dims)): dims for dims in AXES.dims}
-    for case in map(Case._make, product(*AXES)):
-        # Sinks take part in `merge`, which knows none of the other options.
-        relevant = not (case.sinks and (case.reach or case.softcap))
-        if relevant and case.kv_heads > 1 and case.dims in powers.values():
-            yield case
 
 
 def covering_cases() -> list[Case]:

@@ -67,7 +67,6 @@ PARTS = (
         "time_stage",
     ),
     Part("draft", "A draft's round", 60, "speed", "time_draft"),
-    Part("eager", "Transformers in eager mode", 40, "speed", "time_eager"),
     Part("compile", "torch.compile", 200, function="check_compile"),
 )
 

@@ -1,4 +1,4 @@
-"""How fast a device is: batches from process to process, stages, drafts, and Transformers."""
+"""How fast a device is: batches from process to process, stages and drafts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass
 from threading import Barrier
 from typing import Any
@@ -26,13 +25,11 @@ from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl
 
 with silence_warnings():
-    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+    from transformers import AutoConfig, PretrainedConfig
 
 ROWS = (1, 16, 64)
 CHILDREN = 8
 HOPS, WARM_UP_HOPS = 60, 10
-# Tokens of text before what Transformers decodes.
-EAGER_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Sizes:
 
     Attributes:
         stage, draft: configs of Llama; a stage has all layers but the first and the last.
-        stage_name, draft_name: of the published models that have
-            such layers.
+        stage_name, draft_name: of the published models that have such layers.
         contexts: tokens before the rows of a batch.
     """
 
@@ -220,26 +216,4 @@ def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
 
     return {
         str(rows): median_ms(model.device, expand, *_batch(model, rows, context)) for rows in ROWS
-    }
-
-
-def time_eager(device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a token by Transformers, of as many layers as a stage has, with embedding and
-    head."""
-    of = sizes(device)
-    config = deepcopy(of.stage)
-    config.num_hidden_layers -= 2
-    with torch.device(device):
-        whole = AutoModelForCausalLM.from_config(config, dtype=of.dtype).eval()
-    context = min(EAGER_CONTEXT, max(of.contexts))
-    ids = torch.zeros(1, context, dtype=torch.int64, device=device)
-    cache = whole(ids, use_cache=True, logits_to_keep=1).past_key_values
-
-    def step() -> None:
-        whole(ids[:, :1], past_key_values=cache, use_cache=True).logits.argmax(-1).cpu()
-
-    return {
-        "model": f"{of.stage_name}, with embedding and head",
-        "context": context,
-        "ms": median_ms(device, step),
     }

@@ -19,8 +19,8 @@ from pipespec.engine.attention.launch_table import (
     tile_rows,
 )
 from tests.helpers.planted_kernels import plant
-from tools.gpu_code.compiling import Compiled, Results, compile_variant
-from tools.gpu_code.matrix import AXES, Case, Variant, compiled_for, covering_cases, every_case
+from tools.gpu_code.compiling import Compiled, compile_variant
+from tools.gpu_code.matrix import AXES, Case, Variant, compiled_for, covering_cases
 
 CASE = Case((8, 6), torch.bfloat16, (64, 64), 4, "window", True, True, 8)
 BATCHES = (1, 2, 3, 16, 17, 32, 1)
@@ -62,17 +62,6 @@ def test_every_two_values_of_the_matrix_occur_in_ci() -> None:
     for capability in SHARED_KIB:
         for dtype in AXES.dtype:
             assert all((capability, dtype, (d, d)) in largest for d in (64, 128, 256))
-
-
-def test_the_whole_matrix_has_every_head_size() -> None:
-    """Head sizes that are left out are compiled like one that is there."""
-    there = {case.dims for case in every_case()}
-    assert {(dim, value) for dim, value in AXES.dims if dim % 16 or value % 16} == set()
-    for dims in set(AXES.dims) - there:
-        case = CASE._replace(dims=dims)
-        others = [compiled_for(case._replace(dims=each), [1]) for each in there]
-        mine = {each.arguments for each in compiled_for(case, [1])}
-        assert mine in [{each.arguments for each in other} for other in others]
 
 
 def test_gpus_that_the_table_does_not_know_get_the_launch_of_those_with_least_memory() -> None:
@@ -129,18 +118,3 @@ def test_launches_of_other_gpus_are_found_where_they_do_not_fit(
     monkeypatch.setattr(triton_backend, "attend_launch", lambda *_: large)
     shared, *_ = attend((8, 6))
     assert shared.endswith("KiB of shared memory, and a program may have 99")
-
-
-def test_an_interrupted_run_goes_on_and_a_changed_kernel_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "folder" / "compiled.jsonl"
-    here, there = variant(), variant(capability=(8, 9))
-    Results(path).add(here, Compiled(registers=7))
-    with path.open("a") as file:
-        file.write('{"key": "abc')  # where the run ended
-    known = Results(path)
-    assert known.get(here) == Compiled(registers=7)
-    assert known.get(there) is None
-    plant("total > 0", "total > 1", tmp_path, monkeypatch)
-    assert known.get(here) is None
