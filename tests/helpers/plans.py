@@ -1,13 +1,31 @@
-"""Attention plans made of explicit segments."""
+"""Attention plans made of explicit segments, and attention as it is defined."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, Reach, Segment
+from pipespec.engine.attention.attention_plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Reach,
+    Segment,
+)
+
+HEADS, DIM, VALUE_DIM = 4, 8, 6
+OPTIONS = st.builds(
+    LayerOptions,
+    scaling=st.just(0.3),
+    window=st.sampled_from([None, 1, 6, 200]),
+    chunk=st.sampled_from([None, None, 5, 64]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
+)
 
 
 def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
@@ -35,9 +53,11 @@ def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
 
 @st.composite
 def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
-    """Plans of some requests, whose keys are any slots in any order."""
+    """Plans of some requests, whose keys are any slots in any order: one behind another, shuffled
+    within a range of their own, or scattered."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    free = rng.permutation(num_slots)
+    scattered, shuffled = draw(st.booleans()), draw(st.booleans())
+    free = rng.permutation(num_slots) if scattered else np.arange(num_slots)
     parts, writes = [], []
     row = 0
     for _ in range(draw(st.integers(1, 4))):
@@ -48,6 +68,7 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
         if prefix + tree > len(free):
             break
         mine, free = np.split(free, [prefix + tree])
+        mine = rng.permutation(mine) if shuffled else mine
         positions = prefix + rng.integers(0, 9, tree) if tree else np.zeros(0, np.int64)
         mask = rng.random((rows, tree)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
         if tree:
@@ -82,3 +103,32 @@ def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
                 keys = {slot: place for slot, place in keys.items() if at - place < reach.window}
             found.append(keys)
     return found
+
+
+def given_rows(
+    rows: int, num_slots: int, seed: int = 1, kv_heads: int = 2
+) -> tuple[Tensor, Tensor, Tensor, LayerPool]:
+    """Query, key, value and a pool, random."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(rows, HEADS, DIM), (rows, kv_heads, DIM), (rows, kv_heads, VALUE_DIM)]
+    pools = [(num_slots + 1, kv_heads, dim) for dim in (DIM, VALUE_DIM)]
+    query, key, value, keys, values = (torch.randn(*s, generator=rng) for s in shapes + pools)
+    return query, key, value, LayerPool(keys, values)
+
+
+def explicit(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: LayerOptions) -> Tensor:
+    """Attention as it is defined, in float64, row by row."""
+    group = query.shape[1] // pool.keys.shape[1]
+    out = []
+    for row, seen in zip(query.double(), seen_by(plan, options.reach), strict=True):
+        k, v = (
+            each[list(seen)].double().repeat_interleave(group, 1)
+            for each in (pool.keys, pool.values)
+        )
+        scores = torch.einsum("hd,nhd->hn", row, k) * options.scaling
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        if options.sinks is not None:
+            scores = torch.cat((scores, options.sinks.double()[:, None]), 1)
+        out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(seen)], v))
+    return torch.stack(out).float()

@@ -6,53 +6,18 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
-    LayerPool,
     Reach,
     Segment,
 )
 from pipespec.engine.attention.device_plan import MOST_SPLITS, WORD, DevicePlan, PlanCapacity
 from pipespec.engine.attention.torch_backend import TorchBackend
-from tests.helpers.plans import joined, plans, seen_by
+from tests.helpers.plans import OPTIONS, explicit, given_rows, joined, plans, seen_by
 
 NUM_SLOTS = 700
-HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
-OPTIONS = st.builds(
-    LayerOptions,
-    scaling=st.just(0.3),
-    window=st.sampled_from([None, 1, 6, 200]),
-    chunk=st.sampled_from([None, None, 5, 64]),
-    softcap=st.sampled_from([None, 1.5]),
-    sinks=st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
-)
-
-
-def explicit(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: LayerOptions) -> Tensor:
-    """Attention as it is defined, in float64, row by row."""
-    keys, values = pool.keys.double(), pool.values.double()
-    out = []
-    for row, seen in zip(query.double(), seen_by(plan, options.reach), strict=True):
-        k, v = (each[list(seen)].repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
-        scores = torch.einsum("hd,nhd->hn", row, k) * options.scaling
-        if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
-        if options.sinks is not None:
-            scores = torch.cat((scores, options.sinks.double()[:, None]), 1)
-        out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(seen)], v))
-    return torch.stack(out).float()
-
-
-def given_rows(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, LayerPool]:
-    """Query, key, value and a pool, random."""
-    rng = torch.Generator().manual_seed(seed)
-    shapes = [(rows, HEADS, DIM), (rows, KV_HEADS, DIM), (rows, KV_HEADS, VALUE_DIM)]
-    pools = [(NUM_SLOTS + 1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
-    query, key, value, keys, values = (torch.randn(*s, generator=rng) for s in shapes + pools)
-    return query, key, value, LayerPool(keys, values)
 
 
 @given(plans(NUM_SLOTS), st.sampled_from([None, 1, 6, 200]))
@@ -122,24 +87,10 @@ def test_a_tile_has_programs_by_its_share_of_the_keys() -> None:
     assert splits([1] * 64, [40_000] + [400] * 63) == [16] + [1] * 63
 
 
-@given(st.lists(plans(NUM_SLOTS), min_size=1, max_size=4), OPTIONS, st.integers(0, 99))
-def test_plain_torch_attends_as_defined_plan_after_plan(
-    these: list[AttentionPlan], options: LayerOptions, seed: int
-) -> None:
-    backend = TorchBackend("cpu", NUM_SLOTS)
-    for plan in these:
-        query, key, value, pool = given_rows(len(plan.write), seed)
-        backend.prepare(plan)
-        out = backend.attend(query, key, value, pool, options)
-        assert pool.keys[plan.write].equal(key)
-        assert pool.values[plan.write].equal(value)
-        torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)
-
-
 @given(plans(NUM_SLOTS), OPTIONS)
 def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptions) -> None:
     rows = len(plan.write)
-    query, key, value, pool = given_rows(rows + 3, 1)
+    query, key, value, pool = given_rows(rows + 3, NUM_SLOTS)
     backend = TorchBackend("cpu", NUM_SLOTS)
     flat = backend.reserve(rows + 3)
     where = flat.slots.data_ptr()
@@ -149,7 +100,7 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptio
     expected = explicit(query[:rows], pool, plan, options)
     torch.testing.assert_close(out[:rows], expected, rtol=0, atol=2e-6)
     untouched = np.setdiff1d(np.arange(NUM_SLOTS), plan.write)
-    before = given_rows(rows + 3, 1)[3]
+    before = given_rows(rows + 3, NUM_SLOTS)[3]
     assert pool.keys[untouched].equal(before.keys[untouched])
     assert backend.flat is flat
     assert flat.slots.data_ptr() == where
@@ -173,7 +124,7 @@ def test_a_last_request_without_tree_keys_reads_none() -> None:
     )
     plan = joined([tree, alone], slots[[*range(8), 11]])
     options = LayerOptions(0.3, window=2)
-    query, key, value, pool = given_rows(9, 1)
+    query, key, value, pool = given_rows(9, NUM_SLOTS)
     backend = TorchBackend("cpu", NUM_SLOTS)
     backend.prepare(plan)
     assert backend.flat.capacity.trees == len(plan.tree)
