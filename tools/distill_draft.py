@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from tools.distilling import OwnText, kept_layers, read_text, student_of, to_learn_from
-from tools.training import Budget, Cost, Mix, console, key_of, model_folder, train, written
+from tools.training import Budget, Mix, console, key_of, model_folder, train, written
 
 TOP_KS = (1, 4, 16)
 # Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
@@ -102,7 +102,7 @@ def conclusion(args: argparse.Namespace, shares: list[float]) -> str:
     )
 
 
-def card(draft: PreTrainedModel, cost: Cost, curve: Curve, args: argparse.Namespace) -> str:
+def card(draft: PreTrainedModel, budget: Budget, curve: Curve, args: argparse.Namespace) -> str:
     config, widths = draft.config, "half its widths" if args.halve else "its widths"
     return f"""---
 library_name: transformers
@@ -113,7 +113,7 @@ pipeline_tag: text-generation
 
 A draft for {Path(args.target).name}: {config.num_hidden_layers} layers, {widths}, \
 {draft.num_parameters() / 1e6:.2f} M parameters. Made by `tools/distill_draft.py` of pipespec from \
-{cost.tokens / 1e6:.1f} M tokens, in {cost.cpu_seconds / 3600:.2f} hours of CPU time.
+{budget.steps * budget.batch_tokens / 1e6:.1f} M tokens.
 
 How often the target's greedy token is among the best k of the draft, along text that the target
 writes itself and that the draft did not learn from:
@@ -141,7 +141,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=20, help="steps (20)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args(argv)
 
 
@@ -166,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured", str(folder)))
     mix = mix.plus(np.concatenate([piece.flatten() for piece in learnt]), args.own_share)
 
-    budget = Budget(args.tokens, args.batch_tokens, ((0.0, args.length),), args.seed)
+    budget = Budget(args.tokens, args.batch_tokens, args.length, args.seed)
     made_of = {"target": str(folder), "layers": layers, "halve": args.halve}
     curve = Curve(args.folder / f"accuracy_{key_of(made_of, budget, mix.digest())}.json")
 
@@ -177,13 +176,13 @@ def main(argv: list[str] | None = None) -> None:
 
     if not curve.rows:
         measure(0)
-    cost = train(
+    train(
         "draft",
         draft,
         mix,
         budget,
         args.folder,
-        to_learn_from(target, draft, compiled=args.compile),
+        to_learn_from(target, draft),
         checkpoint_every=args.checkpoint_every,
         log_every=args.log_every,
         on_checkpoint=measure,
@@ -195,7 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     draft.to(stored).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "accuracy.json").write_bytes(curve.path.read_bytes())
-    text = card(draft, cost, curve, args)
+    text = card(draft, budget, curve, args)
     (args.out / "README.md").write_text(text, encoding="utf-8")
     console.print(curve.table(), soft_wrap=True)
     console.print(conclusion(args, shares=curve.rows[max(curve.rows)]), soft_wrap=True)

@@ -74,7 +74,7 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
 
 
 def distillation_loss(
-    draft: PreTrainedModel, ids: Tensor, target_logits: Tensor, top1_weight: Tensor
+    draft: PreTrainedModel, ids: Tensor, target_logits: Tensor, top1_weight: float
 ) -> Tensor:
     """KL(target || draft), plus cross entropy to the target's greedy choice.
 
@@ -90,21 +90,14 @@ def distillation_loss(
 
 
 def to_learn_from(
-    target: PreTrainedModel, student: PreTrainedModel, *, compiled: bool
+    target: PreTrainedModel, student: PreTrainedModel
 ) -> Callable[[Tensor, float], Tensor]:
     """The loss of a student on windows `[rows, length]`, for `tools.training.train`."""
-    logits_of = torch.compile(
-        lambda ids: target(input_ids=ids, use_cache=False).logits,
-        dynamic=False,
-        disable=not compiled,
-    )
-    loss = torch.compile(distillation_loss, dynamic=False, disable=not compiled)
 
     def loss_of(ids: Tensor, progress: float) -> Tensor:
         with torch.no_grad():
-            wanted = logits_of(ids)
-        late = max(0.0, (progress - 0.5) / 0.5)
-        return loss(student, ids, wanted, torch.tensor(late, device=ids.device))
+            wanted = target(input_ids=ids, use_cache=False).logits
+        return distillation_loss(student, ids, wanted, max(0.0, (progress - 0.5) / 0.5))
 
     return loss_of
 

@@ -1,8 +1,7 @@
 """Training to a budget of tokens, which may be killed at any time and then continues.
 
-A step's batch, its sequence length and its learning rate are functions of the budget and the step
-alone, and a checkpoint holds the whole state at the end of a step. So interruptions do not change
-the weights.
+A step's batch and its learning rate are functions of the budget and the step alone, and a
+checkpoint holds the whole state at the end of a step. So interruptions do not change the weights.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ from pipespec.errors import ModelError
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.3
 MUON_LR, ADAM_LR = 0.02, 4e-3
-# Up to so many tokens plain attention is a sixth faster than PyTorch's fused one; with 1024 it
-# takes five times as long.
-EAGER = 512
-
 console = Console()
 
 
@@ -84,48 +79,35 @@ class Mix:
 class Budget:
     """How many tokens a model learns from, and in which portions.
 
-    `lengths` are pairs (from this progress on, sequence length). `batch_tokens` is what an
-    optimizer step takes, a multiple of each length; the budget is rounded up to whole steps.
+    `batch_tokens` is what an optimizer step takes, a multiple of the sequences' `length`; the
+    budget is rounded up to whole steps.
     """
 
     tokens: int
     batch_tokens: int
-    lengths: tuple[tuple[float, int], ...]
+    length: int
     seed: int
 
     def __post_init__(self) -> None:
-        for _, length in self.lengths:
-            if self.batch_tokens % length:
-                raise SystemExit(
-                    f"{self.batch_tokens} tokens per step are not whole sequences of {length}; "
-                    "give --batch-tokens a multiple of it."
-                )
+        if self.batch_tokens % self.length:
+            raise SystemExit(
+                f"{self.batch_tokens} tokens per step are not whole sequences of {self.length}; "
+                "give --batch-tokens a multiple of it."
+            )
 
     @property
     def steps(self) -> int:
         return -(-self.tokens // self.batch_tokens)
 
-    def length(self, step: int) -> int:
-        return max(n for start, n in self.lengths if step >= start * self.steps)
-
     def batch(self, name: str, mix: Mix, step: int) -> Tensor:
         """The windows of a step of model `name`, int64 `[rows, length + 1]`."""
         rng = np.random.default_rng([self.seed, *name.encode(), step])
-        length = self.length(step)
-        return mix.windows(rng, self.batch_tokens // length, length + 1)
+        return mix.windows(rng, self.batch_tokens // self.length, self.length + 1)
 
     def learning_rate_scale(self, step: int) -> float:
         """Warmup, stable, then linear decay."""
         decay = (self.steps - step) / max(1.0, self.steps * DECAY_FRACTION)
         return min(1.0, (step + 1) / WARMUP_STEPS, decay)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What training took: tokens, and CPU seconds of this process over all its lives."""
-
-    tokens: int
-    cpu_seconds: float
 
 
 def optimizers_for(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
@@ -135,12 +117,6 @@ def optimizers_for(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(hidden, lr=MUON_LR, weight_decay=0.05),
         torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def attend(model: PreTrainedModel, length: int) -> None:
-    """Choose the attention of windows of that length whose backward pass is faster on a CPU."""
-    if model.device.type == "cpu":
-        model.set_attn_implementation("eager" if length <= EAGER else "sdpa")
 
 
 def key_of(*values: object) -> str:
@@ -178,7 +154,7 @@ def train(
     log_every: int,
     on_checkpoint: Callable[[int], None] = lambda step: None,
     made_of: Mapping[str, Any] | None = None,
-) -> Cost:
+) -> None:
     """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
 
     `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
@@ -189,17 +165,16 @@ def train(
     began_with = {**asdict(budget), "text": mix.digest(), **(made_of or {})}
     optimizers = optimizers_for(model)
     base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
-    first, spent = 0, 0.0
+    first = 0
     if path.exists():
         state = torch.load(path, map_location=model.device)
         require_same(path, state, began_with)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        first, spent = state["step"], state["cpu_seconds"]
+        first = state["step"]
         console.print(f"{name} continues at step {first} of {budget.steps}")
     groups = [group for opt in optimizers for group in opt.param_groups]
-    started = time.process_time()
 
     def save(step: int) -> None:
         state = {
@@ -207,18 +182,16 @@ def train(
             "model": model.state_dict(),
             "optimizers": [opt.state_dict() for opt in optimizers],
             "step": step,
-            "cpu_seconds": spent + time.process_time() - started,
         }
         written(path, lambda partial: torch.save(state, partial))
 
     model.train()
     recent: list[float] = []
-    clock = time.monotonic(), time.process_time()
+    clock = time.monotonic()
     for step in progress_steps(name, first, budget.steps):
         ids = budget.batch(name, mix, step).to(model.device)
         for group, lr in zip(groups, base_lrs, strict=True):
             group["lr"] = lr * budget.learning_rate_scale(step)
-        attend(model, ids.shape[1])
         with torch.autocast(model.device.type, torch.bfloat16):
             loss = loss_of(ids, step / budget.steps)
         loss.backward()
@@ -228,14 +201,11 @@ def train(
             optimizer.zero_grad()
         recent.append(loss.item())
         if (step + 1) % log_every == 0:
-            now = time.monotonic(), time.process_time()
-            per_second, per_cpu_second = (
-                len(recent) * budget.batch_tokens / (b - a) for a, b in zip(clock, now, strict=True)
-            )
+            now = time.monotonic()
             console.print(
                 f"{name} step {step + 1}/{budget.steps} loss {np.mean(recent):.4f} "
-                f"lr x{budget.learning_rate_scale(step):.2f} {per_second:,.0f} tokens/s, "
-                f"{per_cpu_second:,.0f} per CPU second"
+                f"lr x{budget.learning_rate_scale(step):.2f} "
+                f"{len(recent) * budget.batch_tokens / (now - clock):,.0f} tokens/s"
             )
             recent.clear()
             clock = now
@@ -244,8 +214,6 @@ def train(
             model.eval()
             on_checkpoint(step + 1)
             model.train()
-    spent += time.process_time() - started
-    return Cost(budget.steps * budget.batch_tokens, spent)
 
 
 def progress_steps(name: str, first: int, steps: int) -> Iterator[int]:

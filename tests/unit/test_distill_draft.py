@@ -45,7 +45,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(target: Path, corpus: Path, out: Path, *more: str, tokens: int = 2048) -> None:
-    small = ["--length", "32", "--batch-tokens", "256", "--own-rows", "4", "--no-compile"]
+    small = ["--length", "32", "--batch-tokens", "256", "--own-rows", "4"]
     often = ["--checkpoint-every", "4", "--log-every", "4", "--device", "cpu"]
     given = ["--target", str(target), "--text", str(corpus), "--out", str(out)]
     folder = ["--folder", str(out.parent / "work")]
