@@ -1,10 +1,8 @@
 """What was measured of models, devices and links, as plain values that JSON can hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, Self, TypedDict
 
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.errors import ConfigError
@@ -15,23 +13,18 @@ Number = int | float
 LARGEST_FIGURE = 2**62
 
 
-class KeptSizes(TypedDict, total=False):
-    """Of each layer: whether it holds K and V, the bytes of a running state and of a node of it,
-    and its kind (`layer_kinds`); and whether several devices can compute the model together. Older
-    figures do not say it."""
+class ModelSizes(TypedDict):
+    """Of a model's weights in memory; of each layer also whether it holds K and V, the bytes of a
+    running state and of a node of it, and its kind (`layer_kinds`); and whether several devices can
+    compute the model together."""
 
+    dtype: str
+    layer_bytes: Sequence[int]
     has_kv: Sequence[bool]
     state_bytes: Sequence[int]
     node_bytes: Sequence[int]
     kinds: Sequence[int]
     divisible: bool
-
-
-class ModelSizes(KeptSizes):
-    """Of a model's weights in memory."""
-
-    dtype: str
-    layer_bytes: Sequence[int]
     embedding_bytes: int
     head_bytes: int
     tied: bool
@@ -39,16 +32,12 @@ class ModelSizes(KeptSizes):
     context: int
 
 
-class KindFigures(TypedDict, total=False):
-    """One layer of each kind, in milliseconds; older figures have the mean alone."""
-
-    kind_ms: Sequence[Number]
-
-
-class StageFigures(KindFigures):
-    """Of a device that computes layers of the target; `layer_ms` is the mean of all."""
+class StageFigures(TypedDict):
+    """Of a device that computes layers of the target; `layer_ms` is the mean of all, and `kind_ms`
+    has one of each kind if there are several."""
 
     layer_ms: Number
+    kind_ms: NotRequired[Sequence[Number]]
     head_ms: Number
     embedding_ms: Number
     kv_slot_bytes: Number
@@ -62,22 +51,18 @@ class DraftFigures(TypedDict):
     kv_slot_bytes: Number
 
 
-class Device(TypedDict):
-    """What is known of every device."""
-
-    model: str
-    memory_bytes: Number
-
-
-class DeviceFigures(Device, total=False):
+class DeviceFigures(TypedDict):
     """A device with its measured times (`instruments.diagnostics.measure_devices`).
 
     None: the device had no room for that model.
     """
 
-    stage: StageFigures | None
-    draft: DraftFigures | None
-    sum_ms: Number  # of what those compute that compute together, of whom it is the first
+    model: str
+    memory_bytes: Number
+    stage: NotRequired[StageFigures | None]
+    draft: NotRequired[DraftFigures | None]
+    # Of what those compute that compute together, of whom it is the first.
+    sum_ms: NotRequired[Number]
 
 
 class HostFigures(TypedDict):
@@ -118,7 +103,7 @@ class Figures:
     kv_dtype: str = KV_PLAIN
 
     @classmethod
-    def read(cls, file: str) -> Figures:
+    def read(cls, file: str) -> Self:
         """From what `pipespec partition --json` printed. Raises ConfigError."""
         try:
             values = read_json(file, pipe=True)
@@ -126,11 +111,11 @@ class Figures:
             for number in _numbers(asdict(found)):
                 if not 0 <= number < LARGEST_FIGURE:
                     raise Unreadable(f"it holds {number:g}, which cannot be a measurement")
-            kinds = found.target.get("kinds", ())
+            kinds = found.target["kinds"]
             stages = [each.get("stage") for each in found.members.values()]
             of_kinds = [stage.get("kind_ms", ()) for stage in stages if stage]
             lacking = any(each and len(each) <= max(kinds, default=-1) for each in of_kinds)
-            unlike = kinds and len(kinds) != len(found.target["layer_bytes"])
+            unlike = len(kinds) != len(found.target["layer_bytes"])
             no_link = any(not link["gbit_s"] for link in found.links)
             if len(found.quantization) != 2 or lacking or unlike or no_link:
                 raise Unreadable("it lacks a figure")

@@ -157,14 +157,11 @@ def _whole_bytes(
 
 def _kept_of(target: ModelSizes, slots: int, context: int, slot_bytes: float) -> tuple[int, ...]:
     """The same as `kept_layer_bytes` of what was measured; a slot takes `slot_bytes` in a layer
-    with K and V. Older figures have no layer without them."""
-    count = len(target["layer_bytes"])
-    has_kv = target.get("has_kv") or [True] * count
-    states = target.get("state_bytes") or [0] * count
-    nodes = target.get("node_bytes") or [0] * count
+    with K and V."""
+    of_layers = zip(target["has_kv"], target["state_bytes"], target["node_bytes"], strict=True)
     return tuple(
         int(slots * slot_bytes * kv + STATES * state + (slots - context) * node)
-        for kv, state, node in zip(has_kv, states, nodes, strict=True)
+        for kv, state, node in of_layers
     )
 
 
@@ -226,7 +223,7 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     return Worker(
         name,
         **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
-        kind_ms=tuple(stage.get("kind_ms", ())) if figures.target.get("kinds") else (),
+        kind_ms=tuple(stage.get("kind_ms", ())),
         draft_round_ms=draft_round_ms,
         memory_bytes=_granted(
             hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
@@ -270,5 +267,5 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         rows=figures.rows,
         row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,
-        kinds=tuple(target.get("kinds", ())),
+        kinds=tuple(target["kinds"]),
     )

@@ -342,13 +342,9 @@ def test_another_host_at_the_address_is_named(place: Endpoint) -> None:
 def test_port_without_a_listener_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    answers = probe.reach(TOKEN, {"beta": [{"address": "127.0.0.1", "port": port}]})
-    assert answers["beta"].problem == "refused"
-    assert answers["beta"].place == Endpoint("127.0.0.1", port)
-    assert answers["beta"].interface == "lo"
-    measured = probe.measure(TOKEN, "beta", {"address": "127.0.0.1", "port": port})
-    assert isinstance(measured, probe.Reachability)
-    assert measured.problem == "refused"
+    found = probe.link(TOKEN, "beta", [{"address": "127.0.0.1", "port": port}])
+    assert found.reach == probe.Reachability("lo", "refused", Endpoint("127.0.0.1", port))
+    assert found.measured is None
 
 
 def test_the_rate_leaves_out_how_a_burst_begins() -> None:

@@ -76,7 +76,6 @@ def diagnose(
         *_versions(inventories),
         *model_findings(hosts_file, inventories, fetchable),
         *_devices(hosts_file, inventories),
-        *_attention(inventories),
         *_slow_links(hosts, links),
     ]
     return sorted(found, key=lambda finding: not finding.error)
@@ -233,15 +232,6 @@ def _devices(hosts_file: HostsFile, inventories: Mapping[str, Inventory]) -> Ite
                     (name,),
                     f"{name} names the device {device}, but its CUDA devices end with "
                     f"cuda:{len(inventory.cuda) - 1}; correct its `devices`.",
-                )
-
-
-def _attention(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
-    for name, inventory in inventories.items():
-        for backend, fault in inventory.attention.items():
-            if fault is not None:
-                yield Finding(
-                    False, (name,), f"On {name} attention={backend} is not used, because {fault}."
                 )
 
 

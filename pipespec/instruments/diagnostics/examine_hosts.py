@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from pipespec.config.hosts import HostsFile
@@ -22,9 +22,8 @@ from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkR
 from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.instruments.diagnostics.probe import (
     PROTOCOL,
-    LinkSpeed,
+    Link,
     Listening,
-    Reachability,
 )
 from pipespec.instruments.diagnostics.probe_process import ProbeProcess
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
@@ -81,7 +80,6 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
 
         together(examination.start_probe, zip(names, strict=True))
         together(examination.take_inventory, zip(names, strict=True))
-        together(examination.reach_peers, zip(names, strict=True))
         for pairs in rounds(names):
             together(examination.measure, pairs)
             together(examination.measure, [(b, a) for a, b in pairs])
@@ -105,13 +103,11 @@ def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
             if seen.listening is not None and seen.listening.problem is not None:
                 address = hosts_file.host(each).address
                 raise HostFailed(f"no interface of {each} has its address {address}; correct it")
-        for host in hosts_file.hosts:
-            examination.reach_peers(host.name)
         for other in hosts_file.hosts:
             if other.name != name:
                 examination.measure(name, other.name)
                 examination.measure(other.name, name)
-        found = [link for pair, link in examination.links.items() if name in pair]
+        found = list(examination.links.values())
     for link in found:
         if link.reach.problem is not None:
             raise HostFailed(
@@ -200,28 +196,12 @@ class _Examination:
         )
         self.seen[name].inventory = from_fields(Inventory, answer)
 
-    def reach_peers(self, name: str) -> None:
-        """Test which of the others the host reaches."""
-        peers = {
-            other: [asdict(place) for place in seen.listening.places]
-            for other, seen in self.seen.items()
-            if other != name and seen.listening is not None and seen.listening.places
-        }
-        answer = self._channels[name].ask("reach", token=self._token, peers=peers)
-        for other, reach in answer.items():
-            found = from_fields(Reachability, reach)
-            self.links[name, other] = LinkReport(name, other, found, None)
-
     def measure(self, name: str, other: str) -> None:
-        """Round trip and rate from one host to another, if it is reached."""
-        link, listening = self.links.get((name, other)), self.seen[other].listening
-        if link is None or listening is None or link.reach.problem is not None:
+        """Whether a host reaches another one, and how fast the link is."""
+        listening = self.seen[other].listening
+        if listening is None or not listening.places:
             return
-        answer = self._channels[name].ask(
-            "measure", token=self._token, name=other, place=asdict(listening.places[-1])
-        )
-        if "problem" in answer:
-            reach = replace(from_fields(Reachability, answer), interface=link.reach.interface)
-            self.links[name, other] = replace(link, reach=reach)
-        else:
-            self.links[name, other] = replace(link, measured=from_fields(LinkSpeed, answer))
+        places = [asdict(place) for place in listening.places]
+        answer = self._channels[name].ask("link", token=self._token, name=other, places=places)
+        found = from_fields(Link, answer)
+        self.links[name, other] = LinkReport(found.reach, found.measured, name, other)

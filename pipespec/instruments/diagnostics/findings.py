@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipespec.instruments.diagnostics.inventory import Inventory
-from pipespec.instruments.diagnostics.probe import LinkSpeed, Listening, Reachability
+from pipespec.instruments.diagnostics.probe import Link, Listening
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,8 @@ class HostReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkReport:
+class LinkReport(Link):
     """What is known of the link from one host to another."""
 
     source: str
     to: str
-    reach: Reachability
-    measured: LinkSpeed | None

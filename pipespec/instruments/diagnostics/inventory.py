@@ -11,9 +11,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.checkpoint.fingerprint import Fingerprint, fingerprint
-from pipespec.instruments.diagnostics.machine_check import attention_faults
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import SHORT, code_hash, package_version
 
@@ -30,15 +28,12 @@ class Inventory:
     `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, OPTIONAL
     and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
     devices that torch can use, None if the request did not ask for them; `cuda_problem` says in a
-    clause why there are none. `attention` maps the installed backends to the clause with which
-    their self-test fails on such a device (None: it passes). `models` maps "target" and "draft" to
-    the checkpoints at their paths.
+    clause why there are none. `models` maps "target" and "draft" to the checkpoints at their paths.
     """
 
     versions: dict[str, str | None]
     cuda: list[str] | None
     cuda_problem: str | None
-    attention: dict[str, str | None]
     models: dict[str, Fingerprint]
 
 
@@ -60,11 +55,7 @@ def take_inventory(models: Mapping[str, str], devices: Iterable[str]) -> Invento
     wanted = named or (driver is not None and any(device == "auto" for device in devices))
     cuda, problem = cuda_devices() if wanted else (None, None)
     found = {part: fingerprint(model) for part, model in models.items()}
-    faults = attention_faults(True) if cuda else {}
-    installed = {
-        name: why for name, why in faults.items() if missing_requirement(name, "cuda") is None
-    }
-    return Inventory(versions, cuda, problem, installed, found)
+    return Inventory(versions, cuda, problem, found)
 
 
 def nvidia_driver() -> str | None:

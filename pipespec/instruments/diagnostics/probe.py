@@ -5,8 +5,7 @@ One JSON object per line: requests on standard input, answers on standard output
     {"id": 1, "do": "hello"}                                      PROTOCOL
     {"id": 2, "do": "inventory", models, devices}                     inventory.Inventory
     {"id": 3, "do": "listen", name, token, address, interface}    Listening
-    {"id": 4, "do": "reach", token, peers}                        one Reachability per peer
-    {"id": 5, "do": "measure", token, name, place}                LinkSpeed, or a Reachability
+    {"id": 4, "do": "link", token, name, places}                  Link
 
 An answer is {"id", "value"}. The listener accepts only the other hosts' probes, which send the
 token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
@@ -20,7 +19,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, BinaryIO
 
@@ -84,6 +82,14 @@ class LinkSpeed:
     gbit_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Whether a peer answers, and how fast the link to it is."""
+
+    reach: Reachability
+    measured: LinkSpeed | None
+
+
 def listen(name: str, token: str, address: str, interface: str | None) -> Listening:
     """Accept peers that hold the token, until this process ends."""
     here = tuple(interfaces())
@@ -107,41 +113,27 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
     return Listening(number, places, carrier.name, here, None)
 
 
-def reach(token: str, peers: dict[str, list[dict[str, Any]]]) -> dict[str, Reachability]:
-    """Connect to every endpoint of every peer, to all peers at once."""
-    here = interfaces()
-
-    def connect(name: str) -> Reachability:
-        places = [Endpoint(**place) for place in peers[name]]
-        leads = interface_towards(places[-1].address, here)
-        interface = None if leads is None else leads.name
-        for place in places:
-            try:
-                PeerConnection(place, name, token).close()
-            except NotReached as error:
-                return Reachability(interface, error.problem, place, error.who)
-        return Reachability(interface)
-
-    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
-        return dict(zip(peers, pool.map(connect, peers), strict=True))
-
-
-def measure(token: str, name: str, place: dict[str, Any]) -> LinkSpeed | Reachability:
-    """Round trip and rate to a place of a peer; a Reachability if the peer does not answer."""
-    try:
-        with PeerConnection(Endpoint(**place), name, token) as peer:
-            round_trip = peer.round_trip()
-            return LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
-    except NotReached as error:
-        return Reachability(None, error.problem, Endpoint(**place), error.who)
+def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
+    """Connect to every endpoint of a peer, and measure round trip and rate to the last."""
+    *others, last = [Endpoint(**place) for place in places]
+    leads = interface_towards(last.address, interfaces())
+    interface = None if leads is None else leads.name
+    for place in (*others, last):
+        try:
+            with PeerConnection(place, name, token) as peer:
+                if place is last:
+                    round_trip = peer.round_trip()
+                    speed = LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
+        except NotReached as error:
+            return Link(Reachability(interface, error.problem, place, error.who), None)
+    return Link(Reachability(interface), speed)
 
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     "hello": lambda: PROTOCOL,
     "inventory": take_inventory,
     "listen": listen,
-    "reach": reach,
-    "measure": measure,
+    "link": link,
 }
 
 

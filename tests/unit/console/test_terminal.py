@@ -69,7 +69,7 @@ def test_the_cluster_of_a_host_of_any_name(capsys: pytest.CaptureFixture[str]) -
 
 def test_hosts_and_links_of_any_name(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(
-        {NASTY: HostReport()}, [LinkReport("a", "b", Reachability(NASTY, NASTY), None)], []
+        {NASTY: HostReport()}, [LinkReport(Reachability(NASTY, NASTY), None, "a", "b")], []
     )
     show(doctor.hosts_table(report), doctor.links_table(report))
     assert capsys.readouterr().out.count(NASTY) == 3
@@ -101,6 +101,8 @@ def test_a_partition_of_devices_of_any_name(
     times = {"layer_ms": 1, "head_ms": 1, "embedding_ms": 1, "kv_slot_bytes": 1}
     device = {"model": NASTY, "memory_bytes": 2**40, "stage": times}
     sizes = {"dtype": "float32", "layer_bytes": [1], "embedding_bytes": 1, "head_bytes": 1}
+    sizes |= {"has_kv": [True], "state_bytes": [0], "node_bytes": [0], "kinds": [0]}
+    sizes |= {"divisible": True}
     figures = {
         "rows": 8,
         "length": 8,

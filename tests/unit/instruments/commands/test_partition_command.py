@@ -19,6 +19,11 @@ SIZES = {
     "tied": False,
     "hidden_size": 4,
     "context": 64,
+    "has_kv": [True] * 4,
+    "state_bytes": [0] * 4,
+    "node_bytes": [0] * 4,
+    "kinds": [0] * 4,
+    "divisible": True,
 }
 STAGE = {"layer_ms": 5.0, "head_ms": 20.0, "embedding_ms": 0.0, "kv_slot_bytes": 1}
 DRAFT = {"round_ms": 2.0, "weight_bytes": 8, "kv_slot_bytes": 1}

@@ -59,9 +59,7 @@ def healthy() -> dict[str, HostReport]:
     """Three hosts that have the same and listen on eth0."""
     return {
         name: HostReport(
-            Inventory(
-                dict(VERSIONS), ["L40"], None, {"sdpa": None}, {"target": MODEL, "draft": MODEL}
-            ),
+            Inventory(dict(VERSIONS), ["L40"], None, {"target": MODEL, "draft": MODEL}),
             listening(name),
         )
         for name in NAMES
@@ -80,12 +78,10 @@ def listening(name: str) -> Listening:
 
 def link(source: str, to: str, **reach: Any) -> LinkReport:
     if "problem" in reach:
-        return LinkReport(
-            source, to, Reachability("eth0", place=Endpoint(address(to), 4000), **reach), None
-        )
-    return LinkReport(
-        source, to, Reachability(**{"interface": "eth0", **reach}), LinkSpeed(0.2, 9.4)
-    )
+        found = Reachability("eth0", place=Endpoint(address(to), 4000), **reach)
+        return LinkReport(found, None, source, to)
+    found = Reachability(**{"interface": "eth0", **reach})
+    return LinkReport(found, LinkSpeed(0.2, 9.4), source, to)
 
 
 ALL_LINKS = [link(a, b) for a in NAMES for b in NAMES if a != b]
@@ -115,7 +111,7 @@ def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> Non
 
 def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
     hosts = healthy()
-    hosts["alpha"].inventory.attention["triton"] = "it fails"
+    hosts["alpha"].inventory.versions["driver"] = "550.10"
     hosts["gamma"].failure = "gamma: gone."
     assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
 
@@ -374,18 +370,6 @@ def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
         assert seen.inventory is not None
         seen.inventory.models["draft"] = gone
     assert [each.error for each in diagnose(anywhere, hosts, ALL_LINKS)] == [True] * 3
-
-
-def test_a_backend_that_fails_its_proof_is_a_warning(hosts_file: HostsFile) -> None:
-    hosts = healthy()
-    inventory = hosts["beta"].inventory
-    assert inventory is not None
-    inventory.attention["triton"] = "its error is 3 where 1 is allowed"
-    found = only(diagnose(hosts_file, hosts, with_links()))
-    assert not found.error
-    assert found.sentence == (
-        "On beta attention=triton is not used, because its error is 3 where 1 is allowed."
-    )
 
 
 def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
