@@ -11,16 +11,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from pipespec.engine.attention import select
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.model_slice import ModelSlice
 
 # The timed batch: its rows, and the tokens of context before them.
 ROWS, CONTEXT = 64, 2048
-WARM_UP, TIMES = 2, 5
+WARM_UPS = 2
+LEAST_RUNS, MOST_RUNS, LEAST_S = 5, 50, 0.3
 
 
 def autotune(
@@ -69,26 +68,30 @@ def _use_backend(
 
 @torch.inference_mode()
 def step_ms(model: ModelSlice) -> float:
-    """Milliseconds of a forward pass, the median of several."""
+    """Milliseconds of a forward pass."""
     rows = min(ROWS, model.num_slots)
     context = min(CONTEXT, model.num_slots - rows)
-    slots = np.arange(context + rows)
-    plan = causal_plan(slots[:context], slots[context:], imagined=True)
-    positions = torch.from_numpy(plan.positions)
-    inputs = torch.zeros(rows, model.hidden_size, dtype=model.dtype)
-    if model.is_first:
-        inputs = torch.zeros(rows, dtype=torch.int64)
-    took = []
-    for _ in range(WARM_UP + TIMES):
-        _synchronize(model.device)
-        began = time.perf_counter()
-        model.forward(inputs, positions, plan)
-        _synchronize(model.device)
-        took.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(took[WARM_UP:])
+    return median_ms(model.device, model.forward, *model.example_batch(rows, context))
+
+
+def median_ms(device: torch.device, function: Callable[..., object], *args: object) -> float:
+    """The median time of several calls of `function(*args)`, until the device has finished."""
+    for _ in range(WARM_UPS):
+        function(*args)
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < LEAST_RUNS or (
+        len(times) < MOST_RUNS and time.perf_counter() - begun < LEAST_S
+    ):
+        _synchronize(device)
+        start = time.perf_counter()
+        function(*args)
+        _synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until the device is done."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -422,14 +422,15 @@ class ModelSlice:
             examples = [self._random_hidden(rows) for rows in sorted(buckets)]
             self.refused += self.graphs.capture_heads(self._head, examples, capture)
 
-    def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """A batch with the first rows of a random sequence: inputs, positions, plan."""
+    def example_batch(self, rows: int, context: int = 0) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """A random batch behind a text of so many tokens, which was never computed: inputs,
+        positions, plan."""
         inputs = self._random_hidden(rows)
         if self.is_first:
             inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
-        slots = np.arange(rows)
-        plan = causal_plan(slots[:0], slots)
-        return inputs, torch.arange(rows, device=self.device), plan
+        slots = np.arange(context + rows)
+        plan = causal_plan(slots[:context], slots[context:], imagined=context > 0)
+        return inputs, torch.from_numpy(plan.positions).to(self.device), plan
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """The part of `forward` that can be compiled or captured; the backend has the plan."""

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
-from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
+from pipespec.engine.autotune import median_ms
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.instruments.diagnostics.timing import median_ms, read_bytes_per_ms
+from pipespec.instruments.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl
@@ -167,7 +166,10 @@ def time_stage(device: torch.device) -> dict[str, Any]:
             model.capture_graphs([max(ROWS)])
         name = backend + " in graphs" * bool(model.graph_rows)
         timed[name] = {
-            str(context): {str(rows): _stage_ms(model, rows, context) for rows in ROWS}
+            str(context): {
+                str(rows): median_ms(device, model.forward, *model.example_batch(rows, context))
+                for rows in ROWS
+            }
             for context in of.contexts
         }
         slot_bytes = model.num_kv_bytes / model.num_slots
@@ -175,17 +177,6 @@ def time_stage(device: torch.device) -> dict[str, Any]:
             floors[str(context)] = (model.num_weight_bytes + context * slot_bytes) / rate
         del model
     return found | {"floor_ms": floors, "ms": timed}
-
-
-def _stage_ms(model: ModelSlice, rows: int, context: int) -> float:
-    return median_ms(model.device, model.forward, *_batch(model, rows, context))
-
-
-def _batch(model: ModelSlice, rows: int, context: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-    slots = np.arange(context + rows)
-    plan = causal_plan(slots[:context], slots[context:], imagined=True)
-    inputs, _, _ = model.example_batch(rows)
-    return inputs, torch.from_numpy(plan.positions), plan
 
 
 def time_draft(device: torch.device) -> dict[str, Any]:
@@ -210,10 +201,4 @@ def time_draft(device: torch.device) -> dict[str, Any]:
 
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
-    def expand(inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
-        logits = model.logits(model.forward(inputs, positions, plan)).float()
-        logits.log_softmax(-1).topk(CHILDREN).indices.cpu()
-
-    return {
-        str(rows): median_ms(model.device, expand, *_batch(model, rows, context)) for rows in ROWS
-    }
+    return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}

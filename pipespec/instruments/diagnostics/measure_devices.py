@@ -20,13 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipespec.cluster.host_weights import own_path
 from pipespec.device_copy import make_current
-from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
+from pipespec.engine.autotune import median_ms
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing
@@ -35,7 +34,7 @@ from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
-from pipespec.instruments.diagnostics.timing import all_reduce_ms, median_ms
+from pipespec.instruments.diagnostics.timing import all_reduce_ms, round_ms
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached
@@ -46,7 +45,6 @@ MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
 # Packages that decide how fast a model is.
 VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
-SEED = 0
 # What `stage` and `draft` give.
 _Times = Mapping[str, float | Sequence[float]]
 
@@ -145,7 +143,6 @@ class _DeviceBenchmark:
             if device.type == "cuda"
             else f"{_processor()}, {threads} threads"
         )
-        self._random = torch.Generator().manual_seed(SEED)
 
     def cached(self, role: str, info: CheckpointInfo) -> _Times | None:
         """What `stage` or `draft` gives, kept from an earlier time if it is there.
@@ -259,15 +256,9 @@ class _DeviceBenchmark:
         if info.loaded(self.request.dtype_of(info), of_draft).total > self.memory:
             return None
         model = self.load(info, range(info.num_layers), of_draft)
-        inputs, positions, plan = self.batch(model)
-        children = min(self.request.children, model.vocab_size)
-
-        def expand(model: ModelSlice) -> None:
-            logits = model.logits(model.forward(inputs, positions, plan)).float()
-            torch.log_softmax(logits, -1).topk(children).indices.cpu()
-
+        rows, children = self.request.rows, min(self.request.children, model.vocab_size)
         return {
-            "round_ms": median_ms(self.device, expand, model),
+            "round_ms": round_ms(model, rows, model.num_slots - rows, children),
             "weight_bytes": model.num_weight_bytes,
             "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
         }
@@ -288,27 +279,15 @@ class _DeviceBenchmark:
         """How much text a batch attends to."""
         return max(0, min(self.request.length, info.context - self.request.rows))
 
-    def batch(self, model: ModelSlice) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """Inputs, positions and plan of a batch behind a text; each row sees those before it."""
-        slots = np.arange(model.num_slots)
-        length = model.num_slots - self.request.rows
-        if model.is_first:
-            shape = (self.request.rows,)
-            inputs = torch.randint(model.vocab_size, shape, generator=self._random)
-        else:
-            inputs = self.hidden(model.hidden_size, model.dtype)
-        plan = causal_plan(slots[:length], slots[length:], imagined=True)
-        return inputs, torch.from_numpy(plan.positions), plan
-
     def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Hidden states that differ from row to row, so that experts are chosen by chance."""
-        shape = (self.request.rows, size)
-        return torch.randn(shape, generator=self._random).to(self.device, dtype)
+        """Hidden states of a batch."""
+        return torch.randn(self.request.rows, size, device=self.device).to(dtype)
 
     def forward_ms(self, model: ModelSlice) -> float:
-        """One batch through a slice."""
-        inputs, positions, plan = self.batch(model)
-        return median_ms(self.device, model.forward, inputs, positions, plan)
+        """One batch behind a text through a slice."""
+        rows = self.request.rows
+        batch = model.example_batch(rows, model.num_slots - rows)
+        return median_ms(self.device, model.forward, *batch)
 
 
 # --- this machine -----------------------------------------------------------------------------

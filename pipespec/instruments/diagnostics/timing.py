@@ -1,48 +1,26 @@
-"""How long a device takes for a call, for reading its memory, and for an all-reduce with others."""
+"""How long a device takes for reading its memory, a draft round, and an all-reduce with others."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from pipespec.clock import monotonic_ns
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.autotune import median_ms
+from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.tensor_parallel import sum_parts
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 
 WARM_UPS, SUMS = 2, 50
 # More bytes than fit caches, to measure how fast a device reads.
 COPIED_BYTES = 256 << 20
-LEAST_RUNS, MOST_RUNS = 5, 50
-LEAST_S = 0.3
 NS_PER_MS = 1e6
-NS_PER_S = 1e9
-
-
-def median_ms(device: torch.device, function: Callable[..., object], *args: object) -> float:
-    """The median time of several calls of `function(*args)`, until the device has finished."""
-    for _ in range(WARM_UPS):
-        function(*args)
-    times: list[float] = []
-    begun = monotonic_ns()
-    while len(times) < LEAST_RUNS or (
-        len(times) < MOST_RUNS and monotonic_ns() - begun < LEAST_S * NS_PER_S
-    ):
-        _wait(device)
-        start = monotonic_ns()
-        function(*args)
-        _wait(device)
-        times.append((monotonic_ns() - start) / NS_PER_MS)
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    """Until the device has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def read_bytes_per_ms(device: torch.device) -> float:
@@ -50,6 +28,16 @@ def read_bytes_per_ms(device: torch.device) -> float:
     source = torch.ones(COPIED_BYTES // 2, dtype=torch.uint8, device=device)
     # What is copied is read and written.
     return COPIED_BYTES / median_ms(device, torch.empty_like(source).copy_, source)
+
+
+def round_ms(model: ModelSlice, rows: int, context: int, children: int) -> float:
+    """How long a draft takes to expand so many nodes."""
+
+    def expand(inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+        logits = model.logits(model.forward(inputs, positions, plan)).float()
+        logits.log_softmax(-1).topk(children).indices.cpu()
+
+    return median_ms(model.device, expand, *model.example_batch(rows, context))
 
 
 def all_reduce_ms(devices: Sequence[str], rows: int, hidden: int, dtype: torch.dtype) -> float:
