@@ -8,8 +8,8 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -98,9 +98,20 @@ class Between:
         except OSError:
             client.close()  # the client does not trust us
             return
-        keep: Callable[[bytes], None] = self._kept.append
-        for source, sink in ((client, server), (server, client)):
-            threading.Thread(target=_copy, args=(source, sink, keep), daemon=True).start()
+        for ends in ((client, server, False), (server, client, True)):
+            threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket, reply: bool) -> None:
+        with suppress(OSError):  # the other direction was closed first
+            while data := source.recv(65536):
+                self.hear(data, reply=reply)
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def hear(self, data: bytes, *, reply: bool) -> None:
+        """Something passes, unless this raises OSError, which ends the connection."""
+        self._kept.append(data)
 
 
 @contextmanager
@@ -130,14 +141,3 @@ def captured(bed: Testbed, host: str) -> Iterator[list[bytes]]:
         over.set()
         thread.join()
         sniffer.close()
-
-
-def _copy(source: socket.socket, sink: socket.socket, keep: Callable[[bytes], None]) -> None:
-    try:
-        while data := source.recv(65536):
-            keep(data)
-            sink.sendall(data)
-    except OSError:
-        pass  # the other direction was closed first
-    finally:
-        sink.close()

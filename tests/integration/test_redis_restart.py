@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from pipespec.controller.task_graph import Layout, compute, step_graph
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, take
+from tests.helpers.redis_tls import Between
 from tests.helpers.waiting import until
 from tools.rig import testbed
 from tools.rig.log import client_of
@@ -378,60 +378,33 @@ def test_a_request_that_comes_while_redis_is_away_waits_for_it(
         assert controller.request(found[0]).max_new_tokens == 9
 
 
-class Between:
-    """A proxy that loses the first reply to a transition, and the connection with it."""
+class Losing(Between):
+    """Loses the first reply to a transition, and the connection with it."""
 
-    def __init__(self, target: str):
-        self._target = target
-        self._losses = 1
-        self._listener = socket.create_server((LOOPBACK, 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+    asked = lost = False
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return  # closed: the test is over
-            with client, socket.socket(socket.AF_UNIX) as redis:
-                redis.connect(self._target)
-                self._relay(client, redis)
-
-    def _relay(self, client: socket.socket, redis: socket.socket) -> None:
-        lose = False
-        while True:
-            for source in select.select([client, redis], [], [])[0]:
-                data = source.recv(1 << 16)
-                if not data or (source is redis and lose):
-                    return
-                if b"EVALSHA" in data and self._losses:
-                    self._losses -= 1
-                    lose = True
-                (redis if source is client else client).sendall(data)
+    def hear(self, data: bytes, *, reply: bool) -> None:
+        self.asked |= b"EVALSHA" in data
+        if reply and self.asked and not self.lost:
+            self.lost = True
+            raise OSError("the reply is lost")
 
 
-def test_a_request_whose_reply_was_lost_is_not_asked_twice(server: EmbeddedRedis) -> None:
-    path, _, password = server.url.removeprefix("unix://").partition("?password=")
-    between = Between(path)
-    url = f"redis://:{password}@{LOOPBACK}:{between.port}"
-    epoch_control.begin_epoch(server.url, NAMESPACE)
-
-    async def ask_twice() -> list[int]:
+def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
+    async def ask_twice(url: str) -> list[int]:
         log = AsyncRequestLog(url, namespace=NAMESPACE, patience=LONG_S)
         try:
             return [await log.enqueue(**ASKED) for _ in range(2)]
         finally:
             await log.close()
 
-    asked = asyncio.run(ask_twice())
-    with head(server) as controller:
-        assert queued(controller) == asked
-    between.close()
+    with EmbeddedRedis(port=0, tls=False) as server, Losing(server.port) as between:
+        epoch_control.begin_epoch(server.url, NAMESPACE)
+        url = server.url_at(LOOPBACK).replace(f":{server.port}", f":{between.port}")
+        asked = asyncio.run(ask_twice(url))
+        assert between.lost
+        with head(server) as controller:
+            assert queued(controller) == asked
 
 
 def test_scripts_that_redis_lost_are_given_to_it_again(server: EmbeddedRedis, user: Client) -> None:
