@@ -295,6 +295,7 @@ class JoinedRank:
                 config.clock,
                 self.runner.model.attention,
                 compile_grammar,
+                compute.share_cores,
             )
             stage = StageLoop(
                 self.runner, transport, self.controller, stage_settings, timeline, self.times
