@@ -64,6 +64,36 @@ class Ema:
         self.value = old + (sample - old) / min(self.samples, self.memory)
 
 
+@dataclass(slots=True)
+class LinearTimes:
+    """Milliseconds as a linear function of a count, fitted to the last samples."""
+
+    samples: int = 0
+    count: float = 0.0  # means
+    ms: float = 0.0
+    _variance: float = 0.0
+    _covariance: float = 0.0
+
+    def add(self, count: float, ms: float) -> None:
+        self.samples += 1
+        new = 1 / min(self.samples, MEMORY)
+        by_count, by_ms = count - self.count, ms - self.ms
+        self.count += new * by_count
+        self.ms += new * by_ms
+        self._variance = (1 - new) * (self._variance + new * by_count * by_count)
+        self._covariance = (1 - new) * (self._covariance + new * by_count * by_ms)
+
+    @property
+    def each_ms(self) -> float:
+        """What one more adds; nothing is never less than nothing."""
+        if self._covariance <= 0 or not self.count:
+            return 0.0
+        return min(self._covariance / self._variance, self.ms / self.count)
+
+    def at(self, count: float) -> float:
+        return self.ms + self.each_ms * (count - self.count)
+
+
 def profiled_sizes(most: int) -> Iterator[int]:
     """Rows of the batches, up to `most`, that a stage measures before the first request."""
     rows = 1

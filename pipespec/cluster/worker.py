@@ -323,7 +323,9 @@ def join_rank(
                 return
             assert runner is not None
             attention = runner.model.attention
-            settings = StageSettings(layout, delay_ms, config.clock, attention, begin)
+            settings = StageSettings(
+                layout, delay_ms, config.clock, attention, begin, compute.share_cores
+            )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
             with progress.part(LATE_S):

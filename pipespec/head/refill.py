@@ -88,48 +88,58 @@ class NextBatch:
 
     @property
     def least(self) -> float:
-        """The log-probability above which a node's best child enters the batch."""
+        """The log-probability above which a node's best child enters the batch, and saves more
+        than the draft takes for the node."""
         best = self.state.child_probabilities.max(initial=0.0)
         if not best:
             return -np.inf
+        least, cost_ms = TINY, self.state.draft_node_ms
         if len(self.rows) >= self.limit:
-            return float(np.log(self.rows.min(initial=1.0) / best))
-        if not self.state.is_alone:
-            return -np.inf
-        more = np.arange(1, 1 + self.limit - len(self.rows))
-        now_ms, *more_ms = self._step_ms(np.array([0, *more]) + len(self.rows)).tolist()
-        row_ms = float(np.min((np.array(more_ms) - now_ms) / more))  # of the cheapest rows
-        return float(np.log(max(row_ms / token_ms(self.state), TINY) / best))
+            least = self.rows.min(initial=1.0)
+        elif self.state.is_alone:
+            more = np.arange(1, 1 + self.limit - len(self.rows))
+            now_ms, *more_ms = self._step_ms(np.array([0, *more]) + len(self.rows)).tolist()
+            cost_ms += float(np.min((np.array(more_ms) - now_ms) / more))  # of the cheapest rows
+        return float(np.log(max(least, cost_ms / (token_ms(self.state) * self._share)) / best))
+
+    @property
+    def _share(self) -> float:
+        """The share of a token's worth that a candidate loses which misses this batch."""
+        if not self.state.overlap:
+            return lost_by_waiting(self.state)
+        # It can enter the next, one of the steps of a pass later; and of many requests, others have
+        # candidates for its row.
+        return 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
 
     def is_round_worth(self, parents: np.ndarray) -> bool:
         """Whether some number of rounds, of which the first expands nodes with probabilities
         `parents` `[nodes]`, saves more than they take."""
-        children, draft_ms = self.state.child_probabilities, self.state.draft_ms or 0.0
+        children = self.state.child_probabilities
         if not len(parents):
             return False
         if not len(children):
             return True  # unknown until the draft has proposed any
         alone = self.state.is_alone and not self.state.overlap
         without_drafts = self.rows.min(initial=1.0) == 1.0 and not self.prompt_rows
-        if alone and without_drafts and self.state.rounds < LOOK_AHEAD:
+        if alone and without_drafts and not self.state.rounds:
             return True  # the policy, which could decode so, has chosen not to
         merged = self.rows if self.offered is None else self.offered
-        for rounds in range(1, 1 + (LOOK_AHEAD if alone else 1)):
+        least, drafting_ms = np.exp(self.least), 0.0
+        for _ in range(LOOK_AHEAD if alone else 1):
+            drafting_ms += self.state.round_ms(len(parents))
             parents = _top(np.outer(parents, children).ravel(), self.limit)
             merged = _top(np.concatenate((merged, parents)), self.limit)
-            if self.saved_ms(merged) > rounds * draft_ms:
+            if self.saved_ms(merged) > drafting_ms:
                 return True
+            parents = parents[parents > least]
+            if not len(parents):
+                break
         return False
 
     def saved_ms(self, merged: np.ndarray) -> float:
         """The milliseconds that the best batch of `merged` `[candidates]`, probabilities that fall,
         saves beyond what its rows add to the step."""
-        share = lost_by_waiting(self.state)
-        if self.state.overlap:
-            # A candidate that misses this batch can enter the next, one of the steps of a pass
-            # later; and of many requests, others have candidates for its row.
-            share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
-        saved = token_ms(self.state) * share * (np.cumsum(merged) - self.rows.sum())
+        saved = token_ms(self.state) * self._share * (np.cumsum(merged) - self.rows.sum())
         before_ms, *after_ms = self._step_ms(
             np.array([len(self.rows), *range(1, 1 + len(merged))])
         ).tolist()

@@ -296,14 +296,14 @@ def token_ms(state: PipelineState) -> float:
     """What a token takes at present, of all requests together; needs the times of steps.
 
     In a longer pipeline it is that of the target size, as batches may still be growing to it. With
-    one stage it is measured, with the draft rounds that delay batches.
+    one stage it is measured, with the draft rounds that delay batches. It is never more than
+    without draft tokens.
     """
-    cost = state.speculative_cost if state.was_speculating else state.plain_cost
-    if state.is_alone and cost is not None:
-        return cost.ms_per_token
     if state.target is not None and not state.is_alone:
         return state.target.ms_per_token
-    return float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
+    plain_ms = float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
+    cost = state.speculative_cost if state.was_speculating else state.plain_cost
+    return min(cost.ms_per_token, plain_ms) if state.is_alone and cost is not None else plain_ms
 
 
 def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:

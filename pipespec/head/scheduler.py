@@ -212,7 +212,8 @@ class Scheduler:
         self._draft_reads_prompts = any(each is None for each in candidates)
         drafted = any(each is not None and len(each.parents) for each in candidates)
         self.totals.rounds += 1
-        self._stats.add_round(ms, measured=drafted)
+        nodes = sum(len(part.nodes) for part in work.parts)
+        self._stats.add_round(ms, nodes, measured=drafted)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:

@@ -8,7 +8,16 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipespec.batch_times import MEMORY, NO_TIMES, BatchTimes, Ema, Points, RowTimes, size_bucket
+from pipespec.batch_times import (
+    MEMORY,
+    NO_TIMES,
+    BatchTimes,
+    Ema,
+    LinearTimes,
+    Points,
+    RowTimes,
+    size_bucket,
+)
 from pipespec.head.policies.policy import (
     NO_PROBABILITIES,
     OfferedRows,
@@ -65,7 +74,7 @@ class StepStats:
         self._rows_in_flight: list[int] = []  # when this step began
         self._without_prompts = Ema()  # ms per step without rows of prompts
         self._computed = (0, 0)  # the largest of both, which a stage computes in this step
-        self._draft = Ema()
+        self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
         self._drafted_ms = 0.0  # of this step
         self._verdict = Ema()
@@ -131,14 +140,14 @@ class StepStats:
                 return replace(target, rows=self._trial_rows)
         return target
 
-    def add_round(self, ms: float, *, measured: bool = True) -> None:
-        """Count a draft round that expanded the trees or (not measured) read part of a prompt."""
+    def add_round(self, ms: float, nodes: int = 1, *, measured: bool = True) -> None:
+        """Count a draft round, which expanded so many nodes or (not measured) read a prompt."""
         self.rounds += 1
         self._last_round_ms = ms
         if self.rounds <= self._rounds:
             self._drafted_ms += ms
         if measured:
-            self._draft.add(ms)
+            self._draft.add(nodes, ms)
         if self._verdict_received:  # the stages wait for it
             self._undelayed_steps = 0
             self._delaying_ms += ms
@@ -281,7 +290,9 @@ class StepStats:
             end=end,
             rounds=self.rounds,
             elapsed_ms=elapsed_ms,
-            draft_ms=self._draft.value,
+            draft_ms=self._draft.ms if self._draft.samples else None,
+            draft_nodes=self._draft.count,
+            draft_node_ms=self._draft.each_ms,
             verdict_ms=self._verdict_ms(),
             tokens_per_step=self._tokens.value,
             step_ms=self._step_ms(),

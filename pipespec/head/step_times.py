@@ -31,8 +31,9 @@ PRIOR_WEIGHT, STALE = 2, 4096
 KNOWN, TRIAL_SHARE = 3, 2
 # How often a size is tried at most, also if batches had no room for so many rows.
 MOST_TRIALS = 2
-# A trial has at most so many times the rows of the target size, or at least that share of them.
-TRIAL_REACH = 2, 1 / 8
+# A trial has at most so many times the rows of the target size, or at least that share of them;
+# more rows only if they seem to take at most so many times as long.
+TRIAL_REACH, NO_DEARER = (2, 1 / 8), 1.25
 # Steps that compare whether the sum of the rows in the pipeline explains times better than the
 # largest batch, and the share by which it must.
 COMPARED, BETTER = 16, 0.97
@@ -253,6 +254,7 @@ class SizeTrials:
             for rows in (1 << power for power in range(most.bit_length()))
             if down * target <= rows <= up * target
             and _size(rows) != _size(target)
+            and (rows < target or times.at(rows) <= NO_DEARER * times.at(target))
             and not times.is_known(rows)
             and self._tried.get(rows, 0) < MOST_TRIALS
         ]
@@ -276,6 +278,10 @@ TRIAL, PLAIN_TRIAL, LEAST_STEPS = 4, 2, 6
 # How often each way that does not lose clearly is measured before one is chosen; the pipeline
 # lengths that its cost remembers, and the share of it that is kept when it is measured anew.
 BLOCKS, REMEMBERED, RENEWED = 2, 64, 0.25
+# A way that has lost what so many tokens take by the fastest one is not measured any longer; until
+# one was measured, that takes so many times what the stages need for a plain token.
+MOST_LOST, GUESSED = 3, 2
+LEAST_LENGTHS = 2  # for which it is measured in any case
 # Costs that differ by more differ clearly; and speculation with less than this share of what the
 # stages need for a plain token, which is not measured then, is surely faster.
 CLEARLY, SURELY = 1.4, 0.7
@@ -323,6 +329,8 @@ class Modes:
     mode: str = ""
     _held: int = 0  # steps since the mode began
     _left: int = 0  # until another is considered
+    _block_ms: float = 0.0  # of the steps since the last one was
+    _block_tokens: float = 0.0
     _since: dict[str, int] = field(default_factory=dict)  # steps since a way was measured
 
     def __post_init__(self) -> None:
@@ -338,7 +346,10 @@ class Modes:
         left out."""
         self._held += 1
         self._left -= counts
-        if counts and self._held > self.num_stages:
+        full = self._held > self.num_stages
+        self._block_ms += full * ms
+        self._block_tokens += full * tokens
+        if counts and full:
             keep = 1 - 1 / (REMEMBERED * self.num_stages)
             self.costs[self.mode].add(ms, tokens, rows, keep)
         for way in self.costs:
@@ -346,9 +357,13 @@ class Modes:
 
     def next_mode(self, least_plain_ms: float | None) -> str:
         """The mode of the next step."""
-        if self._left > 0:
+        if self._left > 0 and not self._loses(least_plain_ms):
             return self.mode
-        self.costs[self.mode].blocks += 1
+        cost = self.costs[self.mode]
+        cost.blocks += 1
+        if not cost.tokens:  # sizes were tried in all of its steps
+            cost.ms, cost.tokens = self._block_ms, self._block_tokens
+        self._block_ms = self._block_tokens = 0.0
         chosen = self._choose(least_plain_ms)
         if chosen != self.mode:
             self._held = 0
@@ -356,6 +371,17 @@ class Modes:
             cost.ms, cost.tokens = RENEWED * cost.ms, RENEWED * cost.tokens
         self.mode, self._left = chosen, self._block(chosen)
         return chosen
+
+    def _loses(self, least_plain_ms: float | None) -> bool:
+        """Whether this block has lost more time than it is worth to know the way better, seen at
+        the end of a pipeline length, as a tree yields its tokens at once."""
+        lengths, more = divmod(self._held - self.num_stages, self.num_stages)
+        if more or lengths < LEAST_LENGTHS:
+            return False
+        fastest = min(cost.per_token for cost in self.costs.values())
+        if not self.costs[PLAIN].blocks:
+            fastest = min(fastest, GUESSED * (least_plain_ms or math.inf))
+        return self._block_ms > fastest * (self._block_tokens + MOST_LOST)
 
     def _choose(self, least_plain_ms: float | None) -> str:
         among = {way: self.costs[way].per_token for way in self.ways}
@@ -374,8 +400,9 @@ class Modes:
         for way, per_token in among.items():
             cost = self.costs[way]
             wait = max(PATIENCE * (per_token / among[best] - 1), LEAST_WAIT)
+            rows = sorted((cost.rows, self.costs[best].rows))
             comparable = not {PLAIN, ONE_TREE} & {way, best}  # their rows, with one another's
-            if comparable and not 1 / 2 <= cost.rows / self.costs[best].rows <= 2:
+            if comparable and 2 * rows[0] < rows[1]:
                 wait = LEAST_WAIT  # it was measured before the times by rows were known
             wait *= 2**cost.losses
             if way != best and self._since[way] >= min(wait, MOST_WAIT) * self.num_stages:

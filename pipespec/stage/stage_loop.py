@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,7 @@ class StageSettings:
         clock: the least time of a step.
         attention: the backend, for the statistics.
         compile_grammar: begins to compile a grammar, at the last stage.
+        share_cores: is told before a batch whether other stages compute meanwhile.
     """
 
     layout: Layout
@@ -59,6 +60,7 @@ class StageSettings:
     clock: StepClock = REAL_TIME
     attention: str = ""
     compile_grammar: Compile | None = None
+    share_cores: Callable[[bool], None] = lambda shares: None
 
 
 class StageLoop:
@@ -97,6 +99,8 @@ class StageLoop:
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
         self.step = 0
         self._done: list[Task] = []
+        # Whether the batches of the steps before, which are in later stages now, had rows.
+        self._behind = deque[bool](maxlen=layout.num_steps - 1)
         self._times = times or RowTimes()
         self._published_ns = timeline.clock()  # when measurements were published last
         self._worked = Counter[str]()  # totals when the last sequence ended
@@ -225,6 +229,8 @@ class StageLoop:
         """
         # Running free, a verdict that has not arrived may free the slots that the batch needs.
         self.apply_verdicts_until(batch, lambda: self.runner.has_room(batch))
+        self.settings.share_cores(any(self._behind))
+        self._behind.append(len(batch) > 0)
         start = self.timeline.clock()
         self._counts["steps"] += bool(self._sequences)
         with self.timeline("compute"):

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.batch_times import BatchTimes, RowTimes, merge_times, pack, size_bucket, unpack
+from pipespec.batch_times import (
+    BatchTimes,
+    LinearTimes,
+    RowTimes,
+    merge_times,
+    pack,
+    size_bucket,
+    unpack,
+)
 
 
 def measured(*batches: tuple[int, float]) -> RowTimes:
@@ -91,3 +99,12 @@ def test_times_rise_with_rows_and_keep_their_mean(samples):
     assert [ms for _, ms in points] == sorted(ms for _, ms in points)
     assert min(ms for _, ms in samples) <= points[0][1] * (1 + 1e-9)
     assert points[-1][1] <= max(ms for _, ms in samples) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("each_ms", "found"), [(12.0, 12.0), (0.0, 0.0), (-3.0, 0.0)])
+def test_what_one_more_takes_is_separated_from_the_rest(each_ms: float, found: float):
+    times = LinearTimes()
+    for count in (1, 4, 2, 8, 1, 3) * 20:
+        times.add(count, 60 + each_ms * count)
+    assert times.each_ms == pytest.approx(found, abs=0.01)
+    assert times.at(16) == pytest.approx(60 + 16 * found if found else times.ms, rel=0.01)

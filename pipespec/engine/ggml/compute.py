@@ -22,11 +22,12 @@ POLL = 0
 _SMALL = 8
 _of_thread = threading.local()
 _threads: int | None = None  # of `use_threads`
+_shares = False  # of `share_cores`
 
 
 class ThreadChoice:
     """How many threads compute: all cores', or those of this rank's share while other ranks compute
-    too, or one while others use even that.
+    too (`share_cores`, or seen by a crowded step), or one while others use even that.
 
     Threads of a graph wait for each other after every operation, polling, so that one of two that
     has no core makes a step many times slower: 0.46 s became 8 s on two busy cores.
@@ -34,29 +35,25 @@ class ThreadChoice:
 
     # Computing for less time says nothing, and so much of the cores must have been ours.
     LEAST_S, SHARE = 0.005, 0.6
-    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S;
-    # twice as long each time that more are crowded again, so many times.
-    PAUSE, SHORTEST_S, MOST_DOUBLED = 20, 0.2, 4
+    # Fewer threads compute for so many times as long as a crowded step took, at least SHORTEST_S.
+    PAUSE, SHORTEST_S = 10, 0.2
 
     def __init__(self, threads: int, share: int = 1):
-        self._levels = sorted({threads, min(share, threads), 1}, reverse=True)
-        # Until when each number of threads is too many, and how often in a row it was.
+        self._share = min(share, threads)
+        self._levels = sorted({threads, self._share, 1}, reverse=True)
+        # Until when each number of threads is too many.
         self._crowded_until = dict.fromkeys(self._levels, 0.0)
-        self._crowded = dict.fromkeys(self._levels, 0)
 
-    def at(self, now: float) -> int:
+    def at(self, now: float, *, shares: bool = False) -> int:
         """How many threads compute now, a time in seconds."""
-        return next(each for each in self._levels if self._crowded_until[each] <= now)
+        levels = [each for each in self._levels if each <= self._share or not shares]
+        return next(each for each in levels if self._crowded_until[each] <= now)
 
     def ran(self, threads: int, took_s: float, cpu_s: float, now: float) -> None:
         """So many threads have computed for so long, and used so much time of processors."""
-        if threads == 1 or took_s <= self.LEAST_S:
+        if threads == 1 or took_s <= self.LEAST_S or cpu_s >= self.SHARE * threads * took_s:
             return
-        if cpu_s >= self.SHARE * threads * took_s:
-            self._crowded[threads] = 0
-            return
-        pause = max(self.PAUSE * took_s, self.SHORTEST_S) * 2 ** self._crowded[threads]
-        self._crowded[threads] = min(self._crowded[threads] + 1, self.MOST_DOUBLED)
+        pause = max(self.PAUSE * took_s, self.SHORTEST_S)
         for each in self._levels:
             if each >= threads:
                 self._crowded_until[each] = max(self._crowded_until[each], now + pause)
@@ -83,7 +80,7 @@ class Computer:
     def compute(self, graph: int) -> None:
         """Compute all operations of a graph. Raises MemoryError if ggml has none for it."""
         began, cpu_began = time.perf_counter(), time.process_time()
-        threads = self._choice.at(began)
+        threads = self._choice.at(began, shares=_shares)
         self.library.backend_cpu_set_n_threads(self._backend, threads)
         if self.library.backend_graph_compute(self._backend, graph):
             raise MemoryError("ggml found no memory for a batch")
@@ -102,6 +99,13 @@ def use_threads(threads: int) -> None:
     while others use the cores (`ThreadChoice`)."""
     global _threads
     _threads = threads
+
+
+def share_cores(shares: bool) -> None:
+    """Say whether other ranks of this host compute meanwhile, so that this one keeps to its share
+    of threads from the first step on; stages that compute in turn have all cores."""
+    global _shares
+    _shares = shares
 
 
 def computer() -> Computer:

@@ -119,12 +119,15 @@ class BestFirst(SpeculationPolicy):
         room = self._room(tree, state)
         rows = self.max_rows if state.target is None else min(self.max_rows, state.target.rows)
         unexpanded = tree.nodes_before(state.end, ~tree.expanded)
-        nodes = tree.most_probable(unexpanded, min(max(rows, self.children), room))
+        most = max(rows, self.children)
+        if self.refills and state.overlap:  # and no more than end before the verdict arrives
+            most = max(min(most, int(min(state.nodes_in_time, most))), 1)
+        nodes = tree.most_probable(unexpanded, min(most, room))
         ahead = max(PASSES_AHEAD * _at_least(state.num_stages) * rows, self.children)
         return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
 
     def select_to_refill(self, tree: Tree, state: PipelineState) -> np.ndarray:
-        if not self.should_speculate(state):
+        if not self.should_speculate(state) or self._waits(tree, state):
             return NO_NODES
         unexpanded = tree.nodes_before(state.end, ~tree.expanded)
         return tree.most_probable(unexpanded, self._room(tree, state))
@@ -137,9 +140,14 @@ class BestFirst(SpeculationPolicy):
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
         if not self.should_speculate(state):
             return PLAIN.select_to_schedule(tree, state)
-        if state.one_tree and tree.fed[ROOT]:
+        if self._waits(tree, state):
             return NO_NODES
         return tree.most_probable(tree.nodes_before(state.end, ~tree.fed), self.max_rows)
+
+    @staticmethod
+    def _waits(tree: Tree, state: PipelineState) -> bool:
+        """Whether the tree waits for the verdict of its batch in the pipeline."""
+        return state.one_tree and bool(tree.fed[ROOT])
 
     def should_speculate(self, state: PipelineState) -> bool:
         """Whether the next step speculates.

@@ -79,7 +79,8 @@ class PipelineState:
         end: the position at which the text ends at the latest; no row is needed from there on.
         rounds: draft rounds that this step has had already.
         elapsed_ms: how long this step has lasted.
-        draft_ms: one draft round.
+        draft_ms: a draft round of the mean size; None: unknown.
+        draft_nodes, draft_node_ms: that size, and what each node that is expanded takes of it.
         verdict_ms: from the start of a step until its verdict arrives, in steps that decide tokens.
         tokens_per_step: tokens decided per step, of all requests, while speculating.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows,
@@ -110,6 +111,8 @@ class PipelineState:
     rounds: int = 0
     elapsed_ms: float = 0.0
     draft_ms: float | None = None
+    draft_nodes: float = 0.0
+    draft_node_ms: float = 0.0
     verdict_ms: float | None = None
     tokens_per_step: float | None = None
     step_ms: Points = ()
@@ -132,6 +135,18 @@ class PipelineState:
         """Whether a batch is chosen for itself: no other is in the pipeline when it is sent, and no
         request gains by waiting, as one does whose tree grows beside the batches of others."""
         return self.num_stages == 1 and (self.requests == 1 or not self.overlap)
+
+    def round_ms(self, nodes: float) -> float:
+        """What a draft round takes that expands so many nodes; 0 if unknown."""
+        return (self.draft_ms or 0.0) + self.draft_node_ms * (nodes - self.draft_nodes)
+
+    @property
+    def nodes_in_time(self) -> float:
+        """How many nodes a draft round may expand that is to end before the verdict arrives."""
+        if self.draft_ms is None or self.verdict_ms is None or not self.draft_node_ms:
+            return np.inf
+        left_ms = self.verdict_ms - self.elapsed_ms - self.draft_ms
+        return self.draft_nodes + left_ms / self.draft_node_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from pipespec.core import Batch, Request
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
-from pipespec.head.refill import LOOK_AHEAD, NextBatch
+from pipespec.head.refill import NextBatch
 from pipespec.head.row_budget import lone_batch
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.tree import ROOT, Tree
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan import simulated_pipeline
@@ -119,8 +120,26 @@ def test_many_rows_may_be_worth_their_time_where_few_are_not():
 def test_a_lone_batch_without_draft_tokens_is_delayed_by_few_rounds_for_nothing():
     dear = replace(state(), draft_ms=100 * STEP_MS, overlap=False)
     assert NextBatch(ROOT_ALONE, 64, dear, ROOT_ALONE).is_round_worth(ROOT_ALONE)
-    again = replace(dear, rounds=LOOK_AHEAD)
+    again = replace(dear, rounds=1)
     assert not NextBatch(ROOT_ALONE, 64, again, ROOT_ALONE).is_round_worth(ROOT_ALONE)
+
+
+def test_nodes_that_take_the_draft_longer_than_they_save_are_not_expanded():
+    """A token takes 5 ms, and its best child is right with .7: 1.75 ms of a node pay from .5 on."""
+    free = NextBatch(ROOT_ALONE, 8, state(draft_ms=1.0))
+    dear = NextBatch(ROOT_ALONE, 8, state(draft_ms=1.0, draft_nodes=1, draft_node_ms=1.75))
+    assert np.exp(free.least) < 0.01
+    assert np.exp(dear.least) == pytest.approx(0.5, abs=0.01)
+    assert dear.is_round_worth(np.array([0.9]))
+    assert not dear.is_round_worth(np.full(64, 0.2))
+
+
+def test_no_batch_is_delayed_while_a_tree_waits_for_its_verdict():
+    tree = Tree(2, 1, 7, 8, fed=False)
+    assert len(BestFirst().select_to_refill(tree, state(one_tree=True)))
+    tree.mark_fed(np.array([ROOT]))
+    assert not len(BestFirst().select_to_refill(tree, state(one_tree=True)))
+    assert len(BestFirst().select_to_refill(tree, state()))
 
 
 def test_nothing_is_drafted_on_trial_for_a_batch_with_rows_of_prompts():

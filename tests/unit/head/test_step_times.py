@@ -182,22 +182,24 @@ class SharedCores(SimulatedPipeline):
 def ms_per_token(
     num_stages: int,
     draft: Accuracy,
-    draft_ms: float,
+    draft_ms: float | TimeCurve,
     *,
+    num_tokens: int = 250,
     learns: bool = True,
     policy: SpeculationPolicy = BEST_FIRST,
     true_ms: Points = DEAR,
+    measured_ms: Points = FLAT,
     after: int = 100,
 ) -> float:
-    """Of 250 tokens after the first ones, where stages that seemed cheap are dear."""
-    machine = Machine(tuple(TimeCurve(FLAT) for _ in range(num_stages)), draft_ms=draft_ms)
+    """Of some tokens after the first ones, where stages that seemed cheap are dear."""
+    machine = Machine(tuple(TimeCurve(measured_ms) for _ in range(num_stages)), draft_ms=draft_ms)
     pipeline = SharedCores(policy, machine, draft, "auto", after + 300, seed=0)
     pipeline.true_ms = TimeCurve(true_ms)
     if learns:
         pipeline.scheduler.learn(LearntSteps(num_stages))
         pipeline.scheduler.update_stage_times(pipeline.times.measured())
-    early = None
-    while pipeline.result.tokens < after + 250:
+    early = (0, 0.0) if not after else None
+    while pipeline.result.tokens < after + num_tokens:
         pipeline.step()
         if pipeline.result.tokens >= after and early is None:
             early = pipeline.result.tokens, pipeline.result.ms
@@ -209,6 +211,25 @@ def ms_per_token(
 def test_a_useless_draft_costs_hardly_anything_where_rows_are_dear(num_stages: int):
     useless = Accuracy({1: 0.1, 16: 0.3}, 0.5)
     assert ms_per_token(num_stages, useless, 4.0) < 1.06 * num_stages * DEAR[0][1]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_learning_costs_hardly_anything_where_rows_and_draft_nodes_are_dear(num_stages: int):
+    """A 1.5B and a 0.5B, both Q4_K_M, on two cores."""
+    target = ((1, 92), (2, 142), (4, 225), (8, 380), (16, 640), (64, 2400))
+    draft = TimeCurve(((1, 31), (2, 48), (4, 75), (8, 130), (64, 800)))
+    half = tuple((rows, ms / num_stages) for rows, ms in target)
+    found = ms_per_token(
+        num_stages,
+        Accuracy({1: 0.7, 16: 0.95}, 0.5),
+        draft,
+        policy=BestFirst(),
+        true_ms=half,
+        measured_ms=half,
+        after=0,
+        num_tokens=64,
+    )
+    assert found < 1.1 * target[0][1]
 
 
 def test_a_good_draft_pays_where_rows_are_dear():

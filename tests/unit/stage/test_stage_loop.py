@@ -121,6 +121,17 @@ def test_batch_is_sent_on_in_the_step_after_it_arrived(first):
     )
 
 
+def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
+    told: list[bool] = []
+    level = guesses(2, (A, TIP, 5, 3), (B, TIP, 6, 3))
+    link = StoryLink(1, [prompt(0), Batch(1), level, Batch(3, stop=True)])
+    settings = StageSettings(Layout(2), share_cores=told.append)
+    runner = SliceRunner(first, NUM_SLOTS)
+    StageLoop(runner, link, StoryController(), settings, Timeline()).run_until_stop()
+    rows = [0, 3, 0, 2, 0]  # of the batches, each of which arrived a step before
+    assert told == [False, *(before > 0 for before in rows[:-1])]
+
+
 def test_pruned_rows_are_not_sent_on(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     below = guesses(2, (BELOW_A, A, 7, 4), (BELOW_B, B, 8, 4))
