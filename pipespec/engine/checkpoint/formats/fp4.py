@@ -43,55 +43,26 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
 
 
-@dataclass(frozen=True, slots=True)
-class Fp4Weights:
-    """A matrix `[out, in]` of 4-bit floats as it is stored. Its rows become blocks when they are
-    asked for, so that no more than these are in memory.
+def fp4_blocks(
+    pairs: torch.Tensor, scales: torch.Tensor, kind: str, factor: float = 1.0
+) -> BlockWeights:
+    """A matrix `[out, in]` in blocks of MX_KIND or NV_KIND, given uint8 `[out, groups, bytes]` that
+    hold two neighbours each, and scales `[out, groups]` of one byte."""
+    import torch
 
-    Attributes:
-        pairs: `[out, groups, bytes]` uint8 that hold two neighbours each.
-        scales: `[out, groups]`, of one byte each.
-        kind: of the blocks; MX_KIND or NV_KIND.
-        factor: of all weights.
-    """
+    from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
 
-    pairs: torch.Tensor
-    scales: torch.Tensor
-    kind: str
-    factor: float = 1.0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        out, groups, num_bytes = self.pairs.shape
-        return out, groups * num_bytes * 2
-
-    def part(self, rows: slice) -> BlockWeights:
-        """These rows of the matrix."""
-        import torch
-
-        from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-
-        packed = self.pairs[rows]
-        if self.kind == MX_KIND:
+    out, groups, num_bytes = pairs.shape
+    blocks = pairs.new_empty(out, groups, 1 + num_bytes)
+    blocks[..., 0] = scales.view(torch.uint8)
+    for rows in row_parts((out, groups * num_bytes)):
+        packed = pairs[rows]
+        if kind == MX_KIND:
             # In ggml's blocks a byte holds a number of the first half and one of the second.
             codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)  # in their order
             packed = codes[..., :CODE_BYTES] | codes[..., CODE_BYTES:] << 4
-        scales = self.scales[rows].view(torch.uint8).unsqueeze(-1)
-        return BlockWeights(torch.cat((scales, packed), -1).flatten(1), self.kind, self.factor)
-
-    def blocks(self) -> BlockWeights:
-        """The same in ggml's blocks."""
-        return self.part(slice(None))
-
-    def dense(self) -> torch.Tensor:
-        """The weights `[out, in]` in float32."""
-        import torch
-
-        weights = torch.empty(self.shape)
-        for rows in row_parts(self.shape):
-            weights[rows] = self.part(rows).dense()
-        return weights
+        blocks[rows, :, 1:] = packed
+    return BlockWeights(blocks.flatten(1), kind, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +72,9 @@ class Mxfp4Experts:
     blocks: torch.Tensor
     scales: torch.Tensor
 
-    def expert(self, number: int) -> Fp4Weights:
+    def expert(self, number: int) -> BlockWeights:
         """The matrix `[out, in]` of one of them."""
-        return Fp4Weights(self.blocks[number], self.scales[number], MX_KIND)
+        return fp4_blocks(self.blocks[number], self.scales[number], MX_KIND)
 
     def dense(self) -> torch.Tensor:
         """The weights `[experts, in, out]` in bfloat16, which holds them."""
@@ -148,17 +119,17 @@ class Fp4Packing(MatrixPacking):
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp4Weights:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> BlockWeights:
         rows, columns = part
         pairs = files.read(name + PACKED, rows, per(columns, 2))
         scales = files.read(name + SCALE, rows, per(columns, self.group))
         assert pairs is not None and scales is not None, "the headers contain them"
         by_group = pairs.view(len(pairs), -1, self.group // 2)
         if self.kind == MX_KIND:
-            return Fp4Weights(by_group, scales, self.kind)
+            return fp4_blocks(by_group, scales, self.kind)
         whole = files.read(name + GLOBAL)
         assert whole is not None, "the headers contain it"
-        return Fp4Weights(by_group, scales, self.kind, 1 / float(whole))
+        return fp4_blocks(by_group, scales, self.kind, 1 / float(whole))
 
 
 def fp4_packing(path: Path, config: Mapping[str, Any]) -> Fp4Packing | None:
@@ -211,7 +182,7 @@ class Mxfp4Packing(MatrixPacking):
     ) -> dict[str, Callable[[Part], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
 
-        def read(number: int, part: Part) -> Fp4Weights:
+        def read(number: int, part: Part) -> BlockWeights:
             one, (rows, columns) = slice(number, number + 1), part
             index = (one, rows, per(columns, GROUP))
             stored = (files.read(name + suffix, *index) for suffix in (BLOCKS, SCALES))

@@ -113,12 +113,10 @@ def usual_dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def as_plain(
-    path: Path, tensors: Mapping[str, Tensor], packing: MatrixPacking | None
+    path: Path, tensors: Mapping[str, Tensor], packing: MatrixPacking
 ) -> dict[str, Tensor]:
     """The headers of the weights once unpacked, in the type of the weights that are not quantised.
-
-    `packing` None: the numbers are quantised but not packed. Raises ModelError.
-    """
+    Raises ModelError."""
     plain = {
         name: each
         for name, each in tensors.items()
@@ -132,11 +130,6 @@ def as_plain(
     dtype = usual_dtype(plain.values())
     if dtype is None:
         raise ModelError(f"{path} holds no tensor of plain numbers; take another checkpoint")
-    if packing is None:
-        return {
-            name: each if each.dtype in DTYPES else Tensor.of(each.shape, dtype)
-            for name, each in plain.items()
-        }
     for name in packing.matrices(tensors):
         plain.pop(name + packing.suffix)
         plain[name + packing.dense_suffix] = Tensor.of(packing.shape(name, tensors), dtype)

@@ -16,7 +16,6 @@ from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
 from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
 from pipespec.engine.checkpoint.header_checks import expected_sizes
 from pipespec.engine.checkpoint.quantization import (
-    COMPRESSED_PACKAGE,
     PACKED_METHODS,
     stored_method,
     stored_packing,
@@ -134,17 +133,14 @@ class SafetensorsFolder:
         if self.raw is not self.whole and self.by_package:
             raise ModelError(
                 f"{self.path} is multimodal and quantised by {self.method}, which is read of "
-                "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed "
-                "in 4 or 8 bits"
+                "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors"
             )
-        plain = self.method not in PACKED_METHODS
-        return tensors if plain else as_plain(self.path, tensors, self.packing)
+        return tensors if self.packing is None else as_plain(self.path, tensors, self.packing)
 
     def storage(self) -> Storage:
         if self.method not in PACKED_METHODS:
             return Storage(quantization=self.method)
-        if self.packing is None:
-            return Storage(dequantized_from=self.method, package=COMPRESSED_PACKAGE)
+        assert self.packing is not None, "the method is packed"
         numbers = [int(layer[1]) for name in self._all if (layer := LAYER.search(name))]
         found = [KeptLayer()] * (max(numbers, default=-1) + 1)
         for name in self.packing.matrices(self._all):
