@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from pipespec.engine import cpu_products
-from pipespec.engine.cpu_products import GGML, PACKED, USUAL, WAYS, OtherLinear, measured, use_fastest
+from pipespec.engine.cpu_products import (
+    GGML,
+    PACKED,
+    USUAL,
+    WAYS,
+    OtherLinear,
+    measured,
+    use_fastest,
+)
 
 WIDE = 4096  # with as many outputs, the weights are of the size that is measured
 
@@ -36,26 +46,21 @@ def test_every_way_gives_the_products_of_the_layer(way, dtype):
     assert hasattr(layer, "weight") == (way != PACKED)
 
 
-def seconds(monkeypatch, **took: float) -> None:
-    """Let the ways take these times; others fail."""
+def seconds(monkeypatch: pytest.MonkeyPatch, **took: float) -> None:
+    """Let the ways take these times, below 0 for a product that is wrong; others fail."""
+    asked: list[tuple[object, float]] = []
 
-    def way(name):
-        def make(weight):
-            if name not in took:
-                raise RuntimeError("not here")
-            product = (lambda rows: rows[:, :1] * 0 + 7) if took[name] < 0 else WAYS_[name](weight)
-            asked.append((product, abs(took[name])))
-            return product
+    def make(name: str, weight: torch.Tensor) -> cpu_products.Product:
+        if name not in took:
+            raise RuntimeError("not here")
+        product = WAYS[name](weight) if took[name] > 0 else torch.zeros_like
+        asked.append((product, took[name]))
+        return product
 
-        return make
-
-    asked: list = []
-    WAYS_ = dict(WAYS)
-    monkeypatch.setattr(cpu_products, "WAYS", {name: way(name) for name in WAYS_})
-
-    def least(products, rows):
+    def least(products: list[cpu_products.Product], _: torch.Tensor) -> float:
         return next(each for product, each in asked if product is products[0])
 
+    monkeypatch.setattr(cpu_products, "WAYS", {name: partial(make, name) for name in WAYS})
     monkeypatch.setattr(cpu_products, "least_seconds", least)
 
 

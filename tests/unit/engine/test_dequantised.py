@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 OUT = 7
 
 
-def layer_of(kind: str, factor: float = 1.0, out: int = OUT) -> tuple[DequantisedLinear, torch.Tensor]:
+def layer_of(
+    kind: str, factor: float = 1.0, out: int = OUT
+) -> tuple[DequantisedLinear, torch.Tensor]:
     """A layer with random weights, and these in float32."""
     rows = torch.from_numpy(drawn(kind, out, 512 // KINDS[kind].size))
     weights = BlockWeights(rows, kind, factor)

@@ -89,7 +89,9 @@ class Packing(MatrixPacking):
         per_word = self._per_word
         return CutUnits(
             math.lcm(per_word, INT4_OUT_MULTIPLE),
-            math.lcm(per_word, 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)),
+            math.lcm(
+                per_word, 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)
+            ),
         )
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:

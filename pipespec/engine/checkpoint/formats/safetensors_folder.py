@@ -38,7 +38,7 @@ from pipespec.engine.draft_kind import refuse_draft_head
 from pipespec.engine.tp_cuts import WHOLE_UNITS, CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
-from pipespec.system.validation import Unreadable, typed
+from pipespec.system.validation import Unreadable, reason, typed
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
@@ -54,8 +54,6 @@ SETTINGS_FILES = (
     "merges.txt",
     "chat_template*.jinja",
 )
-# Characters of another library's message in an error message.
-LONGEST_REASON = 400
 FOREIGN = "correct it, or fetch the checkpoint again"
 
 
@@ -179,8 +177,8 @@ class SafetensorsFolder:
         try:
             config = AutoConfig.from_pretrained(self.path, local_files_only=True)
         except Exception as error:  # model code may raise anything for invalid values
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            raise ModelError(f"{self.path / CONFIG} is not valid: {reason}; {FOREIGN}") from error
+            why = f"{self.path / CONFIG} is not valid: {reason(error)}"
+            raise ModelError(f"{why}; {FOREIGN}") from error
         config = _text_config(config)
         _require_layers(self.path, config)
         return config
