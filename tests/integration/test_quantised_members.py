@@ -18,7 +18,6 @@ from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml.linear import GgmlLinear
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.errors import ModelError
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.members import together
 from tests.helpers.models import NUM_LAYERS, build

@@ -63,9 +63,9 @@ class BackendTokenizer:
         try:
             return Backend.from_str(self.backend)
         except Exception as error:
+            why = reason(error, named=False)
             raise ModelError(
-                f"the cached tokenizer of the model cannot be used ({reason(error, named=False)}); start the "
-                "cluster again"
+                f"the cached tokenizer of the model cannot be used ({why}); start the cluster again"
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

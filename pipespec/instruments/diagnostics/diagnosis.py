@@ -29,7 +29,6 @@ AGREE = {
     "transformers": True,
     "torchao": False,
     "bitsandbytes": False,
-    "compressed-tensors": False,
     "gguf": False,
     "python": False,
     "driver": False,

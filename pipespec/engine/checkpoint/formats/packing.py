@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # headers are read without them
 
     from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 
-# The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become, and
-# bytes of a weight.
+# The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become,
+# and bytes of a weight.
 PACKED_INT4, PACKED_INT8 = "int4", "integers"
 GROUPED_KIND, WIDE_KIND = "Q4_1", "Q8_0"
 _KEPT = {4: (PACKED_INT4, GROUPED_KIND, 20 / 32), 8: (PACKED_INT8, WIDE_KIND, 34 / 32)}
