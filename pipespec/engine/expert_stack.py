@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -15,16 +15,8 @@ from pipespec.engine.row_blocks import linear_in_blocks
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError
 
-
-class MakeLayers(Protocol):
-    """See `kept_weights.LayerMaker`."""
-
-    def layer(self, name: str, out: int, inputs: int, bias: Any = None) -> nn.Module: ...
-
-    def experts(
-        self, names: Sequence[Sequence[str]], out: int, inputs: int
-    ) -> nn.Module | None: ...
-
+if TYPE_CHECKING:
+    from pipespec.engine.kept_weights import LayerMaker
 
 # The matrix of an expert in the files: its layer, its number, its name.
 _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
@@ -64,7 +56,7 @@ class RowBlockStack(nn.Module):
 
 
 def replace_experts(
-    model: nn.Module, names: Iterable[str], make: MakeLayers, cuts: Mapping[str, Cut] = NO_CUTS
+    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> None:
     """Let the mixtures of a model have their experts, of these names in the files, in what `make`
     makes. A stack of which none is named stays as it is; `cuts` as in `kept_weights.replace`.
@@ -84,7 +76,7 @@ def replace_experts(
 
 
 def _replace_transposed(
-    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: MakeLayers
+    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: LayerMaker
 ) -> None:
     """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
     for stack, sources in stacks.items():
@@ -98,7 +90,7 @@ def _replace_stacks(
     module: nn.Module,
     held: Mapping[tuple[int, str], str],
     path: str,
-    make: MakeLayers,
+    make: LayerMaker,
     cuts: Mapping[str, Cut],
 ) -> None:
     for stack, of_parts in _STACKS.items():
@@ -123,7 +115,7 @@ def _replace_stacks(
     use_loop(module)
 
 
-def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: MakeLayers) -> nn.Module:
+def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: LayerMaker) -> nn.Module:
     """The experts of a layer, of the names of the matrices `[out, inputs]` of each."""
     whole = make.experts(sources, out, inputs)
     return whole or ExpertStack([make.layer(n, out, inputs) for n in names] for names in sources)

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors, unfit
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.tp_cuts import CutUnits
-from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
@@ -104,17 +103,12 @@ class Fp4Packing(MatrixPacking):
             expected = (out, inputs // self.group)
             if scales.shape == expected and scales.dtype == SCALE_TYPES[self.kind]:
                 return out, inputs
-        raise ModelError(
-            f"{self.path} does not fit its config.json: {name} is no matrix of 4-bit floats with a "
-            f"scale for {self.group} of them; fetch the checkpoint again"
-        )
+        why = f"{name} is no matrix of 4-bit floats with a scale for {self.group} of them"
+        raise unfit(self.path, why)
 
     @property
     def units(self) -> CutUnits:
         return CutUnits(columns=self.group)
-
-    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        return True
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
@@ -155,19 +149,14 @@ class Mxfp4Packing(MatrixPacking):
         blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
         wrong = len(blocks.shape) != 4 or blocks.shape[-1] != CODE_BYTES or blocks.dtype != "U8"
         if wrong or scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {name} is not in blocks of {GROUP} "
-                "numbers with a scale each; fetch the checkpoint again"
-            )
+            why = f"{name} is not in blocks of {GROUP} numbers with a scale each"
+            raise unfit(self.path, why)
         experts, out, groups, _ = blocks.shape
         return experts, groups * GROUP, out
 
     @property
     def units(self) -> CutUnits:
         return CutUnits(columns=GROUP)
-
-    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        return True
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES

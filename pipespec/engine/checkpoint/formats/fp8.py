@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import DTYPES, WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import WEIGHT, MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import (
+    WEIGHT,
+    MatrixPacking,
+    StoredTensors,
+    unfit,
+    unsupported,
+)
 from pipespec.engine.checkpoint.formats.packing import COMPRESSED
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.fill_in_parts import row_parts
@@ -115,9 +121,7 @@ class Fp8Packing(MatrixPacking):
         try:
             self._blocks(name, shape, self._scales(name, tensors))
         except ValueError as error:
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {error}; fetch the checkpoint again"
-            ) from error
+            raise unfit(self.path, error) from error
         return shape
 
     def _scales(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -200,10 +204,7 @@ def fp8_packing(path: Path, config: Mapping[str, Any]) -> Fp8Packing | None:
         if len(blocks) > 1:
             raise ValueError("its matrices have different blocks")
     except (Unreadable, ValueError) as error:
-        raise ModelError(
-            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
-            "another checkpoint"
-        ) from error
+        raise unsupported(path, method, error) from error
     return Fp8Packing(path, blocks.pop())
 
 

@@ -472,7 +472,7 @@ def _read(path: Path) -> GgufHeader:
     types = {
         name: (
             GGMLQuantizationType(each.kind).name,
-            (each.stop - each.start) / math.prod(each.shape),
+            (each.stop - each.start) / max(math.prod(each.shape), 1),
         )
         for name, each in reader.tensors.items()
     }

@@ -74,9 +74,9 @@ class MatrixPacking(ABC):
         """The shape `(out, in)` of a matrix once it is plain, from the headers. Raises
         ModelError."""
 
-    @abstractmethod
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix of a layer can stay as it is."""
+        return True
 
     @abstractmethod
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
@@ -101,6 +101,19 @@ class MatrixPacking(ABC):
         if self.keeps(name, shape):
             return KeptLayer(math.prod(shape), self.kept_bytes(name, tensors))
         return KeptLayer(expanded=math.prod(shape))
+
+
+def unfit(path: Path, why: object) -> ModelError:
+    """That the tensors of a folder are not what its config says, and why."""
+    return ModelError(f"{path} does not fit its config.json: {why}; fetch the checkpoint again")
+
+
+def unsupported(path: Path, method: object, why: object) -> ModelError:
+    """That a method of quantisation is not read as the config has it, and why."""
+    return ModelError(
+        f"{path} is quantised by {method} in a way that is not supported: {why}; take another "
+        "checkpoint"
+    )
 
 
 def usual_dtype(tensors: Iterable[Tensor]) -> str | None:

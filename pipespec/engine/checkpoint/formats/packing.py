@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import (
+    MatrixPacking,
+    StoredTensors,
+    unfit,
+    unsupported,
+)
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
@@ -114,9 +119,7 @@ class Packing(MatrixPacking):
         try:
             return self._shape(name, tensors)
         except ValueError as error:
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {error}; fetch the checkpoint again"
-            ) from error
+            raise unfit(self.path, error) from error
 
     def _shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         codes = tensors[name + self.suffix].shape
@@ -215,10 +218,7 @@ def packing(path: Path, config: Mapping[str, Any]) -> Packing:
         if found.group is not None and found.group < 1:
             raise ValueError(f"groups of {found.group} weights")
     except (Unreadable, ValueError) as error:
-        raise ModelError(
-            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
-            "another checkpoint"
-        ) from error
+        raise unsupported(path, method, error) from error
     return found
 
 
