@@ -397,6 +397,7 @@ class GgufFiles:
         from pipespec.engine.ggml.formats import GgmlWeights
 
         order = None
+        parts: tuple[np.ndarray, ...]
         if part == WHOLE and len(stored.names) == 1:
             parts = (self._data(stored, stored.names[0]),)
             order = self._order(stored.names[0], len(parts[0]))
