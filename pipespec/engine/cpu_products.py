@@ -117,8 +117,11 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
     own = [each for each in layers if owners[id(each.weight)] == 1]
     can_pack = sum(each.weight.nbytes for each in own) <= room
     ways = [way for way in WAYS if way != PACKED or can_pack]
-    largest = max(layers, key=lambda each: each.weight.nbytes)
-    some = [each.weight for each in layers if each.weight.shape == largest.weight.shape]
+    sizes = Counter[torch.Size]()
+    for each in layers:
+        sizes[each.weight.shape] += each.weight.nbytes
+    (shape, _), *_ = sizes.most_common(1)
+    some = [each.weight for each in layers if each.weight.shape == shape]
     some = some[: 1 + LEAST_BYTES // some[0].nbytes]
     depends: dict[str, Any] = {
         "shapes": [list(each.shape) for each in some],

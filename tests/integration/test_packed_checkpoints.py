@@ -272,6 +272,28 @@ def test_products_of_kept_weights_are_those_of_the_plain_ones(packed, kind, mode
     assert max(foretold.layers) < max(info.loaded("bfloat16", None).layers) / smaller
 
 
+@pytest.mark.parametrize("form", ["compressed 8 bits", "int-quantized"])
+def test_integers_of_eight_bits_stay_where_ggml_multiplies_them(packed, tmp_path, form):
+    """In float32, but for rounding; where some have a zero point of their own, in no type."""
+    path, plain = packed("compressed 8 bits")
+    if form == "int-quantized":
+        path = eight_bits_each(plain, tmp_path / "bytes", form)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "float32") == PACKED_INT8
+    assert info.weight_format(None, "auto", "bfloat16") is None
+    exact, kept = (
+        logits(path, PROMPT, 2, dtype=torch.float32, quantization=held)
+        for held in (None, PACKED_INT8)
+    )
+    assert (kept - exact).norm() <= 0.03 * exact.norm()
+    model = ModelSlice.load(
+        path, range(1, 2), dtype=torch.float32, quantization=PACKED_INT8, num_slots=4
+    )
+    assert model.num_weight_bytes == info.loaded("float32", PACKED_INT8).layers[1]
+    asymmetric = inspect(packed("gptq 8 bits")[0])
+    assert asymmetric.weight_format(None, "auto", "float32") is None
+
+
 def edited(path: Path, folder: Path, change: Any = None, **config: Any) -> Path:
     """A copy with other tensors, or another quantization_config."""
     folder.mkdir()
