@@ -27,7 +27,7 @@ from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4, PACKED_INT8
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.ggml import library as ggml
