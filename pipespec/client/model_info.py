@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.client.template_calls import CallForm, find_call_form
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import LONGEST_REASON, BackendTokenizer, ChatTokenizer
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError, PromptError
-from pipespec.system.validation import is_whole
+from pipespec.system.validation import is_whole, reason
 
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 16
@@ -142,7 +142,7 @@ class ModelInfo:
                 **(variables or {}),
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            why = reason(error)
             raise TemplateFailed(why) from None
         if not isinstance(text, str) or not is_whole(text):
             raise TemplateFailed("what it makes is no text")

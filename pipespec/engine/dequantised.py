@@ -6,39 +6,32 @@ in memory, and are multiplied with blocks of rows of the batch (`pipespec.engine
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipespec.engine.checkpoint.formats.gguf_blocks import in_blocks
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part
-from pipespec.engine.row_blocks import ROWS, block_product, blocks_of, widest_block
+from pipespec.engine.fill_in_parts import require_shape
+from pipespec.engine.row_blocks import ROWS, block_product, blocks_of
 
-# Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs
-# two changes between pools of threads.
+# Weights that are dequantised at a time. On a CPU the caches should hold them.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
 
-_of_thread = threading.local()
+
+class FewBits(Protocol):
+    """A matrix `[out, in]` on a device (`gguf_blocks.BlockWeights`, `fp8.Fp8Weights`)."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def part(self, rows: slice) -> FewBits: ...
+
+    def dense(self, dtype: torch.dtype) -> Tensor: ...
 
 
-def _scratch(rows: int, inputs: int, like: Tensor) -> Tensor:
-    """Memory for weights `[rows, inputs]`, in the type and on the device of `like`. On a CPU a
-    thread has one buffer for all layers: the heap does not reuse freed ones reliably, and would
-    grow by several."""
-    if like.device.type != "cpu":
-        return like.new_empty(rows, inputs)
-    num_bytes = rows * inputs * like.itemsize
-    if len(getattr(_of_thread, "scratch", ())) < num_bytes:
-        _of_thread.scratch = ()  # freed before the next is made
-        with torch.inference_mode(mode=False):  # what is made in that mode is only written in it
-            _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8)
-    found: Tensor = _of_thread.scratch[:num_bytes].view(like.dtype)
-    return found.view(rows, inputs)
-
-
-class DequantisedLinear(nn.Module, ABC):
+class DequantisedLinear(nn.Module):
     """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files or a
     `part` of it.
 
@@ -46,43 +39,39 @@ class DequantisedLinear(nn.Module, ABC):
     """
 
     part: Part
+    weights: FewBits
 
     def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
         super().__init__()
         self.source, self.part = source, WHOLE
         self.out_features, self.in_features = out_features, in_features
         self.bias = bias
-        self.width = 0  # columns that share a scale
 
-    @abstractmethod
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return self.weights.num_bytes
+
     def fill(self, weights: Any, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-
-    @abstractmethod
-    def dequantise(self, start: int, weights: Tensor) -> None:
-        """Set `weights` `[rows, in]` to the rows of the weights from this one on."""
+        require_shape(self, weights.shape)
+        self.weights = (
+            weights.held(device) if hasattr(weights, "held") else in_blocks(weights, device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
-        step = min(self._step(x.device.type), self.out_features)
-        sizes = {step, self.out_features % step or step}
-        some = _scratch(step, self.in_features, x)
-        size = widest_block(len(rows), [some[:each] for each in sizes])
-        blocks = blocks_of(rows, size)
-        y = x.new_empty(len(blocks) * size, self.out_features)
+        blocks = blocks_of(rows)
+        y = x.new_empty(len(blocks) * ROWS, self.out_features)
+        # As many rows of weights each time, as libraries keep code for every shape of products.
+        times = -(-self.out_features * self.in_features // CHUNK[x.device.type])
+        step = -(-self.out_features // times)
+        computed = torch.float32 if x.dtype == torch.float16 else x.dtype  # holds small scales
         for start in range(0, self.out_features, step):
-            weights = some[: self.out_features - start]
-            self.dequantise(start, weights)
+            weights = self.weights.part(slice(start, start + step)).dense(computed).to(x.dtype)
             for i, block in enumerate(blocks):
                 product = block_product(block, weights)
-                y[i * size : (i + 1) * size, start : start + step] = product
+                y[i * ROWS : (i + 1) * ROWS, start : start + step] = product
         y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
-
-    def _step(self, device: str) -> int:
-        """How many rows of the weights are dequantised at a time: as many each time, so that there
-        is one shape of products, for each of which libraries compile and keep code."""
-        times = -(-self.out_features * self.in_features // CHUNK[device])
-        rows = -(-self.out_features // times)
-        return -(-rows // ROWS) * ROWS

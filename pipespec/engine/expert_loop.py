@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipespec.device_copy import to_host
+from pipespec.engine.ggml.experts import GgmlExperts
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -39,6 +40,8 @@ def loop_over_experts(
 ) -> Tensor:
     """`[rows, hidden]`, the experts of each row and their weights, `[rows, k]` -> `[rows, hidden]`;
     each row's experts are added by rising number."""
+    if isinstance(module.gate_up_proj, GgmlExperts) and isinstance(module.down_proj, GgmlExperts):
+        return _by_ggml(module, hidden_states, top_k_index, top_k_weights)
     chosen, order = top_k_index.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, device=chosen.device)
     (ends,) = to_host(torch.searchsorted(chosen, numbers, right=True))
@@ -53,6 +56,24 @@ def loop_over_experts(
             found = _product(module, "down_proj", expert, module._apply_gate(found))
             out.index_add_(0, mine, (found * weights[start:end]).to(out.dtype))
         start = end
+    return out
+
+
+def _by_ggml(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The same where ggml multiplies with all experts at once."""
+    chosen, order = chosen.sort(-1)
+    weights = (weights.gather(-1, order) * (chosen < module.num_experts)).unsqueeze(-1)
+    chosen = chosen.clamp(max=module.num_experts - 1)
+
+    def product(stack: str, rows: Tensor) -> Tensor:
+        found: Tensor = getattr(module, stack).product(rows, chosen)
+        return found + getattr(module, f"{stack}_bias")[chosen] if module.has_bias else found
+
+    found = product("gate_up_proj", hidden.unsqueeze(1))
+    found = product("down_proj", module._apply_gate(found)) * weights
+    out = torch.zeros_like(hidden)
+    for each in found.to(out.dtype).unbind(1):
+        out += each
     return out
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipespec.engine.expert_loop import use_loop
+from pipespec.engine.expert_matrix import ExpertMatrix
 from pipespec.engine.row_blocks import linear_in_blocks
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
 from pipespec.errors import ModelError
 
-# Makes a layer without weights: of the name of a matrix in the files, its rows and columns, and a
-# bias if it has one.
-MakeLayer = Callable[..., nn.Module]
+if TYPE_CHECKING:
+    from pipespec.engine.kept_weights import LayerMaker
 
 # The matrix of an expert in the files: its layer, its number, its name.
 _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
@@ -57,37 +55,12 @@ class RowBlockStack(nn.Module):
         return ExpertMatrix([partial(linear_in_blocks, weight=self.plain[int(expert)])])
 
 
-class ExpertMatrix:
-    """One matrix of a stack, as Transformers' code of a mixture takes it: for
-    `torch.nn.functional.linear`, or, where stacks are transposed, for `rows @ matrix`."""
-
-    def __init__(self, parts: Iterable[Callable[[Tensor], Tensor]]):
-        self.parts = list(parts)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Compute the product of `rows` and the matrix."""
-        if function not in _PRODUCTS or len(args) != 2 or kwargs:
-            return NotImplemented
-        rows, matrix = args
-        return torch.cat([part(rows) for part in matrix.parts], -1)
-
-
-_PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
-
-
 def replace_experts(
-    model: nn.Module, names: Iterable[str], make: MakeLayer, cuts: Mapping[str, Cut] = NO_CUTS
+    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> None:
-    """Let the mixtures of a model have their experts, of these names in the files, as layers that
-    `make` makes. A stack of which none is named stays as it is; `cuts` as in
-    `kept_weights.replace`. Raises ModelError if a mixture is of another form."""
+    """Let the mixtures of a model have their experts, of these names in the files, in what `make`
+    makes. A stack of which none is named stays as it is; `cuts` as in `kept_weights.replace`.
+    Raises ModelError if a mixture is of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
     stacked: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -103,13 +76,13 @@ def replace_experts(
 
 
 def _replace_transposed(
-    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: MakeLayer
+    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: LayerMaker
 ) -> None:
     """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
     for stack, sources in stacks.items():
         _, inputs, out = getattr(module, stack).shape
         delattr(module, stack)
-        setattr(module, stack, ExpertStack([make(source, out, inputs)] for source in sources))
+        setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
     use_loop(module)
 
 
@@ -117,7 +90,7 @@ def _replace_stacks(
     module: nn.Module,
     held: Mapping[tuple[int, str], str],
     path: str,
-    make: MakeLayer,
+    make: LayerMaker,
     cuts: Mapping[str, Cut],
 ) -> None:
     for stack, of_parts in _STACKS.items():
@@ -130,16 +103,22 @@ def _replace_stacks(
             continue
         count, out, inputs = plain.shape
         delattr(module, stack)
-        experts = []
-        for expert in range(count):
-            sources = [held[expert, _name(held, expert, names, path)] for names in of_parts]
-            layers = [make(source, out // len(sources), inputs) for source in sources]
-            if (cut := cuts.get(f"{path}.{stack}")) is not None:
-                for layer in layers:
-                    layer.part = cut.part  # type: ignore[assignment]
-            experts.append(layers)
-        setattr(module, stack, ExpertStack(experts))
+        sources = [
+            [held[expert, _name(held, expert, names, path)] for names in of_parts]
+            for expert in range(count)
+        ]
+        found = _stack(sources, out // len(of_parts), inputs, make)
+        if (cut := cuts.get(f"{path}.{stack}")) is not None:
+            for layer in found.modules():
+                layer.part = cut.part  # type: ignore[assignment]
+        setattr(module, stack, found)
     use_loop(module)
+
+
+def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: LayerMaker) -> nn.Module:
+    """The experts of a layer, of the names of the matrices `[out, inputs]` of each."""
+    whole = make.experts(sources, out, inputs)
+    return whole or ExpertStack([make.layer(n, out, inputs) for n in names] for names in sources)
 
 
 def make_experts_batch_invariant(model: nn.Module) -> None:

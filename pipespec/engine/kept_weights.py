@@ -6,22 +6,20 @@ differ from those of dequantised weights, so all stages of a cluster must use th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipespec.engine.block_linear import BlockLinear
-from pipespec.engine.checkpoint.formats.fp8 import FP8
 from pipespec.engine.checkpoint.formats.gguf import is_int4
 from pipespec.engine.checkpoint.quantization import KEPT_FORMATS
 from pipespec.engine.checkpoint.stored import KeptMatrix
 from pipespec.engine.dequantised import DequantisedLinear
-from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
+from pipespec.engine.expert_stack import PLAIN, replace_experts
 from pipespec.engine.fill_in_parts import row_parts
-from pipespec.engine.fp8_linear import Fp8Linear
 from pipespec.engine.ggml import library as ggml
+from pipespec.engine.ggml.experts import GgmlExperts
 from pipespec.engine.ggml.linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.tp_cuts import NO_CUTS, Cut
@@ -31,6 +29,7 @@ from pipespec.system import heap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GgmlLayer = GgmlLinear | GgmlEmbedding | GgmlExperts
 # The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02
 # A row must be the same in batches of these sizes.
@@ -44,25 +43,38 @@ def with_ggml(device: torch.device) -> bool:
     return device.type == "cpu" and ggml.load() is not None
 
 
-def maker(kinds: Mapping[str, str], device: torch.device, dtype: torch.dtype) -> MakeLayer:
-    """What makes the layers of matrices of these kinds (`KeptMatrix`), by their names in the files,
-    in a model of this type."""
+class LayerMaker:
+    """Makes the layers of matrices of these kinds (`KeptMatrix`), by their names in the files, in a
+    model of this type."""
 
-    def make(name: str, out: int, inputs: int, bias: Any = None) -> nn.Module:
-        kind = kinds[name]
-        if kind == FP8:
-            return Fp8Linear(name, out, inputs, bias)
-        if kind in ggml.TYPES and with_ggml(device):
+    def __init__(self, kinds: Mapping[str, str], device: torch.device, dtype: torch.dtype):
+        self._kinds, self._device, self._dtype = kinds, device, dtype
+
+    def layer(self, name: str, out: int, inputs: int, bias: Any = None) -> nn.Module:
+        """A layer without weights for the matrix of this name, with so many rows and columns."""
+        kind = self._kinds[name]
+        if self._by_ggml(kind):
             return GgmlLinear(name, out, inputs, bias)
-        if device.type != "cpu" and dtype == torch.bfloat16 and is_int4(kind, out):
+        if self._device.type != "cpu" and self._dtype == torch.bfloat16 and is_int4(kind, out):
             return Int4Linear(name, out, inputs, bias)
-        return BlockLinear(name, out, inputs, bias, kind=kind)
+        return DequantisedLinear(name, out, inputs, bias)
 
-    return make
+    def experts(self, names: Sequence[Sequence[str]], out: int, inputs: int) -> GgmlExperts | None:
+        """The same for all experts of a layer, of the names of the matrices of each; None: they are
+        layers of their own."""
+        alike = (
+            len({self._kinds[name] for name in same}) == 1 for same in zip(*names, strict=True)
+        )
+        if self._by_ggml(self._kinds[names[0][0]]) and all(alike):
+            return GgmlExperts(names, out, inputs)
+        return None
+
+    def _by_ggml(self, kind: str) -> bool:
+        return kind in ggml.TYPES and with_ggml(self._device)
 
 
 def replace(
-    model: nn.Module, names: Iterable[str], make: MakeLayer, cuts: Mapping[str, Cut] = NO_CUTS
+    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> None:
     """Let `make` make the layers of the matrices with these names in the files, where the model has
     them.
@@ -77,7 +89,7 @@ def replace(
         except AttributeError:  # belongs to another slice
             continue
         if isinstance(plain, nn.Linear) and plain.weight.numel():
-            kept = make(name, plain.out_features, plain.in_features, plain.bias)
+            kept = make.layer(name, plain.out_features, plain.in_features, plain.bias)
             if (cut := cuts.get(f"{name}.weight")) is not None:
                 kept.part = cut.part  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
@@ -111,9 +123,13 @@ def fill(
     unpacked = 0
     heap.release()
     for module in model.modules():
-        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLinear | GgmlEmbedding):
+        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLayer):
             continue
-        read: Any = weights[module.source].read(module.part)
+        read: Any
+        if isinstance(module, GgmlExperts):
+            read = [[weights[name].read(module.part) for name in each] for each in module.sources]
+        else:
+            read = weights[module.source].read(module.part)
         try:
             module.fill(read, device)
         except PackedMatmulError as error:
@@ -122,10 +138,10 @@ def fill(
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
-        if isinstance(module, GgmlLinear | GgmlEmbedding):
+        if isinstance(module, GgmlLayer):
             continue  # ggml's products of each type have been tested
-        kind = module.kind if isinstance(module, BlockLinear) else None
-        shape = (type(module), kind, module.out_features, module.in_features, module.width)
+        form_of = weights[module.source].kind
+        shape = (type(module), form_of, module.out_features, module.in_features)
         if shape not in tested:
             heap.release()  # what `fill` has freed
             wrong = self_test_error(module, read, device, model.dtype)
@@ -141,6 +157,13 @@ def fill(
             unpacked = 0
             heap.release()
     heap.release()
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of the layers that are no tensors of the model's own; those of a tied
+    head count once."""
+    layers = (each for each in model.modules() if isinstance(each, DequantisedLinear | GgmlLayer))
+    return sum({each.source: each.num_bytes for each in layers}.values())
 
 
 def self_test_error(

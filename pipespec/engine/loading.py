@@ -68,7 +68,7 @@ def load(
             with_ggml = kept_weights.with_ggml(device)
             kept = files.kept(parts, with_ggml=with_ggml, divided=member is not None)
         kinds = {name: each.kind for name, each in kept.items()}
-        make = kept_weights.maker(kinds, device, computed)
+        make = kept_weights.LayerMaker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
         with checkpoint.source(parts, computed) as source:
             prepare: Callable[[PreTrainedModel], None] = keep
@@ -82,7 +82,7 @@ def load(
                 device,
                 dtype=computed,
                 attn_implementation=hook.NAME,
-                **loading_options(config, quantization, dtype),
+                **loading_options(quantization, dtype),
             )
         if quantization is not None:
             kept_weights.fill(model, kept, device, quantization)

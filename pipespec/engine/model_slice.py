@@ -31,9 +31,9 @@ from pipespec.engine.checkpoint.quantization import GGML_FORMATS, KEPT_FORMATS
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
-from pipespec.engine.ggml.linear import mapped_bytes
 from pipespec.engine.ggml.slice_graph import SliceGraph, make_slice_graph
 from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
+from pipespec.engine.kept_weights import held_bytes
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
@@ -98,10 +98,11 @@ class ModelSlice:
         self._model = model
         self._base = model.base_model
         drop_placeholders(model, layers)
-        self.num_weight_bytes = _num_bytes(model.state_dict().values()) + mapped_bytes(model)
+        self.num_weight_bytes = _num_bytes(model.state_dict().values()) + held_bytes(model)
         # From now on the model's own forward pass computes the output head only.
         setattr(model, model.base_model_prefix, ComputedBase(self._base))
         given = None if isinstance(attention, str) else attention
+        self._any_attention = attention == select.AUTO
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
         self._slice = hook.SliceBackend(
             given or select.make_backend(select.SDPA, self.device, num_slots)
@@ -136,7 +137,7 @@ class ModelSlice:
         self._allocate()
         # The name of the backend, and a sentence for each optimisation that is not used.
         self.attention, self.refused = "given", list[str]()
-        self.products = cpu_products.Choice()
+        self.products = cpu_products.USUAL
         if isinstance(attention, str):
             with torch.inference_mode():
                 self.attention, self._slice.attention, self.refused = select.select_backend(
@@ -286,8 +287,7 @@ class ModelSlice:
             "attention": self.attention,
             "graph_rows": list(self.graph_rows),
             "compiled": self._compiled is not None,
-            "packed_weights": self.products.packed,
-            "swapped_rows": list(self.products.swapped),
+            "products": self.products,
             "refused": self.refused,
         }
 
@@ -363,18 +363,14 @@ class ModelSlice:
         """On a CPU, compute linear layers in the way that is fastest here for few rows
         (`pipespec.engine.cpu_products`), where rows may depend on their batch by rounding.
 
-        `room`: bytes that other copies of the weights may take, beside those of all KV pools;
-        `refused` says if they are too few.
+        `room`: bytes that other copies of the weights may take, beside those of all KV pools.
         """
         if self.device.type != "cpu" or self.batch_invariant:
             return
         whole = nn.ModuleList((self._base, self._model))
         self.products = cpu_products.use_fastest(whole, room - self.num_kv_bytes)
-        if self.products.lacking:
-            self.refused.append(
-                f"The weights are not packed, which would make it faster but takes "
-                f"{self.products.lacking / 2**30:.1f} GiB of memory that is not free."
-            )
+        if self.products == cpu_products.GGML and self._any_attention:
+            self.use_ggml()
 
     def _computed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         return (self._compiled or self.compute)(inputs, positions)

@@ -14,6 +14,7 @@ from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.graphs import DIFFERENT, CapturedGraph, CapturedHead, CaptureFunction
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
+from pipespec.system.validation import reason
 
 T = TypeVar("T")
 
@@ -131,4 +132,4 @@ def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
     try:
         return make(), ""
     except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
-        return None, " ".join(str(error).split())[:200]
+        return None, reason(error, named=False)

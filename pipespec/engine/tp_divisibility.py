@@ -54,5 +54,5 @@ def require_tp_divisible(
         raise ModelError(
             f"{members} devices cannot compute {path} together: its matrices are quantised as a "
             "whole, by a package or while they load, and a part would get other scales; take plain "
-            "weights, or AWQ, GPTQ, compressed-tensors packed, FP8 or GGUF"
+            "weights, or AWQ, GPTQ, compressed-tensors, FP8 or GGUF"
         )

@@ -22,11 +22,20 @@ from typing import Any, TypeVar
 # More than any settings, registry entries, figures or index of a checkpoint take.
 MOST_BYTES = 64 * 2**20
 LONGEST_SHOWN = 200
+LONGEST_REASON = 400
 T = TypeVar("T")
 
 
 class Unreadable(Exception):
     """Why something cannot be read, as a clause."""
+
+
+def reason(error: Exception, *, named: bool = True) -> str:
+    """A library's message on one line, short enough for a sentence; `named`: after its type."""
+    text = " ".join(str(error).split())
+    if named or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text[:LONGEST_REASON]
 
 
 class Missing(Unreadable):

@@ -25,11 +25,11 @@ from pipespec.config.choices import options
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
-from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
+from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT4, PACKED_INT8
 from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.fp8_linear import Fp8Linear
+from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed
@@ -272,6 +272,28 @@ def test_products_of_kept_weights_are_those_of_the_plain_ones(packed, kind, mode
     assert max(foretold.layers) < max(info.loaded("bfloat16", None).layers) / smaller
 
 
+@pytest.mark.parametrize("form", ["compressed 8 bits", "int-quantized"])
+def test_integers_of_eight_bits_stay_where_ggml_multiplies_them(packed, tmp_path, form):
+    """In float32, but for rounding; where some have a zero point of their own, in no type."""
+    path, plain = packed("compressed 8 bits")
+    if form == "int-quantized":
+        path = eight_bits_each(plain, tmp_path / "bytes", form)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "float32") == PACKED_INT8
+    assert info.weight_format(None, "auto", "bfloat16") is None
+    exact, kept = (
+        logits(path, PROMPT, 2, dtype=torch.float32, quantization=held)
+        for held in (None, PACKED_INT8)
+    )
+    assert (kept - exact).norm() <= ROUNDED[PACKED_INT4] * exact.norm()
+    model = ModelSlice.load(
+        path, range(1, 2), dtype=torch.float32, quantization=PACKED_INT8, num_slots=4
+    )
+    assert model.num_weight_bytes == info.loaded("float32", PACKED_INT8).layers[1]
+    asymmetric = inspect(packed("gptq 8 bits")[0])
+    assert asymmetric.weight_format(None, "auto", "float32") is None
+
+
 def edited(path: Path, folder: Path, change: Any = None, **config: Any) -> Path:
     """A copy with other tensors, or another quantization_config."""
     folder.mkdir()
@@ -373,8 +395,8 @@ def test_settings_that_do_not_fit_are_refused(packed):
 
 def test_a_kernel_that_is_wrong_is_not_used(packed, monkeypatch):
     path, _ = packed("awq")
-    right = BlockLinear._dequantised
-    monkeypatch.setattr(BlockLinear, "_dequantised", lambda *args: right(*args) + 0.1)
+    right = BlockWeights.dense
+    monkeypatch.setattr(BlockWeights, "dense", lambda *args: right(*args) + 0.1 * len(args[1:]))
     monkeypatch.setattr(ggml, "load", lambda: None)
     with pytest.raises(
         ModelError, match=r"failed its self-test on cpu: .* set model.keep_quantized=no"
@@ -450,10 +472,9 @@ def test_every_code_is_read_as_pytorch_reads_it(dtype, width):
     codes = torch.tensor([numbers[:127], numbers[127:]]).to(torch.uint8)
     scales = torch.tensor([[1.0, 0.5], [0.25, 3.0]])[:, : -(-127 // width)]
     weights = Fp8Weights(codes.view(torch.float8_e4m3fn), scales, 1, width)
-    layer = Fp8Linear("it", 2, 127)
+    layer = DequantisedLinear("it", 2, 127)
     layer.fill(weights, torch.device("cpu"))
-    found = torch.empty(2, 127, dtype=dtype)
-    layer.dequantise(0, found)
+    found = layer(torch.eye(127, dtype=dtype)).T
     torch.testing.assert_close(found, weights.dense().to(dtype), rtol=0, atol=0)
 
 
@@ -469,6 +490,6 @@ def test_rows_of_a_matrix_are_those_of_the_whole(height):
 
 def test_weights_that_are_no_numbers_are_refused():
     codes = torch.full((2, 2), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    layer = Fp8Linear("it", 2, 2)
+    layer = DequantisedLinear("it", 2, 2)
     with pytest.raises(ModelError, match="no numbers"):
         layer.fill(Fp8Weights(codes, torch.ones(1, 1), 2, 2), torch.device("cpu"))

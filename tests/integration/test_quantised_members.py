@@ -18,7 +18,6 @@ from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.ggml.linear import GgmlLinear
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.errors import ModelError
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.members import together
 from tests.helpers.models import NUM_LAYERS, build
@@ -187,11 +186,3 @@ def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
         intact, other = together(2, lambda group, kept=kept: state(group, kept))[0]
         assert len(intact) > 4 * NUM_LAYERS
         assert all(torch.equal(tensor, other[name]) for name, tensor in intact.items())
-
-
-def test_numbers_that_are_not_packed_are_refused(tmp_path):
-    path = FORMATS["compressed 8 bits"](tmp_path, "llama")
-    config = path / "config.json"
-    config.write_text(config.read_text().replace("pack-quantized", "int-quantized"))
-    with pytest.raises(ModelError, match=r"2 devices cannot compute .* as a whole"):
-        together(2, lambda group: _load(path, 1, group))

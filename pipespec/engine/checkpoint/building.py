@@ -13,12 +13,13 @@ import torch
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
-from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN, LONGEST_REASON
+from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.checkpoint.slice_tensors import LAYER
 from pipespec.engine.slicing import num_layers_of
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
+from pipespec.system.validation import reason
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
@@ -113,11 +114,11 @@ def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: 
                 model_class, config, (None, state), torch.device("meta"), dtype=torch.float32
             )
         except Exception as error:  # model code may raise anything for invalid values
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            if _CONVERSION in reason:  # the rest refers to a report that is not shown
-                reason = "tensors that the model concatenates do not fit together"
+            why = reason(error)
+            if _CONVERSION in why:  # the rest refers to a report that is not shown
+                why = "tensors that the model concatenates do not fit together"
             raise ModelError(
-                f"no model can be made of {path} and its config.json ({reason}); {FOREIGN}"
+                f"no model can be made of {path} and its config.json ({why}); {FOREIGN}"
             ) from error
     require_all(path, loaded)
     left_out = [_name(key) for key in loaded["unexpected_keys"]]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.formats.lazy import DTYPES
+from pipespec.engine.checkpoint.formats.packing import PACKED_INT8
 from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN
 from pipespec.engine.checkpoint.header_checks import check_count, check_eos, require_consistent
 from pipespec.engine.checkpoint.model_config import (
@@ -23,7 +24,6 @@ from pipespec.engine.checkpoint.model_config import (
     read_config,
 )
 from pipespec.engine.checkpoint.quantization import (
-    COMPRESSED_PACKAGE,
     GGML_FORMATS,
     PACKED_METHODS,
     QUANTIZATIONS,
@@ -219,8 +219,7 @@ class CheckpointInfo(ModelFacts):
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
         """Raise ModelError unless the layers can be divided among `members` devices."""
-        whole = self.storage.package == COMPRESSED_PACKAGE
-        requantized = whole or self.storage.quantization is not None or quantization is not None
+        requantized = self.storage.quantization is not None or quantization is not None
         require_tp_divisible(
             self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
         )
@@ -229,9 +228,12 @@ class CheckpointInfo(ModelFacts):
         """The format of the weights in memory: one of QUANTIZATIONS or KEPT_FORMATS, or None (as
         stored).
 
-        `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
+        `quantization` is the value of that setting, `keep` that of `model.keep_quantized`. Integers
+        of 8 bits stay where ggml multiplies them, on CPUs in float32.
         """
-        return self.storage.kept_format if keep != "no" and self.can_keep else quantization
+        kept = self.storage.kept_format
+        on_a_gpu = kept == PACKED_INT8 and dtype != "float32"
+        return kept if keep != "no" and self.can_keep and not on_a_gpu else quantization
 
     @property
     def can_keep(self) -> bool:

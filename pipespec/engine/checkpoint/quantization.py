@@ -23,14 +23,13 @@ from pipespec.engine.checkpoint.formats.packing import (
     COMPRESSED,
     GPTQ,
     PACKED_INT4,
-    is_whole,
+    PACKED_INT8,
     packing,
 )
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # a wrong setting is refused without them
     import torch
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,7 @@ METHODS = ("bitsandbytes", "torchao")
 # The formats in which stored weights stay in memory (`model.keep_quantized`), in words.
 KEPT_FORMATS = {
     PACKED_INT4: "4 bits",
+    PACKED_INT8: "8 bits",
     FP8: "8 bits, FP8",
     MXFP4: "4 bits, MXFP4",
     NVFP4: "4 bits, NVFP4",
@@ -68,15 +68,13 @@ KEPT_FORMATS = {
 }
 
 # Those whose matrices ggml multiplies on a CPU.
-GGML_FORMATS = (PACKED_INT4, MXFP4, GGUF)
+GGML_FORMATS = (PACKED_INT4, PACKED_INT8, MXFP4, GGUF)
 
-# Methods whose weights pipespec reads itself. The package compressed-tensors reads its own integers
-# that are not packed.
+# Methods whose weights pipespec reads itself.
 PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM, MXFP4)
-COMPRESSED_PACKAGE = "compressed_tensors"
 
 # The package that reads files of each kind; packed integers need none.
-READERS = {**{name: name for name in METHODS}, COMPRESSED: COMPRESSED_PACKAGE, GGUF: GGUF_PACKAGE}
+READERS = {**{name: name for name in METHODS}, GGUF: GGUF_PACKAGE}
 
 
 def require_package(package: str, why: str, otherwise: str = "") -> None:
@@ -115,13 +113,13 @@ def stored_method(path: Path, config: Any) -> str | None:
     return method
 
 
-def stored_packing(path: Path, settings: Mapping[str, Any]) -> MatrixPacking | None:
+def stored_packing(path: Path, settings: Mapping[str, Any]) -> MatrixPacking:
     """How the files' matrices are packed or scaled, given the `quantization_config` of
-    config.json, by one of PACKED_METHODS; None: a package reads them. Raises ModelError."""
+    config.json, by one of PACKED_METHODS. Raises ModelError."""
     if settings.get("quant_method") == MXFP4:
         return Mxfp4Packing(path)
     found = fp4_packing(path, settings) or fp8_packing(path, settings)
-    return found if found is not None or is_whole(settings) else packing(path, settings)
+    return found or packing(path, settings)
 
 
 def _activations(config: Any) -> str | None:
@@ -135,15 +133,8 @@ def _activations(config: Any) -> str | None:
     return next((kind for kind in found if kind is not None), None)
 
 
-def loading_options(
-    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
-) -> dict[str, Any]:
+def loading_options(name: str | None, dtype: torch.dtype | None) -> dict[str, Any]:
     """The arguments of `from_pretrained` that quantise; packages are imported when needed."""
-    stored = getattr(config, "quantization_config", None) or {}
-    if stored.get("quant_method") == COMPRESSED:
-        from transformers import CompressedTensorsConfig
-
-        return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     if name not in QUANTIZATIONS:
         return {}
     if name == "int8":

@@ -19,11 +19,8 @@ from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.stored import StoredFiles
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
-from pipespec.system.validation import Unreadable
+from pipespec.system.validation import Unreadable, reason
 from pipespec.text import Tokenizer
-
-# Characters of a library's message in an error message.
-LONGEST_REASON = 200
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -66,9 +63,9 @@ class BackendTokenizer:
         try:
             return Backend.from_str(self.backend)
         except Exception as error:
+            why = reason(error, named=False)
             raise ModelError(
-                f"the cached tokenizer of the model cannot be used ({_reason(error)}); start the "
-                "cluster again"
+                f"the cached tokenizer of the model cannot be used ({why}); start the cluster again"
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -166,15 +163,11 @@ def _checked(files: StoredFiles) -> Any:
     try:
         tokenizer = files.tokenizer()
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        raise files.tokenizer_refused(_reason(error)) from None
+        raise files.tokenizer_refused(reason(error, named=False)) from None
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not set(backend.get_vocab()) - set(map(str, tokenizer.special_tokens_map.values())):
         raise files.tokenizer_refused("it has no tokens")
     return tokenizer
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
 
 
 # --- chat templates ---------------------------------------------------------------------------

@@ -131,12 +131,12 @@ class Tensor:
     def __init__(
         self, library: Library, kind: int, shape: tuple[int, ...], memory: np.ndarray, context: int
     ):
-        """`shape` as in numpy, of one or two dimensions; `memory` is contiguous and holds as many
+        """`shape` as in numpy, of one to three dimensions; `memory` is contiguous and holds as many
         bytes as ggml needs for it; `context`: has the structure, or 0 for one of its own."""
         assert memory.flags.c_contiguous
         self.memory, self.shape = memory, shape
         own = context or library.context(1)
-        make = library.new_tensor_1d if len(shape) == 1 else library.new_tensor_2d
+        make = getattr(library, f"new_tensor_{len(shape)}d")
         self.address: int = make(own, kind, *reversed(shape))
         assert library.nbytes(self.address) <= memory.nbytes, "the memory is too small"
         buffer = place(library, self.address, memory)
@@ -160,7 +160,8 @@ def _forget(library: Library, buffer: int, context: int) -> None:
 
 
 def matrix(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-    """Weights `[out, in]` of one of TYPES, from their blocks or numbers."""
+    """Weights `[out, in]`, or a stack `[experts, out, in]`, of one of TYPES, from their blocks or
+    numbers."""
     return Tensor(library, TYPES[kind], shape, rows, 0)
 
 
@@ -174,30 +175,41 @@ def empty(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 def product(computer: Computer, weights: Tensor, rows: np.ndarray) -> np.ndarray:
     """float32 `[rows, in]` -> `[rows, out]`."""
-    return _once(computer, "mul_mat", weights, rows, TYPES["F32"])
+    output = empty(len(rows), weights.shape[0])
+    return _once(computer, "mul_mat", weights, output, (TYPES["F32"], rows))
 
 
 def rows_of(computer: Computer, weights: Tensor, indices: np.ndarray) -> np.ndarray:
     """These rows of a matrix in float32: int32 `[n]` -> `[n, in]`."""
-    found = empty(len(indices), weights.shape[1])
-    return _once(computer, "get_rows", weights, indices, ggml.I32, found)
+    output = empty(len(indices), weights.shape[1])
+    return _once(computer, "get_rows", weights, output, (ggml.I32, indices))
+
+
+def expert_product(
+    computer: Computer, stack: Tensor, rows: np.ndarray, chosen: np.ndarray
+) -> np.ndarray:
+    """Products with the matrices of a stack that rows have chosen, int32 `[rows, k]`: float32
+    `[rows, k, in]`, or `[rows, 1, in]` for the same of all -> `[rows, k, out]`."""
+    output = empty(*chosen.shape, stack.shape[1])
+    given = (TYPES["F32"], rows), (ggml.I32, chosen)
+    return _once(computer, "mul_mat_id", stack, output, *given)
 
 
 def _once(
     computer: Computer,
     name: str,
     weights: Tensor,
-    inputs: np.ndarray,
-    kind: int,
-    output: np.ndarray | None = None,
+    output: np.ndarray,
+    *inputs: tuple[int, np.ndarray],
 ) -> np.ndarray:
-    """The result of one operation of weights and inputs."""
+    """The result of one operation of weights and inputs, each with its type."""
     library, context = computer.library, computer.scratch
-    if output is None:
-        output = empty(len(inputs), weights.shape[0])
     library.reset(context)
-    given = Tensor(library, kind, inputs.shape, np.ascontiguousarray(inputs), context)
-    result = getattr(library, name)(context, weights.address, given.address)
+    given = [
+        Tensor(library, kind, each.shape, np.ascontiguousarray(each), context)
+        for kind, each in inputs
+    ]
+    result = getattr(library, name)(context, weights.address, *(each.address for each in given))
     buffer = place(library, result, output)
     graph = library.new_graph_custom(context, _SMALL, False)
     library.build_forward_expand(graph, result)

@@ -13,13 +13,14 @@ class GgmlWeights:
     """A matrix of one of `library.TYPES`.
 
     Attributes:
-        rows: its blocks, uint8 `[out, bytes]`, or numbers `[out, in]`.
+        parts: its blocks, uint8 `[out, bytes]`, or numbers `[out, in]`; or those of two matrices,
+            whose rows it has in turns.
         kind: the type.
         shape: rows and columns.
-        order: row i is row `order[i]` of `rows`, int64 `[out]`; None: they are in order.
+        order: row i is row `order[i]` of the only part, int64 `[out]`; None: they are in order.
     """
 
-    rows: np.ndarray
+    parts: tuple[np.ndarray, ...]
     kind: str
     shape: tuple[int, int]
     order: Tensor | None = None

@@ -1,15 +1,15 @@
-"""Linear layers and embeddings whose weights are blocks of ggml's types, in the memory of their
-file."""
+"""Linear layers and embeddings whose weights are of ggml's types, in the memory of their file."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
+from pipespec.engine.checkpoint.formats.gguf_blocks import in_blocks
+from pipespec.engine.checkpoint.formats.gguf_tensors import in_turns
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part
 from pipespec.engine.fill_in_parts import require_shape
 from pipespec.engine.ggml import compute, library
@@ -20,15 +20,22 @@ from pipespec.engine.ggml.formats import GgmlWeights
 _SCALE = "scalar_embed_scale"
 
 
-class InBlocks(Protocol):
-    """A matrix that can become blocks of ggml."""
+def as_ggml(weights: Any) -> GgmlWeights:
+    """A matrix that is of ggml's types, or can become blocks of them."""
+    if isinstance(weights, GgmlWeights):
+        return weights
+    found = weights if hasattr(weights, "rows") else in_blocks(weights, torch.device("cpu"))
+    assert found.factor == 1.0, "no kind of ggml's has one"
+    return GgmlWeights((found.rows.numpy(),), found.kind, weights.shape)
 
-    @property
-    def shape(self) -> tuple[int, int]: ...
 
-    def blocks(self) -> BlockWeights:
-        """Its blocks."""
-        ...
+def multiplied(weights: compute.Tensor, x: Tensor) -> Tensor:
+    """`[..., in]` -> `[..., out]`, in the type of `x`."""
+    y = x.new_empty(*x.shape[:-1], weights.shape[0])
+    if x.numel():  # for ggml there must be some
+        rows = x.reshape(-1, x.shape[-1]).float().numpy()
+        y.copy_(torch.from_numpy(compute.product(computer(), weights, rows)).view(y.shape))
+    return y
 
 
 class GgmlLinear(nn.Module):
@@ -52,25 +59,24 @@ class GgmlLinear(nn.Module):
         self.bias = bias
         self.order: Tensor | None = None
 
-    def fill(self, weights: GgmlWeights | InBlocks, device: torch.device) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return self.weights.memory.nbytes
+
+    def fill(self, weights: Any, device: torch.device) -> None:
         """Set the weights, without a copy of those that are ggml's. Raises ModelError if they do
         not fit."""
         assert device.type == "cpu"
         require_shape(self, weights.shape)
-        if not isinstance(weights, GgmlWeights):
-            found = weights.blocks()
-            assert found.factor == 1.0, "neither kind of weights has one"
-            weights = GgmlWeights(found.rows.numpy(), found.kind, weights.shape)
-        self.weights, self.order = held(weights), weights.order
+        found = as_ggml(weights)
+        self.weights, self.order = held(found), found.order
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows = x.reshape(-1, self.in_features).float().contiguous()
-        found = compute.product(computer(), self.weights, rows.numpy())
-        y = torch.from_numpy(found)
+        y = multiplied(self.weights, x)
         if self.order is not None:
-            y = y.index_select(1, self.order)
-        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+            y = y.index_select(-1, self.order)
         return y if self.bias is None else y + self.bias
 
 
@@ -97,6 +103,11 @@ class GgmlEmbedding(nn.Module):
             isinstance(plain, nn.Embedding) and hasattr(plain, _SCALE)
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return self.weights.memory.nbytes
+
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
         """See `GgmlLinear.fill`."""
         assert device.type == "cpu"
@@ -112,15 +123,9 @@ class GgmlEmbedding(nn.Module):
         return rows * self.scale
 
 
-def mapped_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of all such layers; those of a tied head count once."""
-    layers = (each for each in model.modules() if isinstance(each, GgmlLinear | GgmlEmbedding))
-    found = {each.weights.memory.ctypes.data: each.weights.memory.nbytes for each in layers}
-    return sum(found.values())
-
-
 def held(weights: GgmlWeights) -> compute.Tensor:
     """Weights as a tensor of ggml, in their own memory."""
     found = library.load()
     assert found is not None, "layers are made where ggml is there"
-    return matrix(found, weights.kind, np.ascontiguousarray(weights.rows), weights.shape)
+    rows = np.ascontiguousarray(in_turns(weights.parts))
+    return matrix(found, weights.kind, rows, weights.shape)

@@ -1,7 +1,8 @@
 """Tests a ggml library in a process of its own: `python -m pipespec.engine.ggml.self_test FOLDER`.
 
-Of each type, products with weights that ggml quantised are compared with those of the weights that
-NumPy dequantises, and each row with the same row in a larger batch, to the bit. Exits with 1 after
+Of each type, products with weights that ggml quantised, as one matrix and as the experts of a
+mixture, are compared with those of the weights that NumPy dequantises, and each row with the same
+row in a larger batch, to the bit. Exits with 1 after
 a line that says what is wrong.
 """
 
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pipespec.engine.ggml.compute import Computer, matrix, product
+from pipespec.engine.ggml.compute import Computer, expert_product, matrix, product
 from pipespec.engine.ggml.library import TYPES, Library
 
-# Rows, columns, and the numbers of rows of the batches.
+# Rows and columns, the experts that the rows are of, and the numbers of rows of the batches.
 SHAPE = (40, 768)
+EXPERTS, CHOSEN = 5, 3
 BATCHES = (1, 2, 3, 8, 33)
 # The largest error of a product, relative to the largest number: rows are rounded to 8 bits.
 TOLERANCE = 0.02
@@ -34,11 +36,20 @@ def fault(library: Library, kind: str) -> str | None:
     stored = matrix(library, kind, blocks, SHAPE)
     whole = product(computer, stored, inputs)
     exact = inputs @ dequantize(blocks, GGMLQuantizationType[kind]).reshape(SHAPE).T
-    off = float(np.abs(whole - exact).max() / np.abs(exact).max())
-    if not off <= TOLERANCE:
-        return f"the products of {kind} are wrong by {off:.3f} of the largest"
+    chosen = np.argsort(random.random((len(inputs), EXPERTS)))[:, :CHOSEN].astype(np.int32)
+    stack = matrix(library, kind, blocks, (EXPERTS, SHAPE[0] // EXPERTS, SHAPE[1]))
+    rows = inputs[:, None]
+    of_experts = expert_product(computer, stack, rows, chosen)
+    by_expert = exact.reshape(len(inputs), EXPERTS, -1)
+    expected = np.take_along_axis(by_expert, chosen[:, :, None], 1)
+    for found, right in ((whole, exact), (of_experts, expected)):
+        off = float(np.abs(found - right).max() / np.abs(exact).max())
+        if not off <= TOLERANCE:
+            return f"the products of {kind} are wrong by {off:.3f} of the largest"
     for size in BATCHES:
-        if not np.array_equal(product(computer, stored, inputs[:size]), whole[:size]):
+        alone = product(computer, stored, inputs[:size])
+        experts = expert_product(computer, stack, rows[:size], chosen[:size])
+        if not (np.array_equal(alone, whole[:size]) and np.array_equal(experts, of_experts[:size])):
             return f"a row of {kind} depends on its batch, in one of {size}"
     return None
 

@@ -180,7 +180,8 @@ class SliceGraph:
         if type(module) is GgmlLinear:
             weights, order = module.weights, module.order
         else:
-            _require(type(module) is nn.Linear and module.weight.dtype == torch.float32)
+            _require(isinstance(module, nn.Linear) and hasattr(module, "weight"))
+            _require(module.weight.dtype == torch.float32)
             weights = self._plain(module.weight)
         bias = module.bias
         if bias is not None and order is not None:

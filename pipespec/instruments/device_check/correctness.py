@@ -14,7 +14,7 @@ from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND, PACKED_INT4
-from pipespec.engine.kept_weights import maker, self_test_error
+from pipespec.engine.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.diagnostics.machine_check import cuda_devices
 from pipespec.system.silence_warnings import silence_warnings
@@ -172,7 +172,8 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (kind, weights) in kinds.items():
         try:
-            layer: Any = maker({name: kind}, device, torch.bfloat16)(name, OUT, INPUTS)
+            make = LayerMaker({name: kind}, device, torch.bfloat16)
+            layer: Any = make.layer(name, OUT, INPUTS)
             layer.fill(weights, device)
             found[name] = self_test_error(layer, weights, device, torch.bfloat16)
         except RuntimeError as error:  # also where the device lacks an operator

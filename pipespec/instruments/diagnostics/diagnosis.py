@@ -27,7 +27,6 @@ AGREE = {
     "transformers": True,
     "torchao": False,
     "bitsandbytes": False,
-    "compressed-tensors": False,
     "gguf": False,
     "python": False,
     "driver": False,

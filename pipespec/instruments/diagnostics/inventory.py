@@ -17,7 +17,7 @@ from pipespec.system.versions import SHORT, code_hash, package_version
 
 PACKAGES = ("torch", "transformers")
 # Packages that quantise, and that read quantised checkpoints.
-OPTIONAL = ("torchao", "bitsandbytes", "compressed-tensors", "gguf")
+OPTIONAL = ("torchao", "bitsandbytes", "gguf")
 DRIVER_TIMEOUT_S = 10.0
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipespec.engine import row_blocks
 from pipespec.engine.checkpoint.formats.fp8 import Fp8Weights
-from pipespec.engine.fp8_linear import Fp8Linear
-from pipespec.engine.row_blocks import make_batch_invariant, widest_block
+from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.row_blocks import make_batch_invariant
 
 SIZE = 1024
 COUNTS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100)
@@ -58,32 +55,6 @@ def test_a_row_of_layers_and_routers_is_the_same_in_every_batch(rows):
             assert torch.equal(found, expected[:count])
 
 
-def by_parts(rows: Tensor, weights: Tensor, most: int) -> Tensor:
-    """A library whose sums are in another order for more than so many rows; for fewer, a row is
-    computed alone."""
-    half = weights.shape[1] // 2
-    found = []
-    for row in rows.split(1):
-        if len(rows) <= most:
-            found.append(row @ weights.T)
-        else:
-            found.append(row[:, half:] @ weights[:, half:].T + row[:, :half] @ weights[:, :half].T)
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(512, 1024), (16, 48)])
-@pytest.mark.parametrize("most", [row_blocks.ROWS, *row_blocks.WIDER])
-def test_blocks_are_wide_only_if_rows_keep_their_bits(dtype, shape, most, monkeypatch):
-    """The test is of sums whose exact result is zero, so even a small matrix shows the order."""
-    memory = [torch.empty(shape, dtype=dtype)]
-    monkeypatch.setattr(row_blocks, "block_product", partial(by_parts, most=most))
-    monkeypatch.setattr(row_blocks, "_agreeing", {})
-    assert widest_block(100, memory) == most
-    assert widest_block(row_blocks.ROWS + 1, memory) == most
-    assert widest_block(row_blocks.ROWS, memory) == row_blocks.ROWS
-
-
 @pytest.mark.parametrize("block", [(1, SIZE), (1000, SIZE), (128, 128), (48, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
@@ -92,7 +63,7 @@ def test_fp8_weights_of_any_blocks_are_multiplied_as_their_numbers(rows, block, 
     random = torch.Generator().manual_seed(1)
     codes = (100 * torch.randn(out, SIZE, generator=random)).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-out // height), -(-SIZE // width), generator=random) / 1000
-    layer = Fp8Linear("it", out, SIZE)
+    layer = DequantisedLinear("it", out, SIZE)
     layer.fill(Fp8Weights(codes, scales, height, width), torch.device("cpu"))
     each = scales.repeat_interleave(height, 0)[:out].repeat_interleave(width, 1)[:, :SIZE]
     expected = rows.float() @ (codes.float() * each).T

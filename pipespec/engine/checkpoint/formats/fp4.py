@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors, unfit
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.tp_cuts import CutUnits
-from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
@@ -43,55 +42,26 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
 
 
-@dataclass(frozen=True, slots=True)
-class Fp4Weights:
-    """A matrix `[out, in]` of 4-bit floats as it is stored. Its rows become blocks when they are
-    asked for, so that no more than these are in memory.
+def fp4_blocks(
+    pairs: torch.Tensor, scales: torch.Tensor, kind: str, factor: float = 1.0
+) -> BlockWeights:
+    """A matrix `[out, in]` in blocks of MX_KIND or NV_KIND, given uint8 `[out, groups, bytes]` that
+    hold two neighbours each, and scales `[out, groups]` of one byte."""
+    import torch
 
-    Attributes:
-        pairs: `[out, groups, bytes]` uint8 that hold two neighbours each.
-        scales: `[out, groups]`, of one byte each.
-        kind: of the blocks; MX_KIND or NV_KIND.
-        factor: of all weights.
-    """
+    from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
 
-    pairs: torch.Tensor
-    scales: torch.Tensor
-    kind: str
-    factor: float = 1.0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        out, groups, num_bytes = self.pairs.shape
-        return out, groups * num_bytes * 2
-
-    def part(self, rows: slice) -> BlockWeights:
-        """These rows of the matrix."""
-        import torch
-
-        from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-
-        packed = self.pairs[rows]
-        if self.kind == MX_KIND:
+    out, groups, num_bytes = pairs.shape
+    blocks = pairs.new_empty(out, groups, 1 + num_bytes)
+    blocks[..., 0] = scales.view(torch.uint8)
+    for rows in row_parts((out, groups * num_bytes)):
+        packed = pairs[rows]
+        if kind == MX_KIND:
             # In ggml's blocks a byte holds a number of the first half and one of the second.
             codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)  # in their order
             packed = codes[..., :CODE_BYTES] | codes[..., CODE_BYTES:] << 4
-        scales = self.scales[rows].view(torch.uint8).unsqueeze(-1)
-        return BlockWeights(torch.cat((scales, packed), -1).flatten(1), self.kind, self.factor)
-
-    def blocks(self) -> BlockWeights:
-        """The same in ggml's blocks."""
-        return self.part(slice(None))
-
-    def dense(self) -> torch.Tensor:
-        """The weights `[out, in]` in float32."""
-        import torch
-
-        weights = torch.empty(self.shape)
-        for rows in row_parts(self.shape):
-            weights[rows] = self.part(rows).dense()
-        return weights
+        blocks[rows, :, 1:] = packed
+    return BlockWeights(blocks.flatten(1), kind, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +71,9 @@ class Mxfp4Experts:
     blocks: torch.Tensor
     scales: torch.Tensor
 
-    def expert(self, number: int) -> Fp4Weights:
+    def expert(self, number: int) -> BlockWeights:
         """The matrix `[out, in]` of one of them."""
-        return Fp4Weights(self.blocks[number], self.scales[number], MX_KIND)
+        return fp4_blocks(self.blocks[number], self.scales[number], MX_KIND)
 
     def dense(self) -> torch.Tensor:
         """The weights `[experts, in, out]` in bfloat16, which holds them."""
@@ -133,32 +103,27 @@ class Fp4Packing(MatrixPacking):
             expected = (out, inputs // self.group)
             if scales.shape == expected and scales.dtype == SCALE_TYPES[self.kind]:
                 return out, inputs
-        raise ModelError(
-            f"{self.path} does not fit its config.json: {name} is no matrix of 4-bit floats with a "
-            f"scale for {self.group} of them; fetch the checkpoint again"
-        )
+        why = f"{name} is no matrix of 4-bit floats with a scale for {self.group} of them"
+        raise unfit(self.path, why)
 
     @property
     def units(self) -> CutUnits:
         return CutUnits(columns=self.group)
 
-    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        return True
-
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp4Weights:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> BlockWeights:
         rows, columns = part
         pairs = files.read(name + PACKED, rows, per(columns, 2))
         scales = files.read(name + SCALE, rows, per(columns, self.group))
         assert pairs is not None and scales is not None, "the headers contain them"
         by_group = pairs.view(len(pairs), -1, self.group // 2)
         if self.kind == MX_KIND:
-            return Fp4Weights(by_group, scales, self.kind)
+            return fp4_blocks(by_group, scales, self.kind)
         whole = files.read(name + GLOBAL)
         assert whole is not None, "the headers contain it"
-        return Fp4Weights(by_group, scales, self.kind, 1 / float(whole))
+        return fp4_blocks(by_group, scales, self.kind, 1 / float(whole))
 
 
 def fp4_packing(path: Path, config: Mapping[str, Any]) -> Fp4Packing | None:
@@ -184,19 +149,14 @@ class Mxfp4Packing(MatrixPacking):
         blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
         wrong = len(blocks.shape) != 4 or blocks.shape[-1] != CODE_BYTES or blocks.dtype != "U8"
         if wrong or scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {name} is not in blocks of {GROUP} "
-                "numbers with a scale each; fetch the checkpoint again"
-            )
+            why = f"{name} is not in blocks of {GROUP} numbers with a scale each"
+            raise unfit(self.path, why)
         experts, out, groups, _ = blocks.shape
         return experts, groups * GROUP, out
 
     @property
     def units(self) -> CutUnits:
         return CutUnits(columns=GROUP)
-
-    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        return True
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
@@ -211,7 +171,7 @@ class Mxfp4Packing(MatrixPacking):
     ) -> dict[str, Callable[[Part], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
 
-        def read(number: int, part: Part) -> Fp4Weights:
+        def read(number: int, part: Part) -> BlockWeights:
             one, (rows, columns) = slice(number, number + 1), part
             index = (one, rows, per(columns, GROUP))
             stored = (files.read(name + suffix, *index) for suffix in (BLOCKS, SCALES))

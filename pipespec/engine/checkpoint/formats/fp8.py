@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import DTYPES, WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import WEIGHT, MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import (
+    WEIGHT,
+    MatrixPacking,
+    StoredTensors,
+    unfit,
+    unsupported,
+)
 from pipespec.engine.checkpoint.formats.packing import COMPRESSED
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
+from pipespec.engine.fill_in_parts import row_parts
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
@@ -51,23 +58,39 @@ class Fp8Weights:
         out, inputs = self.codes.shape
         return out, inputs
 
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self.codes.nbytes + self.scales.nbytes
+
     def part(self, rows: slice) -> Fp8Weights:
         """These rows of the matrix."""
         import torch
 
-        block_of = torch.arange(len(self.codes))[rows] // self.height
+        block_of = torch.arange(len(self.codes), device=self.codes.device)[rows] // self.height
         return Fp8Weights(self.codes[rows], self.scales[block_of], 1, self.width)
 
-    def dense(self) -> torch.Tensor:
-        """The weights `[out, in]` in float32."""
-        inputs = self.codes.shape[1]
-        weights = self.codes.float()
-        for i in range(len(self.scales)):
-            rows = weights[i * self.height : (i + 1) * self.height]
-            scales = self.scales[i]
-            if len(scales) > 1:
-                scales = scales.repeat_interleave(self.width)[:inputs]
-            rows *= scales
+    def held(self, device: torch.device) -> Fp8Weights:
+        """The same on a device. Raises ModelError if some weights are no numbers."""
+        import torch
+
+        for rows in row_parts(self.shape):
+            if ((self.codes[rows].view(torch.uint8) & 0x7F) == 0x7F).any():
+                raise ModelError("some of its weights are no numbers")
+        # A member's columns are a view of the whole.
+        codes, scales = (each.to(device).contiguous() for each in (self.codes, self.scales))
+        return replace(self, codes=codes, scales=scales)
+
+    def dense(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weights `[out, in]`, computed in that type; None: float32."""
+        import torch
+
+        out, inputs = self.shape
+        weights = self.codes.to(dtype or torch.float32)
+        scales = self.scales.to(weights.dtype).repeat_interleave(self.height, 0)[:out]
+        if inputs % self.width:  # the last block has fewer columns
+            return weights.mul_(scales.repeat_interleave(self.width, 1)[:, :inputs])
+        weights.view(out, -1, self.width).mul_(scales.unsqueeze(-1))
         return weights
 
 
@@ -98,9 +121,7 @@ class Fp8Packing(MatrixPacking):
         try:
             self._blocks(name, shape, self._scales(name, tensors))
         except ValueError as error:
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {error}; fetch the checkpoint again"
-            ) from error
+            raise unfit(self.path, error) from error
         return shape
 
     def _scales(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -183,10 +204,7 @@ def fp8_packing(path: Path, config: Mapping[str, Any]) -> Fp8Packing | None:
         if len(blocks) > 1:
             raise ValueError("its matrices have different blocks")
     except (Unreadable, ValueError) as error:
-        raise ModelError(
-            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
-            "another checkpoint"
-        ) from error
+        raise unsupported(path, method, error) from error
     return Fp8Packing(path, blocks.pop())
 
 

@@ -62,26 +62,13 @@ if TYPE_CHECKING:  # not needed if the header is cached
 GGUF = PACKAGE = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 5
-# Bytes in memory and weights of a block of the types that can stay in their bits (scales of 6 bits
-# take a byte each), and of those that become packed integers in bfloat16, with two numbers for each
-# group of 32.
-KEPT_BLOCKS = {
-    "Q4_0": (18, 32),
-    "Q4_1": (20, 32),
-    "Q5_0": (22, 32),
-    "Q5_1": (24, 32),
-    "Q8_0": (34, 32),
-    "Q2_K": (100, 256),
-    "Q3_K": (114, 256),
-    "Q4_K": (148, 256),
-    "Q5_K": (180, 256),
-    "Q6_K": (210, 256),
-    "MXFP4": (17, 32),
-}
-PLAIN_BLOCKS = {"F32": (4, 1), "F16": (2, 1), "BF16": (2, 1)}
-GGML_BLOCKS = {**KEPT_BLOCKS, **PLAIN_BLOCKS, "IQ4_NL": (18, 32), "IQ4_XS": (136, 256)}
-INT4_BLOCKS = {"Q4_0": (20, 32), "Q4_1": (20, 32), "Q4_K": (160, 256)}
+FORM = 6
+# The types that stay in their bits on every device, and those of them that become packed integers
+# on a GPU in bfloat16, with two numbers for each group of 32.
+INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")
+KEPT_KINDS = (*INT4_KINDS, "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "MXFP4")
+PLAIN_KINDS = ("F32", "F16", "BF16")
+INT4_BYTES = 20 / 32
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ class GgufHeader:
     Attributes:
         config: the config of Transformers, JSON as in config.json.
         tensors: JSON: of each name of a checkpoint the fields of `gguf_tensors.Stored`.
-        types: JSON: the type of each tensor, by its name in the file.
+        types: JSON: the type of each tensor and bytes of a number, by its name in the file.
         eos: token ids that end a text.
         permuted: parts of names in the file of matrices whose rows are in llama.cpp's order.
         shifted: norms are stored plus 1.
@@ -119,15 +106,14 @@ class GgufHeader:
         }
 
     @cached_property
-    def type_of(self) -> dict[str, str]:
-        """The type of each tensor, by its name in the file."""
-        found: dict[str, str] = json.loads(self.types)
-        return found
+    def type_of(self) -> dict[str, tuple[str, float]]:
+        """The type of each tensor and bytes of a number, by its name in the file."""
+        return {name: (kind, each) for name, (kind, each) in json.loads(self.types).items()}
 
     @cached_property
     def kept(self) -> dict[str, str]:
         """The type of each matrix of the layers that stays in few bits, by its name."""
-        return self._matrices(KEPT_BLOCKS, layers=True)
+        return self._matrices(KEPT_KINDS, layers=True)
 
     @cached_property
     def of_ggml(self) -> dict[str, str]:
@@ -138,7 +124,7 @@ class GgufHeader:
         """The type of each matrix of one of these types, by its name; with `layers`, of a layer."""
         found: dict[str, str] = {}
         for name, each in self.stored.items():
-            kinds = {self.type_of[theirs] for theirs in each.names}
+            kinds = {self.type_of[theirs][0] for theirs in each.names}
             kind = kinds.pop()
             if kinds or kind not in types or (layers and not LAYER.search(name)):
                 continue
@@ -159,9 +145,10 @@ class GgufHeader:
         found = [0, 0]
         for name, each in self.stored.items():
             if len(each.shape) == 2 and not LAYER.search(name):
-                num_bytes, weights = GGML_BLOCKS.get(self.type_of[each.names[0]], (4, 1))
+                kind, num_bytes = self.type_of[each.names[0]]
                 is_head = EMBEDDING_NAME.search(name) is None
-                found[is_head] += math.prod(each.shape) // weights * num_bytes
+                each_weight = num_bytes if kind in GGML_TYPES else 4
+                found[is_head] += int(math.prod(each.shape) * each_weight)
         return found[0], found[1]
 
     @property
@@ -169,16 +156,15 @@ class GgufHeader:
         """What stays in few bits in each layer."""
         found = [KeptLayer()] * int(self.settings["num_hidden_layers"])
         for name, each in self.stored.items():
-            layer, kind = LAYER.search(name), self.type_of[each.names[0]]
-            if layer is None or kind in PLAIN_BLOCKS:
+            layer, (kind, num_bytes) = LAYER.search(name), self.type_of[each.names[0]]
+            if layer is None or kind in PLAIN_KINDS:
                 continue
             count = math.prod(each.shape)
             matrix = f"{name}.0" if each.form == TRANSPOSED else name.removesuffix(WEIGHT)
             if matrix in self.kept:
                 out = each.shape[-1 if each.form == TRANSPOSED else 0]
-                table = INT4_BLOCKS if is_int4(kind, out) else KEPT_BLOCKS
-                num_bytes, weights = table[kind]
-                found[int(layer[1])] += KeptLayer(count, count // weights * num_bytes)
+                num_bytes = INT4_BYTES if is_int4(kind, out) else num_bytes
+                found[int(layer[1])] += KeptLayer(count, int(count * num_bytes))
             else:
                 found[int(layer[1])] += KeptLayer(expanded=count)
         return tuple(found)
@@ -186,7 +172,7 @@ class GgufHeader:
 
 def is_int4(kind: str, out: int) -> bool:
     """Whether a matrix with so many rows of these blocks can become packed integers."""
-    return kind in INT4_BLOCKS and out % INT4_OUT_MULTIPLE == 0
+    return kind in INT4_KINDS and out % INT4_OUT_MULTIPLE == 0
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -275,7 +261,7 @@ class GgufFiles:
         from gguf import GGMLQuantizationType
 
         columns = {
-            self._sizes[GGMLQuantizationType[self.header.type_of[theirs]].value][0]
+            self._sizes[GGMLQuantizationType[self.header.type_of[theirs][0]].value][0]
             for name, each in self.header.stored.items()
             if LAYER.search(name) and len(each.shape) > 1
             for theirs in each.names
@@ -411,18 +397,19 @@ class GgufFiles:
         from pipespec.engine.ggml.formats import GgmlWeights
 
         order = None
+        parts: tuple[np.ndarray, ...]
         if part == WHOLE and len(stored.names) == 1:
-            rows = self._data(stored, stored.names[0])
-            order = self._order(stored.names[0], len(rows))
+            parts = (self._data(stored, stored.names[0]),)
+            order = self._order(stored.names[0], len(parts[0]))
         else:
-            rows = in_turns([self._read(stored, theirs, part) for theirs in stored.names])
+            parts = tuple(self._read(stored, theirs, part) for theirs in stored.names)
         size, num_bytes = self._sizes[self.places.tensors[stored.names[0]].kind]
-        out = len(rows)
+        out = sum(map(len, parts))
         if stored.form == ROWS:  # a matrix of one row may be stored as a vector
             out = len(range(stored.shape[-2])[part[0]])
-        columns = rows.nbytes // out // num_bytes * size
+        columns = sum(each.nbytes for each in parts) // out // num_bytes * size
         permuted = None if order is None else torch.from_numpy(order)
-        return GgmlWeights(rows, kind, (out, columns), permuted)
+        return GgmlWeights(parts, kind, (out, columns), permuted)
 
 
 def _dequantise(data: np.ndarray, kind: GGMLQuantizationType, weights: torch.Tensor) -> None:
@@ -483,12 +470,19 @@ def _read(path: Path) -> GgufHeader:
 
     architecture = architecture_of(path, reader)
     _require_types(path, reader)
+    types = {
+        name: (
+            GGMLQuantizationType(each.kind).name,
+            (each.stop - each.start) / max(math.prod(each.shape), 1),
+        )
+        for name, each in reader.tensors.items()
+    }
     config = config_of(path, reader, architecture)
     names = names_of(path, reader, architecture, config)
     return GgufHeader(
         json.dumps(config.to_dict()),
         json.dumps({name: astuple(each) for name, each in names.items()}),
-        json.dumps({n: GGMLQuantizationType(each.kind).name for n, each in reader.tensors.items()}),
+        json.dumps(types),
         gguf_tokenizer.ends(reader.metadata),
         list(architecture.permuted),
         architecture.shifted,

@@ -8,39 +8,18 @@ a scale and an offset. Layouts are those of ggml (`ggml-common.h`, and `dequanti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipespec.engine.fill_in_parts import row_parts
+
 # Numbers of 4-bit floats (E2M1), doubled so that they are whole.
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 SUPER_BLOCK = 256
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What the scales, or the offsets, of all groups are products of.
-
-    Attributes:
-        large: `[rows, blocks]` float16, a factor of all groups of a block; None: 1.
-        small: `[rows, groups]` uint8, the place of a factor in a table of 256; None: 1.
-    """
-
-    large: Tensor | None = None
-    small: Tensor | None = None
-
-    def products(self, table: Tensor) -> Tensor:
-        """The scales of the groups, float32; of the blocks, if all groups of one have the same."""
-        if self.small is None:
-            assert self.large is not None, "one of both is stored"
-            return self.large.float()
-        found = table[self.small.int()]
-        if self.large is None:
-            return found
-        by_block = found.view(*self.large.shape, -1) * self.large.float().unsqueeze(-1)
-        return by_block.view(found.shape)
 
 
 @dataclass(frozen=True)
@@ -50,27 +29,20 @@ class BlockKind:
     Attributes:
         size: weights of a block.
         num_bytes: of a block.
-        group: neighbours with one scale.
-        bits: of a code.
         codes: `[blocks, num_bytes]` uint8 -> `[blocks, size]` uint8.
-        scales: the factors of the scales of blocks `[blocks, num_bytes]`.
+        scales: `[blocks, num_bytes]` uint8 -> `[blocks, groups]` float32.
         first: the number that code 0 stands for; the others follow it.
         is_fp4: codes stand for FP4_DOUBLED instead.
-        offsets: the factors of the offsets; None: there are none.
-        scale_table, offset_table: the tables of small factors.
+        offsets: as the scales; None: there are none.
     """
 
     size: int
     num_bytes: int
-    group: int
-    bits: int
     codes: Callable[[Tensor], Tensor]
-    scales: Callable[[Tensor], Factors]
+    scales: Callable[[Tensor], Tensor]
     first: int = 0
     is_fp4: bool = False
-    offsets: Callable[[Tensor], Factors] | None = None
-    scale_table: Tensor = field(default_factory=lambda: torch.ones(256))
-    offset_table: Tensor = field(default_factory=lambda: torch.ones(256))
+    offsets: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,61 +60,56 @@ class BlockWeights:
         kind = KINDS[self.kind]
         return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
 
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self.rows.nbytes
+
     def part(self, rows: slice) -> BlockWeights:
         """These rows of the matrix."""
         return replace(self, rows=self.rows[rows])
 
-    def blocks(self) -> BlockWeights:
-        """Itself."""
-        return self
-
-    def codes(self) -> Tensor:
-        """The codes, uint8 `[out, in]`."""
-        return KINDS[self.kind].codes(self._blocks()).view(self.shape)
-
-    def scales(self) -> Factors:
-        """The factors of the scales."""
-        return self._by_row(KINDS[self.kind].scales(self._blocks()))
-
-    def offsets(self) -> Factors | None:
-        """The factors of the offsets."""
-        found = KINDS[self.kind].offsets
-        return None if found is None else self._by_row(found(self._blocks()))
+    def held(self, device: torch.device) -> BlockWeights:
+        """The same on a device."""
+        return replace(self, rows=self.rows.to(device))
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Int4Weights`; of the kinds in INT4_KINDS."""
-        kind, offsets = KINDS[self.kind], self.offsets()
-        scales = self.scales().products(kind.scale_table)
+        """See `Int4Weights`; of blocks of 4-bit integers."""
+        kind = KINDS[self.kind]
+        scales = self._by_row(kind.scales)
         middle = (8 + kind.first) * scales
-        if offsets is not None:
-            middle += offsets.products(kind.offset_table)
-        return self.codes(), scales, middle
+        if kind.offsets is not None:
+            middle += self._by_row(kind.offsets)
+        return self._by_row(kind.codes), scales, middle
 
-    def dense(self) -> Tensor:
-        """The weights `[out, in]` in float32."""
-        kind, offsets = KINDS[self.kind], self.offsets()
-        scales = self.scales().products(kind.scale_table) * self.factor
-        weights = numbers_of(self.codes(), kind, torch.float32)
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights `[out, in]`, computed in that type."""
+        kind, codes = KINDS[self.kind], self._by_row(KINDS[self.kind].codes)
+        if kind.is_fp4:
+            weights = _fp4_numbers(dtype, codes.device)[codes.int()]
+        else:
+            weights = codes.to(dtype).add_(kind.first)
+        scales = self._by_row(kind.scales) * self.factor
         by_group = weights.view(*scales.shape, -1)
-        by_group *= scales.unsqueeze(-1)
-        if offsets is not None:
-            by_group += offsets.products(kind.offset_table).unsqueeze(-1)
+        by_group.mul_(scales.to(dtype).unsqueeze(-1))
+        if kind.offsets is not None:
+            by_group.add_(self._by_row(kind.offsets).to(dtype).unsqueeze(-1))
         return weights
 
-    def _blocks(self) -> Tensor:
-        return self.rows.reshape(-1, KINDS[self.kind].num_bytes)
-
-    def _by_row(self, found: Factors) -> Factors:
-        parts = (found.large, found.small)
-        rows = len(self.rows)
-        return Factors(*(None if each is None else each.reshape(rows, -1) for each in parts))
+    def _by_row(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        found = read(self.rows.reshape(-1, KINDS[self.kind].num_bytes))
+        return found.reshape(len(self.rows), -1)
 
 
-def numbers_of(codes: Tensor, kind: BlockKind, dtype: torch.dtype) -> Tensor:
-    """What codes stand for."""
-    if kind.is_fp4:
-        return _fp4_numbers(dtype, codes.device)[codes.int()]
-    return codes.to(dtype).add_(kind.first)
+def in_blocks(weights: Any, device: torch.device) -> BlockWeights:
+    """A matrix whose parts can become `blocks()`, on a device; some rows at a time, which bounds
+    the memory that this takes."""
+    for some in row_parts(weights.shape):
+        found = weights.part(some).blocks()
+        if some.start == 0:
+            rows = found.rows.new_empty(weights.shape[0], found.rows.shape[1], device=device)
+        rows[some] = found.rows
+    return replace(found, rows=rows)
 
 
 @cache
@@ -152,13 +119,13 @@ def _fp4_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The 16-bit float at a byte, `[blocks, 1]`."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+    """The 16-bit float at a byte, as float32 `[blocks, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _halves(at: int) -> Callable[[Tensor], Factors]:
+def _halves(at: int) -> Callable[[Tensor], Tensor]:
     """One factor a block, at a byte."""
-    return lambda blocks: Factors(_half(blocks, at))
+    return lambda blocks: _half(blocks, at)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -177,21 +144,21 @@ def _high_bits(blocks: Tensor, at: int) -> Tensor:
     return _fields(blocks[:, at : at + 4], 1).transpose(1, 2).reshape(-1, 32) << 4
 
 
-def _k_scales(blocks: Tensor) -> Factors:
+def _k_scales(blocks: Tensor) -> Tensor:
     """Of Q4_K and Q5_K: eight numbers of 6 bits."""
     first, third = blocks[:, 4:8], blocks[:, 12:16]
-    return Factors(_half(blocks, 0), torch.cat((first & 63, (third & 15) | (first >> 6) << 4), 1))
+    return _half(blocks, 0) * torch.cat((first & 63, (third & 15) | (first >> 6) << 4), 1)
 
 
-def _k_offsets(blocks: Tensor) -> Factors:
+def _k_offsets(blocks: Tensor) -> Tensor:
     second, third = blocks[:, 8:12], blocks[:, 12:16]
-    return Factors(_half(blocks, 2), torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), 1))
+    return -_half(blocks, 2) * torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), 1)
 
 
-def _q3_k_scales(blocks: Tensor) -> Factors:
+def _q3_k_scales(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, 96:104]).reshape(-1, 16)
     high = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
-    return Factors(_half(blocks, 108), low | high << 4)
+    return _half(blocks, 108) * ((low | high << 4).float() - 32)
 
 
 def _nibble_codes(at: int) -> Callable[[Tensor], Tensor]:
@@ -237,85 +204,39 @@ def _nvfp4_codes(blocks: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), -1).reshape(-1, 16)
 
 
-_NATURAL = torch.arange(256).float()
-_SIGNED = torch.cat((_NATURAL[:128], _NATURAL[128:] - 256))
-# Halved, as the numbers of 4-bit floats are doubled.
-_POWERS_OF_TWO = torch.exp2(_NATURAL - 128)
-_FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 2
+def _mxfp4_scales(blocks: Tensor) -> Tensor:
+    """Powers of two, halved as the numbers of 4-bit floats are doubled."""
+    return (blocks[:, :1].int() << 23).view(torch.float32) / 2
+
+
+def _nvfp4_scales(blocks: Tensor) -> Tensor:
+    return blocks[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2
+
 
 # By their names in ggml, but for NVFP4: a byte of it holds two neighbours.
 KINDS = {
-    "Q4_0": BlockKind(32, 18, 32, 4, _nibble_codes(2), _halves(0), -8),
-    "Q4_1": BlockKind(32, 20, 32, 4, _nibble_codes(4), _halves(0), offsets=_halves(2)),
-    "Q5_0": BlockKind(32, 22, 32, 5, _q5_codes(2), _halves(0), -16),
-    "Q5_1": BlockKind(32, 24, 32, 5, _q5_codes(4), _halves(0), offsets=_halves(2)),
-    "Q8_0": BlockKind(32, 34, 32, 8, lambda b: b[:, 2:34] ^ 128, _halves(0), -128),
+    "Q4_0": BlockKind(32, 18, _nibble_codes(2), _halves(0), -8),
+    "Q4_1": BlockKind(32, 20, _nibble_codes(4), _halves(0), offsets=_halves(2)),
+    "Q5_0": BlockKind(32, 22, _q5_codes(2), _halves(0), -16),
+    "Q5_1": BlockKind(32, 24, _q5_codes(4), _halves(0), offsets=_halves(2)),
+    "Q8_0": BlockKind(32, 34, lambda b: b[:, 2:34] ^ 128, _halves(0), -128),
     "Q2_K": BlockKind(
         SUPER_BLOCK,
         84,
-        16,
-        2,
         _q2_k_codes,
-        lambda b: Factors(_half(b, 80), b[:, :16] & 15),
-        offsets=lambda b: Factors(_half(b, 82), b[:, :16] >> 4),
-        scale_table=_NATURAL,
-        offset_table=-_NATURAL,
+        lambda b: _half(b, 80) * (b[:, :16] & 15),
+        offsets=lambda b: -_half(b, 82) * (b[:, :16] >> 4),
     ),
-    "Q3_K": BlockKind(
-        SUPER_BLOCK, 110, 16, 3, _q3_k_codes, _q3_k_scales, -4, scale_table=_NATURAL - 32
-    ),
-    "Q4_K": BlockKind(
-        SUPER_BLOCK,
-        144,
-        32,
-        4,
-        lambda b: _k_nibbles(b, 16),
-        _k_scales,
-        offsets=_k_offsets,
-        scale_table=_NATURAL,
-        offset_table=-_NATURAL,
-    ),
-    "Q5_K": BlockKind(
-        SUPER_BLOCK,
-        176,
-        32,
-        5,
-        _q5_k_codes,
-        _k_scales,
-        offsets=_k_offsets,
-        scale_table=_NATURAL,
-        offset_table=-_NATURAL,
-    ),
+    "Q3_K": BlockKind(SUPER_BLOCK, 110, _q3_k_codes, _q3_k_scales, -4),
+    "Q4_K": BlockKind(SUPER_BLOCK, 144, partial(_k_nibbles, at=16), _k_scales, offsets=_k_offsets),
+    "Q5_K": BlockKind(SUPER_BLOCK, 176, _q5_k_codes, _k_scales, offsets=_k_offsets),
     "Q6_K": BlockKind(
         SUPER_BLOCK,
         210,
-        16,
-        6,
         _q6_k_codes,
-        lambda b: Factors(_half(b, 208), b[:, 192:208]),
+        lambda b: _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8),
         -32,
-        scale_table=_SIGNED,
     ),
-    "MXFP4": BlockKind(
-        32,
-        17,
-        32,
-        4,
-        _nibble_codes(1),
-        lambda b: Factors(small=b[:, :1]),
-        is_fp4=True,
-        scale_table=_POWERS_OF_TWO,
-    ),
-    "NVFP4": BlockKind(
-        16,
-        9,
-        16,
-        4,
-        _nvfp4_codes,
-        lambda b: Factors(small=b[:, :1]),
-        is_fp4=True,
-        scale_table=_FP8,
-    ),
+    "MXFP4": BlockKind(32, 17, _nibble_codes(1), _mxfp4_scales, is_fp4=True),
+    "NVFP4": BlockKind(16, 9, _nvfp4_codes, _nvfp4_scales, is_fp4=True),
 }
-# Those with codes of 0 to 15 and groups of 32, which the product for packed 4-bit weights takes.
-INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")

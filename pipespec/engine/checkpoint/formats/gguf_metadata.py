@@ -23,14 +23,12 @@ from pipespec.engine.checkpoint.formats.gguf_architectures import (
 )
 from pipespec.engine.checkpoint.formats.gguf_tensors import LATENT, NUMBERS, TRANSPOSED, Stored
 from pipespec.errors import ModelError
-from pipespec.system.validation import shown
+from pipespec.system.validation import reason, shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
     from pipespec.engine.checkpoint.formats.gguf_file import GgufFile
 
 FOREIGN = "take another file, or a safetensors checkpoint"
-# Characters of another library's message in an error message.
-LONGEST_REASON = 400
 EMBEDDING, ROPE_FACTORS, OUTPUT = "token_embd.weight", "rope_freqs.weight", "output.weight"
 # The config's names of metadata that all architectures have.
 _COMMON = {
@@ -127,8 +125,7 @@ def config_of(path: Path, reader: GgufFile, architecture: GgufArchitecture) -> A
 
 def not_valid(path: Path, error: Exception) -> ModelError:
     """That the metadata of a file make no config or model, and why."""
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
-    return ModelError(f"the metadata of {path} are not valid: {why}; {FOREIGN}")
+    return ModelError(f"the metadata of {path} are not valid: {reason(error)}; {FOREIGN}")
 
 
 def _rope(

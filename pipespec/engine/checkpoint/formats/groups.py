@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND
+from pipespec.engine.checkpoint.formats.packing import BLOCK, GROUPED_KIND
 from pipespec.errors import ModelError, PackedMatmulError
 
-BLOCK = 32  # weights of a block of that kind
 # The largest error of a scale, relative to it: half the distance of two numbers of float16.
 HALF_ROUNDING = 2**-11
 
@@ -25,13 +24,15 @@ class GroupedWeights:
         scales: `[out, groups]`, in the type that weights are rounded to.
         zeros: int16 `[out, groups]`.
         group_of: the group of each input, int64 `[in]`.
+        kind: of ggml's blocks that they can become: GROUPED_KIND of codes of 4 bits, WIDE_KIND of
+            codes of 8 whose zeros are all 128.
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor
     group_of: Tensor
-    factor = 1.0  # see `BlockWeights`
+    kind: str = GROUPED_KIND
 
     def dense(self) -> Tensor:
         """The weights `[out, in]` in the type of the scales, rounded as the quantisers' code
@@ -72,19 +73,25 @@ class GroupedWeights:
         """The same in ggml's blocks of 32, with scales and offsets rounded to float16.
 
         Raises ModelError if groups are not of consecutive inputs, and PackedMatmulError if float16
-        does not hold a scale.
+        does not hold a scale, or codes are not around 128.
         """
         codes, scales, middles = self.int4()
         out, inputs = codes.shape
-        both = torch.stack((scales, middles - 8 * scales), -1)
-        numbers = both.to(torch.float16)
-        off = (numbers.float() - both).abs() > HALF_ROUNDING * both.abs()
-        if bool((off | ~numbers.isfinite()).any()):
-            raise PackedMatmulError("float16 does not hold some scales of its groups of 4 bits")
-        of_block = numbers.repeat_interleave(inputs // BLOCK // scales.shape[1], 1)
-        low, high = codes.view(out, -1, 2, BLOCK // 2).unbind(2)
-        factors = of_block.contiguous().view(torch.uint8).view(out, -1, 4)
-        return BlockWeights(torch.cat((factors, low | high << 4), -1).flatten(1), GROUPED_KIND)
+        if self.kind == GROUPED_KIND:
+            numbers = torch.stack((scales, middles - 8 * scales), -1)
+            low, high = codes.view(out, -1, 2, BLOCK // 2).unbind(2)
+            stored = low | high << 4
+        else:
+            if bool((self.zeros != 128).any()):
+                raise PackedMatmulError("some groups of 8 bits have a zero point of their own")
+            numbers, stored = scales.unsqueeze(-1), codes.view(out, -1, BLOCK) ^ 128
+        halves = numbers.to(torch.float16)
+        off = (halves.float() - numbers).abs() > HALF_ROUNDING * numbers.abs()
+        if bool((off | ~halves.isfinite()).any()):
+            raise PackedMatmulError("float16 does not hold some scales of its groups")
+        of_block = halves.repeat_interleave(inputs // BLOCK // scales.shape[1], 1)
+        factors = of_block.contiguous().view(torch.uint8).view(out, inputs // BLOCK, -1)
+        return BlockWeights(torch.cat((factors, stored), -1).flatten(1), self.kind)
 
     @property
     def in_order(self) -> bool:

@@ -74,9 +74,9 @@ class MatrixPacking(ABC):
         """The shape `(out, in)` of a matrix once it is plain, from the headers. Raises
         ModelError."""
 
-    @abstractmethod
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix of a layer can stay as it is."""
+        return True
 
     @abstractmethod
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
@@ -103,6 +103,19 @@ class MatrixPacking(ABC):
         return KeptLayer(expanded=math.prod(shape))
 
 
+def unfit(path: Path, why: object) -> ModelError:
+    """That the tensors of a folder are not what its config says, and why."""
+    return ModelError(f"{path} does not fit its config.json: {why}; fetch the checkpoint again")
+
+
+def unsupported(path: Path, method: object, why: object) -> ModelError:
+    """That a method of quantisation is not read as the config has it, and why."""
+    return ModelError(
+        f"{path} is quantised by {method} in a way that is not supported: {why}; take another "
+        "checkpoint"
+    )
+
+
 def usual_dtype(tensors: Iterable[Tensor]) -> str | None:
     """The type of most of the plain numbers; None: there are none."""
     sizes = Counter[str]()
@@ -113,12 +126,10 @@ def usual_dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def as_plain(
-    path: Path, tensors: Mapping[str, Tensor], packing: MatrixPacking | None
+    path: Path, tensors: Mapping[str, Tensor], packing: MatrixPacking
 ) -> dict[str, Tensor]:
     """The headers of the weights once unpacked, in the type of the weights that are not quantised.
-
-    `packing` None: the numbers are quantised but not packed. Raises ModelError.
-    """
+    Raises ModelError."""
     plain = {
         name: each
         for name, each in tensors.items()
@@ -132,11 +143,6 @@ def as_plain(
     dtype = usual_dtype(plain.values())
     if dtype is None:
         raise ModelError(f"{path} holds no tensor of plain numbers; take another checkpoint")
-    if packing is None:
-        return {
-            name: each if each.dtype in DTYPES else Tensor.of(each.shape, dtype)
-            for name, each in plain.items()
-        }
     for name in packing.matrices(tensors):
         plain.pop(name + packing.suffix)
         plain[name + packing.dense_suffix] = Tensor.of(packing.shape(name, tensors), dtype)

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.formats.lazy import WHOLE, Part, per
-from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, StoredTensors
+from pipespec.engine.checkpoint.formats.matrix_packing import (
+    MatrixPacking,
+    StoredTensors,
+    unfit,
+    unsupported,
+)
 from pipespec.engine.checkpoint.safetensors_headers import Tensor
 from pipespec.engine.tp_cuts import CutUnits
 from pipespec.errors import ModelError
@@ -24,8 +29,12 @@ if TYPE_CHECKING:  # headers are read without them
 
     from pipespec.engine.checkpoint.formats.groups import GroupedWeights
 
-# The format of packed 4-bit integers in memory, and the kind of ggml's blocks that they become.
-PACKED_INT4, GROUPED_KIND = "int4", "Q4_1"
+# The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become,
+# and bytes of a weight.
+PACKED_INT4, PACKED_INT8 = "int4", "integers"
+GROUPED_KIND, WIDE_KIND = "Q4_1", "Q8_0"
+_KEPT = {4: (PACKED_INT4, GROUPED_KIND, 20 / 32), 8: (PACKED_INT8, WIDE_KIND, 34 / 32)}
+BLOCK = 32  # weights of a block of both kinds
 # Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
 INT4_GROUP_SIZES = (32, 64, 128)
 INT4_OUT_MULTIPLE = 16
@@ -34,7 +43,7 @@ WORD = 32  # bits of the integers into which codes are packed
 # The place in a word of each of eight neighbouring columns in AWQ.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
-# Formats of compressed-tensors that are not packed, which Transformers dequantises.
+# Formats of compressed-tensors that store each integer in a byte of its own.
 NOT_PACKED = ("naive-quantized", "int-quantized")
 
 
@@ -49,6 +58,8 @@ class Packing(MatrixPacking):
         suffix: of the name of the tensor with the codes of a matrix.
         parts: suffixes of the other tensors that a matrix must have.
         plus: added to a stored zero point.
+        symmetric: no zero point differs from the middle of the codes.
+        whole: codes are signed bytes instead of words of several.
     """
 
     path: Path
@@ -59,46 +70,60 @@ class Packing(MatrixPacking):
     suffix: str
     parts: tuple[str, ...]
     plus: int = 0
+    symmetric: bool = False
+    whole: bool = False
 
-    format = PACKED_INT4
-    kind = GROUPED_KIND
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        return _KEPT.get(self.bits, _KEPT[4])[0]
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return _KEPT.get(self.bits, _KEPT[4])[1]
+
+    @property
+    def _per_word(self) -> int:
+        return 1 if self.whole else WORD // self.bits
+
+    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        found = MatrixPacking.matrices(self, tensors)  # a dataclass with slots has no super()
+        return [n for n in found if not self.whole or tensors[n + self.suffix].dtype == "I8"]
 
     @property
     def units(self) -> CutUnits:
-        per_word = WORD // self.bits
+        per_word = self._per_word
         return CutUnits(
             math.lcm(per_word, INT4_OUT_MULTIPLE),
-            math.lcm(per_word, 1 if self.reordered else self.group or 1),
+            math.lcm(
+                per_word, 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)
+            ),
         )
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         if len(shape) != 2:
             return False
         out, inputs = shape
-        return (
-            self.bits == 4
-            and not self.reordered
-            and self.group in INT4_GROUP_SIZES
-            and out % INT4_OUT_MULTIPLE == 0
-            and inputs % self.group == 0
-        )
+        group = self.group or inputs
+        if self.reordered or inputs % group or group % BLOCK:
+            return False
+        if self.bits == 8:
+            return self.symmetric
+        return self.bits == 4 and self.group in INT4_GROUP_SIZES and out % INT4_OUT_MULTIPLE == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of a matrix that stays packed: half a byte per weight, and two numbers of 16 bits
-        for each 32, as on a CPU; a GPU has them for each group."""
-        return math.prod(self.shape(name, tensors)) // 32 * 20
+        """Bytes of a matrix that stays packed, as on a CPU: one or two numbers of 16 bits for each
+        block; a GPU has them for each group."""
+        return int(math.prod(self.shape(name, tensors)) * _KEPT[self.bits][2])
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         try:
             return self._shape(name, tensors)
         except ValueError as error:
-            raise ModelError(
-                f"{self.path} does not fit its config.json: {error}; fetch the checkpoint again"
-            ) from error
+            raise unfit(self.path, error) from error
 
     def _shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         codes = tensors[name + self.suffix].shape
-        per_word = WORD // self.bits
+        per_word = self._per_word
         if len(codes) != 2:
             raise ValueError(f"{name}{self.suffix} is no matrix")
         if self.method == AWQ:
@@ -121,7 +146,7 @@ class Packing(MatrixPacking):
         return out, inputs
 
     def _expected(self, out: int, groups: int) -> dict[str, tuple[int, int]]:
-        per_word = WORD // self.bits
+        per_word = self._per_word
         if self.method == COMPRESSED:
             words = (-(-out // per_word), groups)
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
@@ -138,10 +163,9 @@ class Packing(MatrixPacking):
             return found
 
         rows, columns = part
-        per_word = WORD // self.bits
+        per_word = self._per_word
         words, of_rows = per(columns, per_word), per(rows, per_word)
         first = columns.start or 0
-        ordered_by = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
         ordered_by = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
         order = files.read(name + ordered_by, columns)
         if order is not None:
@@ -151,11 +175,16 @@ class Packing(MatrixPacking):
         # With an order of their own, the columns may be of any groups.
         groups = per(columns, self.group) if order is None else slice(None)
         if self.method == COMPRESSED:
-            codes = unpack(need(self.suffix, rows, words), self.bits, 1)
             scales = need(".weight_scale", rows, groups)
             packed = files.read(name + ".weight_zero_point", of_rows, groups)
+            if self.whole:
+                codes = need(self.suffix, rows, words).view(torch.uint8) ^ 128
+                packed = None if packed is None else packed.view(torch.uint8) ^ 128
+            else:
+                codes = unpack(need(self.suffix, rows, words), self.bits, 1)
+                packed = None if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
             middle = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
-            zeros = middle if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
+            zeros = middle if packed is None else packed
         else:
             scales = need(".scales", groups, rows).T
             packed = need(".qzeros", groups, of_rows)
@@ -177,7 +206,8 @@ class Packing(MatrixPacking):
             used = slice(int(group_of.min()), int(group_of.max()) + 1)
             scales, zeros, group_of = scales[:, used], zeros[:, used], group_of - used.start
         zeros = zeros.to(torch.int16) + self.plus  # not wrapped: may be 16 for 4 bits
-        return GroupedWeights(codes.contiguous(), scales.contiguous(), zeros.contiguous(), group_of)
+        codes, scales, zeros = (each.contiguous() for each in (codes, scales, zeros))
+        return GroupedWeights(codes, scales, zeros, group_of, self.kind)
 
 
 def packing(path: Path, config: Mapping[str, Any]) -> Packing:
@@ -188,10 +218,7 @@ def packing(path: Path, config: Mapping[str, Any]) -> Packing:
         if found.group is not None and found.group < 1:
             raise ValueError(f"groups of {found.group} weights")
     except (Unreadable, ValueError) as error:
-        raise ModelError(
-            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
-            "another checkpoint"
-        ) from error
+        raise unsupported(path, method, error) from error
     return found
 
 
@@ -222,6 +249,7 @@ def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
         ".qweight",
         (".qzeros", ".scales"),
         plus=form == "gptq",  # which stores zero points minus one
+        symmetric=config.get("sym") is True,
     )
 
 
@@ -241,21 +269,22 @@ def _compressed(path: Path, config: Mapping[str, Any]) -> Packing:
         raise ValueError("its matrices have different numbers of bits, or groups")
     strategies = {str(each.get("strategy")) for each in weights}
     form, bits = forms.pop(), widths.pop()
-    if form == PACKED:
-        if bits not in (2, 4, 8) or strategies - {"group", "channel"}:
-            raise ValueError(f"{bits} bits by {', '.join(sorted(strategies))}")
-        reordered = any(each.get("actorder") in ("group", True) for each in weights)
-        group = sizes.pop() if strategies == {"group"} else None
-        return Packing(
-            path, COMPRESSED, bits, group, reordered, ".weight_packed", (".weight_scale",)
-        )
-    raise ValueError(f"its format is {form!r}, where {PACKED!r} is read")
-
-
-def is_whole(config: Mapping[str, Any]) -> bool:
-    """Whether the files are quantised by compressed-tensors without packing, so that Transformers
-    dequantises them."""
-    return config.get("quant_method") == COMPRESSED and str(config.get("format")) in NOT_PACKED
+    if form not in (PACKED, *NOT_PACKED):
+        raise ValueError(f"its format is {form!r}, where {PACKED!r} is read")
+    whole = form in NOT_PACKED
+    if bits not in (2, 4, 8) or strategies - {"group", "channel"}:
+        raise ValueError(f"{bits} bits by {', '.join(sorted(strategies))}")
+    return Packing(
+        path,
+        COMPRESSED,
+        8 if whole else bits,
+        sizes.pop() if strategies == {"group"} else None,
+        any(each.get("actorder") in ("group", True) for each in weights),
+        ".weight" if whole else ".weight_packed",
+        (".weight_scale",),
+        symmetric=all(each.get("symmetric") is not False for each in weights),
+        whole=whole,
+    )
 
 
 def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:

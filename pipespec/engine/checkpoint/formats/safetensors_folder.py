@@ -16,7 +16,6 @@ from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
 from pipespec.engine.checkpoint.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
 from pipespec.engine.checkpoint.header_checks import expected_sizes
 from pipespec.engine.checkpoint.quantization import (
-    COMPRESSED_PACKAGE,
     PACKED_METHODS,
     stored_method,
     stored_packing,
@@ -39,7 +38,7 @@ from pipespec.engine.draft_kind import refuse_draft_head
 from pipespec.engine.tp_cuts import WHOLE_UNITS, CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
-from pipespec.system.validation import Unreadable, typed
+from pipespec.system.validation import Unreadable, reason, typed
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
@@ -55,8 +54,6 @@ SETTINGS_FILES = (
     "merges.txt",
     "chat_template*.jinja",
 )
-# Characters of another library's message in an error message.
-LONGEST_REASON = 400
 FOREIGN = "correct it, or fetch the checkpoint again"
 
 
@@ -134,17 +131,14 @@ class SafetensorsFolder:
         if self.raw is not self.whole and self.by_package:
             raise ModelError(
                 f"{self.path} is multimodal and quantised by {self.method}, which is read of "
-                "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed "
-                "in 4 or 8 bits"
+                "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors"
             )
-        plain = self.method not in PACKED_METHODS
-        return tensors if plain else as_plain(self.path, tensors, self.packing)
+        return tensors if self.packing is None else as_plain(self.path, tensors, self.packing)
 
     def storage(self) -> Storage:
         if self.method not in PACKED_METHODS:
             return Storage(quantization=self.method)
-        if self.packing is None:
-            return Storage(dequantized_from=self.method, package=COMPRESSED_PACKAGE)
+        assert self.packing is not None, "the method is packed"
         numbers = [int(layer[1]) for name in self._all if (layer := LAYER.search(name))]
         found = [KeptLayer()] * (max(numbers, default=-1) + 1)
         for name in self.packing.matrices(self._all):
@@ -183,8 +177,8 @@ class SafetensorsFolder:
         try:
             config = AutoConfig.from_pretrained(self.path, local_files_only=True)
         except Exception as error:  # model code may raise anything for invalid values
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-            raise ModelError(f"{self.path / CONFIG} is not valid: {reason}; {FOREIGN}") from error
+            why = f"{self.path / CONFIG} is not valid: {reason(error)}"
+            raise ModelError(f"{why}; {FOREIGN}") from error
         config = _text_config(config)
         _require_layers(self.path, config)
         return config

@@ -29,7 +29,6 @@ VERSIONS = {
     "transformers": "5.0.0",
     "torchao": "0.18.0",
     "bitsandbytes": None,
-    "compressed-tensors": None,
     "gguf": None,
     "driver": "570.86",
 }

@@ -145,7 +145,6 @@ def test_a_host_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
         "transformers",
         "torchao",
         "bitsandbytes",
-        "compressed-tensors",
         "gguf",
         "driver",
     }
