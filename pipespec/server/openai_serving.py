@@ -26,7 +26,6 @@ from pipespec.server.api_errors import (
     cluster_unavailable,
     invalid_field,
 )
-from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
 from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.conversations import (
@@ -41,7 +40,7 @@ from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
-from pipespec.server.openai_format import ChatFormat
+from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
     ConversationWanted,

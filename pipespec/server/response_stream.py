@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -22,6 +23,7 @@ from pipespec.controller.log_records import Accepted, Finished, failure_of
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.admission_queue import QueueEntry
+from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
 from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.dialects.conversations import conversation_name
 from pipespec.server.metric_definitions import ABORTED
@@ -59,13 +61,15 @@ class OutputDelta:
 
 
 class ReplyFormat(ABC):
-    """The replies to one request in one dialect, and what it has to remember of the answers for
-    them.
+    """The replies to one request in one dialect.
 
     Args:
         request: the request.
         tokenizer: of the model.
         model: the name that the client used for it.
+
+    Attributes:
+        answers: what has arrived of each answer, and `ends` its last delta.
     """
 
     media_type = "text/event-stream"
@@ -77,8 +81,11 @@ class ReplyFormat(ABC):
         self.tokenizer = tokenizer
         self.model = model
         self.created = int(time.time())
+        choices = request.sampling_params
+        self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
+        self.ends: list[OutputDelta | None] = [None for _ in choices]
         self.num_tokens = 0
-        self.num_reasoning = 0  # of them, as far as the format tells
+        self.num_reasoning = 0  # of them
         self.num_cached: int | None = None
 
     @property
@@ -91,15 +98,22 @@ class ReplyFormat(ABC):
         """Whether the request asks for log-probabilities of the answer's tokens."""
         return self.request.sampling_params[choice].logprobs is not None
 
-    def count_tokens(self, delta: OutputDelta) -> None:
-        """Add the tokens of a delta to the counts.
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
+        """Add a delta to its answer; what is new in the answer's blocks.
 
         A prompt with several answers counts once, and so do its cached tokens: those of its first
         answer.
         """
+        answer, last = self.answers[delta.index], delta.finish_reason is not None
         self.num_tokens += len(delta.token_ids)
         if delta.num_cached_tokens is not None and not delta.index % self.request.n:
             self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
+        if last:
+            self.ends[delta.index] = delta
+        parts = answer.push(delta.text, last=last)
+        if answer.thinking:
+            self.num_reasoning += len(delta.token_ids)
+        return parts
 
     @property
     def kept(self) -> tuple[str, bytes] | None:
@@ -107,9 +121,9 @@ class ReplyFormat(ABC):
         a later request may continue; None: none may."""
         return None
 
-    @abstractmethod
     def add(self, delta: OutputDelta) -> None:
         """Keep a delta for the whole reply."""
+        self.take(delta)
 
     @abstractmethod
     def response(self) -> BaseModel:
@@ -130,6 +144,12 @@ class ReplyFormat(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that fails, after its status was sent."""
+
+
+def sse(data: Any, event: str = "") -> bytes:
+    """A server-sent event whose data are JSON."""
+    name = f"event: {event}\n".encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, to_json(data))
 
 
 class ResponseStream:

@@ -10,22 +10,23 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
-from pipespec.server.answer_blocks import AnswerBlocks, Block, BlockDelta
+from pipespec.server.answer_blocks import Block, BlockDelta
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.conversations import KeptResponse
-from pipespec.server.openai_format import token_logprob
+from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.response_stream import OutputDelta, ReplyFormat
+from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
 from pipespec.text import Tokenizer
 
 # Of the ids of items, by the kinds of their blocks.
 PREFIXES = {"call": "fc", "text": "msg", "reasoning": "rs"}
-# What a delta adds to an item.
-DELTAS = {
-    "call": "response.function_call_arguments.delta",
-    "text": "response.output_text.delta",
-    "reasoning": "response.reasoning_text.delta",
+# The events of their texts, without what has happened to them.
+EVENTS = {
+    "call": "response.function_call_arguments",
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
 }
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -110,30 +111,23 @@ class ResponsesFormat(ReplyFormat):
     ):
         super().__init__(request, tokenizer, model)
         self.id = f"resp_{secrets.token_hex(24)}"
-        self._answer = AnswerBlocks(request.tool_use, request.reasoning)
         self._echo = echo
         self._conversation = conversation
-        self._end: OutputDelta | None = None
         self._completed_at: int | None = None
         self._number = 0  # of the next event
         self._ids: list[str] = []  # of the items, each of which is a block
         self._logprobs: list[list[dict[str, Any]]] = []  # of each item's tokens
         self._waiting: list[dict[str, Any]] = []  # of tokens whose text has not come
-        self._sent = 0  # log-probabilities of the open item that were sent
-        self._frame = ""  # the JSON of a delta of the open item before its text
+        self._num_sent = 0  # log-probabilities of the open item that were sent
 
     @property
     def kept(self) -> tuple[str, bytes] | None:
         if self._conversation is None:
             return None
-        answer = json.dumps(self._answer.message(), ensure_ascii=False).encode()
+        answer = json.dumps(self.answers[0].message(), ensure_ascii=False).encode()
         earlier = self._conversation.removesuffix(b"]")
         messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
-        reply = self._reply(self._end_status).model_dump_json().encode()
-        return self.id, KeptResponse(reply, messages).packed()
-
-    def add(self, delta: OutputDelta) -> None:
-        self._take(delta)
+        return self.id, KeptResponse(to_json(self.response()), messages).packed()
 
     def response(self) -> BaseModel:
         return self._reply(self._end_status)
@@ -141,12 +135,12 @@ class ResponsesFormat(ReplyFormat):
     # --- streams ------------------------------------------------------------------------------
 
     def first_events(self) -> Iterator[bytes]:
-        reply = self._reply("in_progress").model_dump()
+        reply = self._reply("in_progress")
         yield self._event("response.created", response=reply)
         yield self._event("response.in_progress", response=reply)
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
-        for part in self._take(delta):
+        for part in self.take(delta):
             if part.begins:
                 if part.index:
                     yield from self._close(part.index - 1, "completed")
@@ -156,83 +150,66 @@ class ResponsesFormat(ReplyFormat):
 
     def last_events(self) -> Iterator[bytes]:
         status = self._end_status
-        if self._answer.blocks:
-            yield from self._close(len(self._answer.blocks) - 1, status)
-        yield self._event(f"response.{status}", response=self._reply(status).model_dump())
+        if blocks := self.answers[0].blocks:
+            yield from self._close(len(blocks) - 1, status)
+        yield self._event(f"response.{status}", response=self._reply(status))
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
         code = "server_error"
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
             code = "invalid_prompt"
         failure = ResponseFailure(code=code, message=error.message)
-        reply = self._reply("failed", failure).model_dump()
-        yield self._event("response.failed", response=reply)
+        yield self._event("response.failed", response=self._reply("failed", failure))
 
     # --- items --------------------------------------------------------------------------------
 
-    def _take(self, delta: OutputDelta) -> list[BlockDelta]:
-        """What a delta adds to the items."""
-        self.count_tokens(delta)
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
         if delta.finish_reason is not None:
-            self._end, self._completed_at = delta, int(time.time())
-        for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
-            self._waiting.append(token_logprob(self.tokenizer, token, logprobs).model_dump())
-        parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
-        if self._answer.thinking:
-            self.num_reasoning += len(delta.token_ids)
+            self._completed_at = int(time.time())
+        self._waiting += [token_logprob(self.tokenizer, *each) for each in scored_tokens(delta)]
+        parts = super().take(delta)
         for part in parts:
             if part.begins:
-                prefix = PREFIXES[part.block.kind]
-                self._ids.append(f"{prefix}_{secrets.token_hex(24)}")
+                self._ids.append(f"{PREFIXES[part.block.kind]}_{secrets.token_hex(24)}")
                 self._logprobs.append([])
             if part.block.kind == "text":
                 self._logprobs[part.index] += self._waiting
             self._waiting = []
         return parts
 
+    def _place(self, index: int, block: Block) -> dict[str, Any]:
+        """The fields by which events name an item."""
+        place = {"item_id": self._ids[index], "output_index": index}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
     def _begin(self, part: BlockDelta) -> Iterator[bytes]:
-        block, place = part.block, {"item_id": self._ids[part.index], "output_index": part.index}
+        block, self._num_sent = part.block, 0
         empty = Block(block.kind, block.number, block.id, block.name)
         item = self._item(part.index, empty, "in_progress")
-        kind = DELTAS[block.kind]
         if block.kind != "call":
-            place |= {"content_index": 0}
             item["content"] = []
         yield self._event("response.output_item.added", output_index=part.index, item=item)
         if block.kind != "call":
-            content = self._content(empty, [])
+            place, content = self._place(part.index, block), _content(empty, [])
             yield self._event("response.content_part.added", **place, part=content)
-        start = json.dumps({"type": kind, **place}, separators=(",", ":")).removesuffix("}")
-        self._sent = 0
-        self._frame = f'event: {kind}\ndata: {start},"delta":'
 
     def _delta_event(self, part: BlockDelta) -> bytes:
-        logprobs = ""
+        fields = {**self._place(part.index, part.block), "delta": part.text}
         if part.block.kind == "text":
-            new = self._logprobs[part.index][self._sent :]
-            self._sent += len(new)
-            logprobs = f',"logprobs":{_to_json([*map(_event_logprob, new)])}'
-        text = json.dumps(part.text, ensure_ascii=False)
-        number = self._next_number()
-        return f'{self._frame}{text}{logprobs},"sequence_number":{number}}}\n\n'.encode()
+            new = self._logprobs[part.index][self._num_sent :]
+            self._num_sent += len(new)
+            fields["logprobs"] = [*map(_event_logprob, new)]
+        return self._event(f"{EVENTS[part.block.kind]}.delta", **fields)
 
     def _close(self, index: int, status: Status) -> Iterator[bytes]:
-        block = self._answer.blocks[index]
-        place = {"item_id": self._ids[index], "output_index": index}
+        block = self.answers[0].blocks[index]
+        place = self._place(index, block)
+        whole: dict[str, Any] = {"arguments" if block.kind == "call" else "text": block.text}
+        if block.kind == "text":
+            whole["logprobs"] = [*map(_event_logprob, self._logprobs[index])]
+        yield self._event(f"{EVENTS[block.kind]}.done", **place, **whole)
         if block.kind != "call":
-            place |= {"content_index": 0}
-        if block.kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **place, text=block.text)
-        elif block.kind == "text":
-            logprobs = [_event_logprob(each) for each in self._logprobs[index]]
-            yield self._event(
-                "response.output_text.done", **place, text=block.text, logprobs=logprobs
-            )
-        else:
-            kind = "response.function_call_arguments.done"
-            yield self._event(kind, **place, arguments=block.text)
-        if block.kind != "call":
-            content = self._content(block, self._logprobs[index])
+            content = _content(block, self._logprobs[index])
             yield self._event("response.content_part.done", **place, part=content)
         item = self._item(index, block, status)
         yield self._event("response.output_item.done", output_index=index, item=item)
@@ -242,26 +219,20 @@ class ResponsesFormat(ReplyFormat):
         if block.kind == "call":
             call = {"call_id": block.id, "name": block.name, "arguments": block.text}
             return {"type": "function_call", **item, **call}
-        content = self._content(block, self._logprobs[index])
+        content = [_content(block, self._logprobs[index])]
         if block.kind == "reasoning":
-            return {"type": "reasoning", **item, "summary": [], "content": [content]}
-        return {"type": "message", **item, "role": "assistant", "content": [content]}
-
-    def _content(self, block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        text = block.text
-        if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
 
     # --- the response -------------------------------------------------------------------------
 
     @property
     def _end_status(self) -> Status:
-        cut = self._end is not None and self._end.finish_reason == "length"
-        return "incomplete" if cut else "completed"
+        (end,) = self.ends
+        return "incomplete" if end and end.finish_reason == "length" else "completed"
 
     def _reply(self, status: Status, failure: ResponseFailure | None = None) -> ResponsesReply:
-        blocks = self._answer.blocks
+        blocks = self.answers[0].blocks
         statuses: list[Status] = ["completed" for _ in blocks]
         if blocks and status == "incomplete":
             statuses[-1] = status
@@ -293,12 +264,14 @@ class ResponsesFormat(ReplyFormat):
         )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._next_number(), **fields}
-        return f"event: {kind}\ndata: {_to_json(data)}\n\n".encode()
-
-    def _next_number(self) -> int:
         self._number += 1
-        return self._number - 1
+        return sse({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+
+
+def _content(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
 
 def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,7 +280,3 @@ def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
         {"token": each["token"], "logprob": each["logprob"]} for each in reported["top_logprobs"]
     ]
     return {"token": reported["token"], "logprob": reported["logprob"], "top_logprobs": top}
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

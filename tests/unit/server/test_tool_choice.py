@@ -196,9 +196,8 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     ]
     ask = chat(running, logprobs=True)
     shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
-    chunks = [json.loads(event) for piece in pieces for event in shape.stream_events(piece)]
     end = OutputDelta(0, "", finish_reason="stop")
-    chunks += [json.loads(event) for event in shape.stream_events(end)]
+    chunks = [chunk for piece in (*pieces, end) for chunk in shape.chunks(piece)]
     for piece in (*pieces, end):
         whole.add(piece)
     reply = whole.response().model_dump()
