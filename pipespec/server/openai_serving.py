@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -27,7 +26,6 @@ from pipespec.server.api_errors import (
     invalid_field,
 )
 from pipespec.server.dashboard import Dashboard
-from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.conversations import (
     DeletedResponse,
     KeptResponse,
@@ -35,12 +33,9 @@ from pipespec.server.dialects.conversations import (
     no_response_to_continue,
     no_such_response,
 )
-from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
 from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
-from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
-from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
     ConversationWanted,
@@ -52,24 +47,11 @@ from pipespec.server.preparation import (
 )
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
-from pipespec.server.response_stream import (
-    CompletionEvents,
-    ReplyFormat,
-    ResponseStream,
-    full_response,
-)
+from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
+from pipespec.server.routes import ROUTES
 from pipespec.text import token_text
 
 JSON = "application/json"
-# The formats of the replies of the routes that generate text.
-FORMATS: Mapping[str, Callable[..., ReplyFormat]] = {
-    "/v1/chat/completions": ChatFormat,
-    "/v1/completions": CompletionFormat,
-    "/v1/responses": ResponsesFormat,
-    "/v1/messages": AnthropicFormat,
-    "/api/chat": OllamaChatFormat,
-    "/api/generate": OllamaGenerateFormat,
-}
 
 
 class OpenAIServing:
@@ -114,13 +96,15 @@ class OpenAIServing:
     # --- text ---------------------------------------------------------------------------------
 
     async def generate(self, path: str, request: Request) -> Response:
-        """Answer a request to a route that generates text, whole or as a stream."""
+        """Answer a request to a route with a body, whole or as a stream."""
         prepared = await self._prepare(path, request)
         if isinstance(prepared, bytes):
             return Response(prepared, media_type=JSON)
         if self.client.away:
             raise cluster_unavailable()
-        formatter = FORMATS[path](
+        make_format = ROUTES[path].format
+        assert make_format is not None, "it generates text"
+        formatter = make_format(
             prepared.parsed,
             self.client.served.tokenizer,
             prepared.model or self.options.names[0],
@@ -268,14 +252,6 @@ class OpenAIServing:
             root=self.options.names[0],
             max_model_len=self.client.served.context,
         )
-
-    async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text, or of messages in the chat template."""
-        return Response(await self._prepare("/tokenize", request), media_type=JSON)
-
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        return Response(await self._prepare("/detokenize", request), media_type=JSON)
 
     async def tokenizer_info(self) -> TokenizerInfo:
         """The vocabulary, special tokens and chat template of the model."""

@@ -13,7 +13,7 @@ from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError
 from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.chat_prompt import render_chat, template_options
+from pipespec.server.chat_prompt import render_chat
 from pipespec.server.reasoning.reasoning_use import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
@@ -113,49 +113,49 @@ class RequestParser:
         self._tool_parser = tool_parser
         self._grammars = served.grammars()
 
-    def chat(self, body: ChatRequest, *, clamps: bool = False) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions. With `clamps` a limit of tokens beyond the
-        context is lowered. Raises ApiError."""
+    def parse(self, body: GenerationRequest, *, clamps: bool = False) -> ParsedRequest:
+        """Parse a request. With `clamps` a limit of tokens beyond the context is lowered, and
+        completions have none by default. Raises ApiError."""
+        if isinstance(body, ChatRequest):
+            return self._chat(body, clamps)
+        assert isinstance(body, CompletionRequest)
+        return self._completion(body, clamps)
+
+    def _chat(self, body: ChatRequest, clamps: bool) -> ParsedRequest:
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
-        if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
+        newer = body.max_completion_tokens
+        if newer and body.max_tokens not in (None, newer):
             raise invalid_field(
                 "max_tokens",
-                f"max_tokens is {body.max_tokens}, but max_completion_tokens is "
-                f"{body.max_completion_tokens}; leave one out.",
+                f"max_tokens is {body.max_tokens}, but max_completion_tokens is {newer}; leave one "
+                "out.",
             )
         tools = offered_tools(body)
-        text = render_chat(self._served, body.messages, tools, template_options(body))
+        text = render_chat(self._served, body, tools)
         prompt = self._encode(text, "messages", special=False)
-        tool_use = tool_use_of(body, self._served, self._tool_parser) if tools else None
-        max_tokens = body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens
-        if clamps:
-            max_tokens = self._clamped(max_tokens, [prompt])
+        tool_use, constraint = None, None
+        if tools:
+            tool_use, constraint = tool_use_of(body, tools, self._served, self._tool_parser)
         parsed = self._parse(
             body,
-            prompts=[prompt],
-            echo_texts=(),
+            [prompt],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            max_tokens=max_tokens,
-            max_tokens_field="max_completion_tokens"
-            if body.max_completion_tokens
-            else "max_tokens",
+            max_tokens=newer or body.max_tokens or self._defaults.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            clamps=clamps,
         )
-        # A required call takes precedence over other constraints.
-        constraint = tool_use.constraint if tool_use else None
         reasoning = reasoning_use(self._served.tokenizer.chat_template or "", text)
         parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
+        # A required call takes precedence over other constraints.
         return self._with_grammar(parsed, body, constraint)
 
     def count_tokens(self, body: ChatRequest) -> int:
         """The number of tokens of a chat's prompt. Raises ApiError."""
-        tools = offered_tools(body)
-        text = render_chat(self._served, body.messages, tools, template_options(body))
+        text = render_chat(self._served, body, offered_tools(body))
         return len(self.encode(text, special=False))
 
-    def completion(self, body: CompletionRequest, *, clamps: bool = False) -> ParsedRequest:
-        """Parse a request to /v1/completions. With `clamps` a limit of tokens beyond the context
-        is lowered, and there is none by default. Raises ApiError."""
+    def _completion(self, body: CompletionRequest, clamps: bool) -> ParsedRequest:
         if body.max_tokens == 0 and not body.echo:
             raise invalid_field(
                 "max_tokens",
@@ -175,15 +175,13 @@ class RequestParser:
         max_tokens = body.max_tokens
         if max_tokens is None:
             max_tokens = self._defaults.max_tokens or (None if clamps else COMPLETION_TOKENS)
-        if clamps:
-            max_tokens = self._clamped(max_tokens, prompts)
         parsed = self._parse(
             body,
-            prompts=prompts,
+            prompts,
             echo_texts=tuple(echo_texts),
             logprobs=body.logprobs,
             max_tokens=max_tokens,
-            max_tokens_field="max_tokens",
+            clamps=clamps,
         )
         return self._with_grammar(parsed, body, None)
 
@@ -242,14 +240,17 @@ class RequestParser:
     def _parse(
         self,
         body: GenerationRequest,
-        *,
         prompts: Sequence[Sequence[int]],
-        echo_texts: tuple[str, ...],
+        *,
+        echo_texts: tuple[str, ...] = (),
         logprobs: int | None,
         max_tokens: int | None,
-        max_tokens_field: str,
+        max_tokens_field: str = "max_tokens",
+        clamps: bool,
     ) -> ParsedRequest:
         served, defaults = self._served, self._defaults
+        if clamps and max_tokens is not None:
+            max_tokens = min(max_tokens, served.context - max(map(len, prompts)))
         n = body.n or 1
         ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
         eos = () if ignore_eos else served.eos
@@ -283,11 +284,6 @@ class RequestParser:
             prompt_logprobs=body.prompt_logprobs,
             cache_salt=body.cache_salt or "",
         )
-
-    def _clamped(self, wanted: int | None, prompts: Sequence[Sequence[int]]) -> int | None:
-        """A limit of answers that the context has room for."""
-        room = self._served.context - max(map(len, prompts))
-        return None if wanted is None else min(wanted, room)
 
     def _max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str

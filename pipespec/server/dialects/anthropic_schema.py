@@ -10,33 +10,31 @@ from pydantic import Field, FiniteFloat, model_validator
 from pipespec.limits import MAX_COUNT
 from pipespec.server.dialects.translation import (
     PARTS,
-    READABLE,
     TEXT,
     TEXT_OR_PARTS,
-    Dialect,
     DialectBody,
+    Messages,
     Translation,
     add_turn,
     call_of,
-    joined,
     named_function,
     schema_format,
     tool_of,
 )
-from pipespec.server.message_schema import FUNCTION_NAME, MAX_TOOLS, RequestModel
+from pipespec.server.message_schema import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    READABLE,
+    RequestModel,
+    TextPart,
+    contents,
+)
 from pipespec.server.request_schema import LATER, Texts
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
 ELSEWHERE = "is not supported: this server has no such service"
 
 # --- messages ---------------------------------------------------------------------------------
-
-
-class TextBlock(RequestModel):
-    """Text of a message."""
-
-    type: Literal["text"]
-    text: str
 
 
 class ThinkingBlock(RequestModel):
@@ -61,9 +59,7 @@ class ToolUseBlock(RequestModel):
     input: dict[str, Any]
 
 
-Contents = Annotated[
-    Annotated[str, TEXT] | Annotated[list[TextBlock], PARTS], TEXT_OR_PARTS, READABLE
-]
+Contents = Annotated[str, contents(str | list[TextPart], "'text'"), READABLE]
 
 
 class ToolResultBlock(RequestModel):
@@ -73,14 +69,9 @@ class ToolResultBlock(RequestModel):
     tool_use_id: str
     content: Contents | None = None
 
-    @property
-    def text(self) -> str:
-        """The result as text."""
-        return text_of(self.content)
-
 
 AnyBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextPart | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -97,7 +88,7 @@ class AnthropicMessage(RequestModel):
     def _fits(self) -> AnthropicMessage:
         for block in self.content if isinstance(self.content, list) else ():
             role = "user" if isinstance(block, ToolResultBlock) else "assistant"
-            if not isinstance(block, TextBlock) and role != self.role:
+            if not isinstance(block, TextPart) and role != self.role:
                 raise ValueError(
                     f"has the role {self.role!r} and a block of type {block.type!r}, which goes "
                     f"with the role {role!r}"
@@ -105,11 +96,24 @@ class AnthropicMessage(RequestModel):
         return self
 
 
-def text_of(content: str | list[TextBlock] | None) -> str:
-    """The text of a system prompt or a result."""
-    if isinstance(content, list):
-        return joined([block.text for block in content])
-    return content or ""
+IGNORED = frozenset(
+    (
+        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics"),
+        *("user_profile_id", "workspace_id"),
+    )
+)
+REFUSED = {
+    "container": (ELSEWHERE, ()),
+    "mcp_servers": (TEXT_ALONE, ()),
+    "context_management": (LATER, ()),
+    "prefill": (LATER, ()),
+}
+NAMES = {
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -163,13 +167,17 @@ class OutputConfig(RequestModel):
 class CountTokensRequest(DialectBody):
     """POST /v1/messages/count_tokens."""
 
-    model: str | None = None
+    ignored, refused, names = IGNORED, REFUSED, NAMES
+
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: Contents | None = None
     tools: Annotated[list[AnthropicTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+
+    def translate(self, earlier: Messages) -> Translation:
+        return Translation(chat_fields(self), counts=_count_reply)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -182,6 +190,18 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts = Field(default_factory=list)
     stream: bool | None = None
 
+    def translate(self, earlier: Messages) -> Translation:
+        fields = chat_fields(self) | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        # Clients send the most tokens that Anthropic's own models write.
+        options = {"max_tokens": self.max_tokens}
+        return Translation(fields, bool(self.stream), options, clamps=True)
+
 
 # --- translation ------------------------------------------------------------------------------
 
@@ -189,8 +209,8 @@ class MessagesRequest(CountTokensRequest):
 def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
     """The fields that decide the prompt."""
     messages: list[dict[str, Any]] = []
-    if system := text_of(body.system):
-        messages.append({"role": "system", "content": system})
+    if body.system:
+        messages.append({"role": "system", "content": body.system})
     for message in body.messages:
         for part in translated_messages(message):
             add_turn(messages, part)
@@ -224,66 +244,24 @@ def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for block in message.content:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextPart):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             calls.append(call_of(block.id, block.name, json.dumps(block.input)))
         elif isinstance(block, ToolResultBlock):
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+            result = {"tool_call_id": block.tool_use_id, "content": block.content or ""}
+            made.append({"role": "tool", **result})
     if texts or calls or not made:
-        spoken: dict[str, Any] = {"role": message.role, "content": joined(texts)}
+        spoken: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
         if calls:
             spoken["tool_calls"] = calls
         if thoughts:
-            spoken["reasoning_content"] = joined(thoughts)
+            spoken["reasoning_content"] = "\n".join(thoughts)
         made.append(spoken)
     return made
 
 
-def translate_messages(body: MessagesRequest) -> Translation:
-    """A request for a message."""
-    fields = chat_fields(body)
-    fields["max_tokens"] = body.max_tokens
-    fields["stop"] = body.stop_sequences
-    for name in ("temperature", "top_p", "top_k"):
-        if (value := getattr(body, name)) is not None:
-            fields[name] = value
-    # Clients send the most tokens that Anthropic's own models write.
-    return Translation(fields, bool(body.stream), {"max_tokens": body.max_tokens}, clamps=True)
-
-
-def translate_count(body: CountTokensRequest) -> Translation:
-    """A request for the number of a prompt's tokens."""
-    return Translation(chat_fields(body), counts=_count_reply)
-
-
 def _count_reply(num_tokens: int) -> bytes:
     return json.dumps({"input_tokens": num_tokens}).encode()
-
-
-IGNORED = frozenset(
-    (
-        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics"),
-        *("user_profile_id", "workspace_id"),
-    )
-)
-REFUSED = {
-    "container": (ELSEWHERE, ()),
-    "mcp_servers": (TEXT_ALONE, ()),
-    "context_management": (LATER, ()),
-    "prefill": (LATER, ()),
-}
-NAMES = {
-    "continue_final_message": "messages",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-}
-MESSAGES = Dialect(
-    MessagesRequest, translate_messages, ignored=IGNORED, refused=REFUSED, names=NAMES
-)
-COUNT_TOKENS = Dialect(
-    CountTokensRequest, translate_count, ignored=IGNORED, refused=REFUSED, names=NAMES
-)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.server.dialects.translation import DialectBody, Translation
+from pipespec.server.dialects.translation import DialectBody, Messages, Translation
 from pipespec.server.reasoning.reasoning_use import reasoning_use
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
@@ -56,7 +56,12 @@ class ShowReply(BaseModel):
 class ShowRequest(DialectBody):
     """POST /api/show."""
 
+    passed, ignored = frozenset[str](), frozenset(("verbose",))
+
     model: Annotated[str, Field(min_length=1)]
+
+    def translate(self, earlier: Messages) -> Translation:
+        return Translation({"model": self.model}, reply=_show_reply)
 
 
 def tags_reply(names: Sequence[str], started: float) -> TagsReply:
@@ -68,11 +73,6 @@ def tags_reply(names: Sequence[str], started: float) -> TagsReply:
             for name in names
         ]
     )
-
-
-def translate_show(body: ShowRequest) -> Translation:
-    """A request for what is known of the model."""
-    return Translation({"model": body.model}, reply=_show_reply)
 
 
 def _show_reply(served: ModelInfo) -> bytes:

@@ -11,10 +11,10 @@ from pydantic import Field, FiniteFloat, model_validator
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.dialects.ollama_models import ShowRequest, rfc3339, translate_show
+from pipespec.server.dialects.ollama_models import rfc3339
 from pipespec.server.dialects.translation import (
-    Dialect,
     DialectBody,
+    Messages,
     Translation,
     call_of,
     schema_format,
@@ -89,8 +89,35 @@ class OllamaMessage(RequestModel):
         return self
 
 
+IGNORED = frozenset(("keep_alive",))
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "template": (FIXED, ()),
+    "suffix": ("is not supported: the model writes what follows a prompt", ()),
+    "context": ("is not supported: send the conversation to /api/chat", ()),
+    "images": (NO_MEDIA, ()),
+    "width": (NO_MEDIA, ()),
+    "height": (NO_MEDIA, ()),
+    "steps": (NO_MEDIA, ()),
+}
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    "reasoning_effort": "think",
+    **{
+        name: f"options.{name}"
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    },
+}
+
+
 class OllamaRequest(DialectBody):
     """The fields that both kinds of requests share. A reply is a stream unless it is declined."""
+
+    ignored, refused, names = IGNORED, REFUSED, NAMES
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
@@ -107,6 +134,14 @@ class OllamaChatRequest(OllamaRequest):
     messages: list[OllamaMessage] | None = None
     tools: Tools = None
 
+    def translate(self, earlier: Messages) -> Translation:
+        if not self.messages:
+            return _load_reply(self.model, {"message": {"role": "assistant", "content": ""}})
+        fields = shared_fields(self) | chat_only_fields(self)
+        fields["messages"] = translated_messages(self.messages)
+        fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        return Translation(fields, self.stream is not False, clamps=True)
+
 
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
@@ -114,6 +149,23 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+
+    def translate(self, earlier: Messages) -> Translation:
+        if not self.prompt:
+            return _load_reply(self.model, {"response": ""})
+        fields = shared_fields(self)
+        if not self.raw:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            fields |= {"messages": [*system, {"role": "user", "content": self.prompt}]}
+            fields |= chat_only_fields(self)
+        elif self.system:
+            raise invalid_field(
+                "system", "system is given, but raw is true, so no template is used; leave one out."
+            )
+        else:
+            fields["prompt"] = self.prompt
+            fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return Translation(fields, self.stream is not False, clamps=True)
 
 
 # --- translation ------------------------------------------------------------------------------
@@ -152,35 +204,6 @@ def chat_only_fields(body: OllamaRequest) -> dict[str, Any]:
         switched = "medium" if body.think else "none"
         fields["reasoning_effort"] = body.think if isinstance(body.think, str) else switched
     return fields
-
-
-def translate_chat(body: OllamaChatRequest) -> Translation:
-    """A request for the next message of a chat."""
-    if not body.messages:
-        message = {"message": {"role": "assistant", "content": ""}}
-        return _load_reply(body.model, message)
-    fields = shared_fields(body) | chat_only_fields(body)
-    fields["messages"] = translated_messages(body.messages)
-    fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    return Translation(fields, body.stream is not False, clamps=True)
-
-
-def translate_generate(body: OllamaGenerateRequest) -> Translation:
-    """A request for a text that follows a prompt: in the chat template, unless it is raw."""
-    if not body.prompt:
-        return _load_reply(body.model, {"response": ""})
-    fields = shared_fields(body)
-    if body.raw:
-        if body.system:
-            raise invalid_field(
-                "system", "system is given, but raw is true, so no template is used; leave one out."
-            )
-        fields["prompt"] = body.prompt
-        fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
-        return Translation(fields, body.stream is not False, clamps=True)
-    system = [{"role": "system", "content": body.system}] if body.system else []
-    fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-    return Translation(fields | chat_only_fields(body), body.stream is not False, clamps=True)
 
 
 def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -222,33 +245,3 @@ def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     made = {"model": model, "created_at": rfc3339(time.time()), **empty}
     reply = json.dumps(made | {"done": True, "done_reason": "load"}).encode()
     return Translation({"model": model}, reply=lambda _: reply)
-
-
-IGNORED = frozenset(("keep_alive",))
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "template": (FIXED, ()),
-    "suffix": ("is not supported: the model writes what follows a prompt", ()),
-    "context": ("is not supported: send the conversation to /api/chat", ()),
-    "images": (NO_MEDIA, ()),
-    "width": (NO_MEDIA, ()),
-    "height": (NO_MEDIA, ()),
-    "steps": (NO_MEDIA, ()),
-}
-NAMES = {
-    "max_tokens": "options.num_predict",
-    "response_format": "format",
-    "repetition_penalty": "options.repeat_penalty",
-    "reasoning_effort": "think",
-    **{
-        name: f"options.{name}"
-        for name in (
-            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-            *("presence_penalty", "frequency_penalty"),
-        )
-    },
-}
-CHAT = Dialect(OllamaChatRequest, translate_chat, ignored=IGNORED, refused=REFUSED, names=NAMES)
-GENERATE = Dialect(
-    OllamaGenerateRequest, translate_generate, ignored=IGNORED, refused=REFUSED, names=NAMES
-)
-SHOW = Dialect(ShowRequest, translate_show, passed=frozenset(), ignored=frozenset(("verbose",)))

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    FiniteFloat,
-    Tag,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Discriminator, Field, FiniteFloat, Tag, model_validator
+from pydantic_core import to_json
 
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS
 from pipespec.server.dialects.translation import (
     OWN_FIELDS,
     PARTS,
-    READABLE,
     TEXT,
     TEXT_OR_PARTS,
-    Dialect,
     DialectBody,
+    Messages,
     Translation,
     add_turn,
     call_of,
-    joined,
     named_function,
     schema_format,
     tool_of,
 )
-from pipespec.server.message_schema import FUNCTION_NAME, MAX_TOOLS, RequestModel
+from pipespec.server.message_schema import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    READABLE,
+    Accepts,
+    RequestModel,
+    contents,
+)
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort
-from pipespec.system.validation import shown
 
 NO_SERVICE = "is not supported: this server has no such service"
 LOGPROBS = "message.output_text.logprobs"
@@ -47,16 +43,14 @@ MAX_METADATA = 16
 # --- input ------------------------------------------------------------------------------------
 
 
-class TextPart(RequestModel):
+class InputText(RequestModel):
     """Text of a message, of a result or of reasoning."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
 
-Contents = Annotated[
-    Annotated[str, TEXT] | Annotated[list[TextPart], PARTS], TEXT_OR_PARTS, READABLE
-]
+Contents = Annotated[str, contents(str | list[InputText], "'input_text' and the like"), READABLE]
 
 
 class InputMessage(RequestModel):
@@ -88,7 +82,7 @@ class ReasoningItem(RequestModel):
     """What the model has thought before an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[TextPart] | None = None
+    content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
 
 
 def _kind_of_item(item: Any) -> str | None:
@@ -157,174 +151,30 @@ class Reasoning(RequestModel):
     effort: ReasoningEffort | None = None
 
 
-def _tool_choice(value: Any) -> Any:
-    """none, auto, required, a function's name, or some of the tools."""
-    if value is None or value in ("none", "auto", "required"):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function" and isinstance(value.get("name"), str):
-        return value
-    if kind == "allowed_tools" and value.get("mode") in ("auto", "required"):
-        tools = value.get("tools")
-        if isinstance(tools, list) and tools and all(map(_is_named, tools)):
-            return value
-    raise ValueError(
-        f"is {shown(value)}, but must be 'none', 'auto', 'required', {{'type': 'function', 'name': "
-        "...} or {'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}"
-    )
+class NamedFunction(RequestModel):
+    """A function that must or may be called."""
+
+    type: Literal["function"]
+    name: str
 
 
-def _is_named(tool: Any) -> bool:
-    return isinstance(tool, dict) and isinstance(tool.get("name"), str)
+class AllowedTools(RequestModel):
+    """The functions of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
 
 
-_NAMED = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-    "required": ["type", "name"],
-}
-_ALLOWED = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
-    },
-    "required": ["type", "mode", "tools"],
-}
+_AnyChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
 ToolChoice = Annotated[
-    str | dict[str, Any] | None,
-    BeforeValidator(_tool_choice),
-    WithJsonSchema(
-        {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED, {"type": "null"}]}
+    _AnyChoice,
+    Accepts(
+        _AnyChoice,
+        "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
+        "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}",
     ),
 ]
-
-
-class ResponsesRequest(DialectBody):
-    """POST /v1/responses."""
-
-    model: str | None = None
-    input: Annotated[
-        Annotated[str, TEXT] | Annotated[list[Item], PARTS],
-        TEXT_OR_PARTS,
-    ]
-    instructions: str | None = None
-    previous_response_id: Annotated[str | None, Field(min_length=1, max_length=MAX_ID)] = None
-    store: bool | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_COUNT)] = None
-    temperature: Annotated[FiniteFloat | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    include: list[Literal[INCLUDABLE]] | None = None  # type: ignore[valid-type]
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
-    metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA)] = None
-    stream: bool | None = None
-
-    @property
-    def continues(self) -> str | None:
-        return self.previous_response_id
-
-
-# --- translation ------------------------------------------------------------------------------
-
-
-def translate(body: ResponsesRequest) -> Translation:
-    """A request for a response, as a chat."""
-    conversation = [*body.earlier]
-    if isinstance(body.input, str):
-        add_turn(conversation, {"role": "user", "content": body.input})
-    else:
-        for item in body.input:
-            add_turn(conversation, message_of(item))
-    # Those of the response that is continued are not carried over.
-    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    wanted = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
-    fields: dict[str, Any] = {
-        "model": body.model,
-        "messages": [*instructions, *conversation],
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "max_completion_tokens": body.max_output_tokens,
-        "tools": [tool_of(t.name, t.parameters, t.description) for t in body.tools or ()],
-        "tool_choice": choice_of(body.tool_choice),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-        "response_format": format_of(body.text.format if body.text else None),
-        "logprobs": wanted,
-        "top_logprobs": body.top_logprobs if wanted else None,
-    }
-    options = {
-        "echo": echo_of(body),
-        # The messages to which the answer is added for a later request.
-        "conversation": None
-        if body.store is False
-        else json.dumps(conversation, ensure_ascii=False).encode(),
-    }
-    return Translation(fields, bool(body.stream), options)
-
-
-def message_of(item: Any) -> dict[str, Any]:
-    """A message as OpenAI's chats have it; one of the model may be only a part of one."""
-    if isinstance(item, FunctionCallItem):
-        call = call_of(item.call_id, item.name, item.arguments)
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if isinstance(item, FunctionOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
-    if isinstance(item, ReasoningItem):
-        thought = text_of(item.content or [])
-        return {"role": "assistant", "content": "", "reasoning_content": thought}
-    return {"role": item.role, "content": text_of(item.content)}
-
-
-def text_of(content: str | list[TextPart]) -> str:
-    """Contents as one text."""
-    return content if isinstance(content, str) else joined([part.text for part in content])
-
-
-def choice_of(choice: str | dict[str, Any] | None) -> Any:
-    """The choice of a tool as OpenAI's chats have it."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice["type"] == "function":
-        return named_function(choice["name"])
-    tools = [named_function(tool["name"]) for tool in choice["tools"]]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
-
-
-def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
-    """What the answer must match, as OpenAI's chats have it."""
-    if wanted is None or wanted.type != "json_schema":
-        return None if wanted is None else {"type": wanted.type}
-    return schema_format(wanted.schema_, wanted.name or "output")
-
-
-def echo_of(body: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a request that its response repeats."""
-    tools = [
-        {"type": "function", "strict": None, "parameters": None}
-        | tool.model_dump(exclude_unset=True)
-        for tool in body.tools or ()
-    ]
-    text = body.text or TextConfig(format=TextFormat(type="text"))
-    effort = body.reasoning.effort if body.reasoning else None
-    return {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": effort},
-        "text": text.model_dump(exclude_none=True, by_alias=True),
-        "tool_choice": body.tool_choice or "auto",
-        "tools": tools,
-        "top_logprobs": body.top_logprobs,
-    }
-
 
 IGNORED = frozenset(
     (
@@ -350,11 +200,118 @@ NAMES = {
     "logprobs": "include",
     "reasoning_effort": "reasoning.effort",
 }
-RESPONSES = Dialect(
-    ResponsesRequest,
-    translate,
-    passed=OWN_FIELDS | {"top_k", "stop"},
-    ignored=IGNORED,
-    refused=REFUSED,
-    names=NAMES,
-)
+
+
+class ResponsesRequest(DialectBody):
+    """POST /v1/responses."""
+
+    passed = OWN_FIELDS | {"top_k", "stop"}
+    ignored, refused, names = IGNORED, REFUSED, NAMES
+
+    input: Annotated[
+        Annotated[str, TEXT] | Annotated[list[Item], PARTS],
+        TEXT_OR_PARTS,
+    ]
+    instructions: str | None = None
+    previous_response_id: Annotated[str | None, Field(min_length=1, max_length=MAX_ID)] = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_COUNT)] = None
+    temperature: Annotated[FiniteFloat | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    include: list[Literal[INCLUDABLE]] | None = None  # type: ignore[valid-type]
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA)] = None
+    stream: bool | None = None
+
+    @property
+    def continues(self) -> str | None:
+        return self.previous_response_id
+
+    def translate(self, earlier: Messages) -> Translation:
+        conversation = [*earlier]
+        items = self.input
+        if isinstance(items, str):
+            items = [InputMessage(role="user", content=items)]
+        for item in items:
+            add_turn(conversation, message_of(item))
+        # Those of the response that is continued are not carried over.
+        rules = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*rules, *conversation],
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool_of(t.name, t.parameters, t.description) for t in self.tools or ()],
+            "tool_choice": choice_of(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": format_of(self.text.format if self.text else None),
+            "logprobs": wanted,
+            "top_logprobs": self.top_logprobs if wanted else None,
+        }
+        # The messages to which the answer is added for a later request.
+        kept = None if self.store is False else to_json(conversation)
+        return Translation(fields, bool(self.stream), {"echo": echo_of(self), "conversation": kept})
+
+
+# --- translation ------------------------------------------------------------------------------
+
+
+def message_of(item: Any) -> dict[str, Any]:
+    """A message as OpenAI's chats have it; one of the model may be only a part of one."""
+    if isinstance(item, FunctionCallItem):
+        call = call_of(item.call_id, item.name, item.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if isinstance(item, FunctionOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+    if isinstance(item, ReasoningItem):
+        return {"role": "assistant", "content": "", "reasoning_content": item.content or ""}
+    return {"role": item.role, "content": item.content}
+
+
+def choice_of(choice: str | NamedFunction | AllowedTools | None) -> Any:
+    """The choice of a tool as OpenAI's chats have it."""
+    if isinstance(choice, NamedFunction):
+        return named_function(choice.name)
+    if isinstance(choice, AllowedTools):
+        tools = [named_function(tool.name) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
+    """What the answer must match, as OpenAI's chats have it."""
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else {"type": wanted.type}
+    return schema_format(wanted.schema_, wanted.name or "output")
+
+
+def echo_of(body: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a request that its response repeats."""
+    tools = [
+        {"type": "function", "strict": None, "parameters": None}
+        | tool.model_dump(exclude_unset=True)
+        for tool in body.tools or ()
+    ]
+    text = body.text or TextConfig(format=TextFormat(type="text"))
+    effort = body.reasoning.effort if body.reasoning else None
+    choice = body.tool_choice or "auto"
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": effort},
+        "text": text.model_dump(exclude_none=True, by_alias=True),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": tools,
+        "top_logprobs": body.top_logprobs,
+    }

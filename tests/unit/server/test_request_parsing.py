@@ -31,12 +31,12 @@ def running(demo: ModelInfo) -> RunningCluster:
 
 def completion(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).completion(asked)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
 
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = ChatRequest.model_validate({"messages": HELLO} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).chat(asked)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
 
 
 # --- what is asked ----------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def running(demo: ModelInfo) -> RunningCluster:
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).chat(asked)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
 
 
 def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:
@@ -81,7 +81,7 @@ def test_tokenizer_without_backend_renders_tools_too(tmp_path: Path) -> None:
     served = ModelInfo(str(tmp_path), len(theirs), 2000, (1,), None)
     assert not isinstance(served.tokenizer, BackendTokenizer)
     asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
-    assert render_chat(served, asked.messages, asked.tools or ()) == (
+    assert render_chat(served, asked, asked.tools or ()) == (
         theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
     )
 

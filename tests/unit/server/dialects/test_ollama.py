@@ -74,7 +74,7 @@ def test_formats_and_thinking_are_translated(preparer: Preparer) -> None:
     )
     for think, effort in ((True, "medium"), (False, "none"), ("low", "low")):
         body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"think": think})
-        assert ollama_schema.CHAT.translated(body).fields["reasoning_effort"] == effort
+        assert body.translated().fields["reasoning_effort"] == effort
 
 
 def test_results_name_the_calls_before_them() -> None:
@@ -87,7 +87,7 @@ def test_results_name_the_calls_before_them() -> None:
         {"role": "tool", "content": "one"},
     ]
     body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"messages": messages})
-    _, spoken, *results = ollama_schema.CHAT.translated(body).fields["messages"]
+    _, spoken, *results = body.translated().fields["messages"]
     ids = [each["id"] for each in spoken["tool_calls"]]
     assert [len(each) for each in ids] == [9, 9]
     assert spoken["reasoning_content"] == "Hm."
