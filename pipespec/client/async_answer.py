@@ -90,11 +90,10 @@ class AsyncAnswer:
         for request, event in events:
             if isinstance(event, Finished):
                 del self._open[request]
-        full = [request for request, count in self._open.items() if count >= MOST_EVENTS]
+        full = any(count >= MOST_EVENTS for count in self._open.values())
         self._open = dict.fromkeys(self._open, 0)
-        for request in full:
-            # One that has failed meanwhile is followed no more, which `next` says next.
-            await self._client.release(request)
+        if full:  # there is room again
+            await self._client.wake()
         return events
 
     def interrupt(self, error: Exception) -> None:
