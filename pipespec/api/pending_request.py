@@ -8,14 +8,10 @@ from pipespec.api.outputs import CompletionOutput, RequestOutput, logprobs_by_pl
 from pipespec.api.prompts import Tokenized
 from pipespec.client.answers import Answer, AnswerBuilder, labels, statistics
 from pipespec.client.model_info import ModelInfo
-from pipespec.controller.log_records import Event, Finished, failure_of
+from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams
-from pipespec.errors import RankFailed
 from pipespec.stats import Report
 from pipespec.text import FinalText
-
-# Why a request of ours ends; for any other reason another user has ended it.
-REASONS = ("stop", "length")
 
 
 class PendingRequest:
@@ -44,10 +40,7 @@ class PendingRequest:
     def receive(self, event: Event) -> str:
         """The text that an event makes final. Raises what ends the request without an answer."""
         if isinstance(event, Finished):
-            if failure := failure_of(event.reason):
-                raise failure
-            if event.reason not in REASONS:
-                raise RankFailed(f"The request was {event.reason} by another user; ask again.")
+            check_answered(event)
         return self._builder.receive(event)
 
 

@@ -8,14 +8,13 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from pipespec import core
+from pipespec.client.answers import seeds_from
 from pipespec.client.request_settings import grammar_for
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_PRIORITY, check_choice, check_whole
 from pipespec.sampling.params import (
     ACCEPTANCES,
     MAX_BIASED,
-    MAX_SEED,
-    MIN_SEED,
     check_sampling,
 )
 from pipespec.system.validation import Unreadable, typed
@@ -179,12 +178,10 @@ class SamplingParams:
         if none is set. Raises ConfigError."""
         outputs = self.structured_outputs
         grammar = "" if outputs is None else outputs.compile()
-        span = MAX_SEED - MIN_SEED + 1
         made = []
         for fresh_seed in fresh_seeds:
             first = self.for_request(fresh_seed, grammar)
-            seeds = [MIN_SEED + (first.seed - MIN_SEED + i) % span for i in range(self.n)]
-            made.append([_with_seed(first, seed) for seed in seeds])
+            made.append([_with_seed(first, seed) for seed in seeds_from(first.seed, self.n)])
         return made
 
 

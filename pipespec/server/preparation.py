@@ -241,7 +241,7 @@ class Preparer:
         if fields.messages is not None:
             text = render_chat(served, fields, fields.tools or ())
             special = bool(fields.add_special_tokens)  # the template writes its own
-        ids = self._parser.encode(text or "", special=special)
+        ids = served.tokenizer.encode(text or "", add_special_tokens=special)
         strings = None
         if fields.return_token_strs:
             strings = [served.tokenizer.convert_ids_to_tokens(token) or "" for token in ids]
@@ -251,8 +251,7 @@ class Preparer:
         return reply.model_dump_json().encode()
 
     def _detokenize(self, fields: DetokenizeRequest) -> bytes:
-        for token in fields.tokens:
-            self._parser.check_token(token, "tokens")
+        self._parser.check_tokens(fields.tokens, "tokens")
         text = self._parser.decode(fields.tokens)
         return DetokenizeReply(prompt=text, content=text).model_dump_json().encode()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipespec.client.answers import fresh_seed
-from pipespec.client.model_info import ModelInfo
+from pipespec.client.answers import fresh_seed, seeds_from
+from pipespec.client.model_info import ModelInfo, PromptTooLong
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError
-from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
-from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.errors import ConfigError, PromptError
+from pipespec.sampling.params import check_sampling, check_vocabulary
+from pipespec.server.api_errors import invalid_field
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.reasoning.reasoning_use import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
@@ -21,9 +21,6 @@ from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, too
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
-# Of a text with more characters than this per token of the context, the beginning is tokenized
-# first, as megabytes take seconds.
-CHARACTERS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
 
 
@@ -133,7 +130,7 @@ class RequestParser:
             )
         tools = offered_tools(body)
         text = render_chat(self._served, body, tools)
-        prompt = self._encode(text, "messages", special=False)
+        prompt = self._prompt(text, "messages", special=False)
         tool_use, constraint = None, None
         if tools:
             tool_use, constraint = tool_use_of(body, tools, self._served, self._tool_parser)
@@ -153,7 +150,7 @@ class RequestParser:
     def count_tokens(self, body: ChatRequest) -> int:
         """The number of tokens of a chat's prompt. Raises ApiError."""
         text = render_chat(self._served, body, offered_tools(body))
-        return len(self.encode(text, special=False))
+        return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
     def _completion(self, body: CompletionRequest, clamps: bool) -> ParsedRequest:
         if body.max_tokens == 0 and not body.echo:
@@ -162,12 +159,7 @@ class RequestParser:
                 "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
             )
         special = body.add_special_tokens is not False
-        prompts = [
-            self._encode(prompt, "prompt", special=special)
-            if isinstance(prompt, str)
-            else self._check_prompt(prompt, "prompt")
-            for prompt in body.prompt
-        ]
+        prompts = [self._prompt(prompt, "prompt", special=special) for prompt in body.prompt]
         echo_texts = [
             prompt if isinstance(prompt, str) else self.decode(prompt)
             for prompt in (body.prompt if body.echo else ())
@@ -187,53 +179,31 @@ class RequestParser:
 
     # --- prompts ------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """The token ids of a text, with the special tokens around it if `special`."""
-        return self._served.tokenizer.encode(text, add_special_tokens=special)
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self._served.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def check_token(self, token: int, param: str) -> None:
-        """Raise ApiError unless the model has such a token."""
-        if not 0 <= token < self._served.vocab_size:
-            shown = token if abs(token) < 10**20 else "of too many digits"
-            raise invalid_field(
-                param,
-                f"{param} holds the token id {shown}, but they go from 0 to "
-                f"{self._served.vocab_size - 1}.",
-            )
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise ApiError unless the model has all these tokens."""
+        try:
+            self._served.check_tokens(tokens, param)
+        except PromptError as error:
+            raise invalid_field(param, str(error)) from None
 
-    def _encode(self, text: str, param: str, *, special: bool) -> Sequence[int]:
+    def _prompt(
+        self, prompt: str | Sequence[int], param: str, *, special: bool = True
+    ) -> Sequence[int]:
         """The token ids of a prompt that leaves room for an answer. Raises ApiError."""
-        context = self._served.context
-        num_characters = CHARACTERS_PER_TOKEN * context
-        if len(text) > num_characters:
-            beginning = self.encode(text[:num_characters], special=special)
-            if len(beginning) >= 2 * context:
-                raise self._too_long(param, f"more than {len(beginning) // 2}")
-        return self._check_prompt(self.encode(text, special=special), param)
-
-    def _check_prompt(self, ids: Sequence[int], param: str) -> Sequence[int]:
-        """The same ids, if they can be a prompt. Raises ApiError."""
-        if not ids:
-            raise invalid_field(param, f"{param} has no tokens, but must have one at least.")
-        if len(ids) >= self._served.context:
-            raise self._too_long(param, str(len(ids)))
-        for token in ids:
-            self.check_token(token, param)
-        return ids
-
-    def _too_long(self, param: str, num_tokens: str) -> ApiError:
-        return invalid_field(
-            param,
-            f"{param} has {num_tokens} tokens, but the context holds {self._served.context} and "
-            "needs room for an answer; shorten it.",
-            TOO_LONG,
-        )
+        try:
+            if isinstance(prompt, str):
+                return self._served.tokenize(prompt, param, special=special)
+            self._served.check_prompt(prompt, param)
+        except PromptError as error:
+            code = TOO_LONG if isinstance(error, PromptTooLong) else None
+            raise invalid_field(param, str(error), code) from None
+        return prompt
 
     # --- parameters ---------------------------------------------------------------------------
 
@@ -261,8 +231,7 @@ class RequestParser:
             prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
         stop_ids = body.stop_token_ids or []
-        for token in stop_ids:
-            self.check_token(token, "stop_token_ids")
+        self.check_tokens(stop_ids, "stop_token_ids")
         try:
             check_sampling(sampling, section="")
             check_vocabulary(sampling, served.vocab_size, section="")
@@ -273,7 +242,11 @@ class RequestParser:
             prompts=tuple(map(tuple, prompts)),
             echo_texts=echo_texts,
             n=n,
-            sampling_params=tuple(one for _ in prompts for one in _with_seeds(sampling, seed, n)),
+            sampling_params=tuple(
+                replace(sampling, seed=each)
+                for _ in prompts
+                for each in seeds_from(fresh_seed() if seed is None else seed, n)
+            ),
             max_tokens=tuple(
                 self._max_tokens(len(prompt), max_tokens, body.min_tokens or 0, max_tokens_field)
                 for prompt in prompts
@@ -355,11 +328,3 @@ def _sampling_params(body: GenerationRequest, default: SamplingParams) -> Sampli
     if body.logit_bias:
         given["logit_bias"] = body.logit_bias
     return replace(default, **given)
-
-
-def _with_seeds(sampling: SamplingParams, seed: int | None, n: int) -> tuple[SamplingParams, ...]:
-    """Parameters of n answers that differ, the first with the given seed. The smallest seed follows
-    the largest."""
-    first = (fresh_seed() if seed is None else seed) - MIN_SEED
-    num_seeds = MAX_SEED - MIN_SEED + 1
-    return tuple(replace(sampling, seed=MIN_SEED + (first + i) % num_seeds) for i in range(n))

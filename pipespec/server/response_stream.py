@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient
-from pipespec.controller.log_records import Accepted, Finished, failure_of
+from pipespec.controller.log_records import Accepted, Finished, check_answered
 from pipespec.core import TokenLogprobs
-from pipespec.errors import PipespecError, RankFailed
+from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry
 from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
 from pipespec.server.api_errors import ApiError, api_error_of
@@ -32,8 +32,6 @@ from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
 from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
 
-# Finish reasons that clients know.
-REASONS = ("stop", "length")
 # A connection sends something at least this often while its request waits.
 KEEPALIVE_S = 10.0
 # The status in proxies' logs for a client that has disconnected; no client reads this reply.
@@ -259,13 +257,8 @@ class ResponseStream:
         return OutputDelta(choice, text, event.tokens, event.logprobs)
 
     def _finished(self, choice: int, event: Finished) -> OutputDelta:
-        reason = event.reason
-        if failure := failure_of(reason):
-            raise failure
-        if reason not in REASONS:
-            raise RankFailed(f"The request was {reason} by another client; send it again.")
-        if not self._max_tokens(choice):
-            reason = "length"
+        check_answered(event)
+        reason = event.reason if self._max_tokens(choice) else "length"
         self._timers[choice].finished(reason, event.prefill_ns)
         return OutputDelta(
             choice,
