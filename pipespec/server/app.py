@@ -30,7 +30,6 @@ from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import (
     REQUEST_ID,
     ApiKeyCheck,
-    BodyLimit,
     HostCheck,
     OriginCheck,
 )
@@ -61,7 +60,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     app = FastAPI(
         title="pipespec",
         version=version(),
-        middleware=_middleware(serving.options, serving.max_body_bytes),
+        middleware=_middleware(serving.options),
         responses=_failures("/"),
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
@@ -89,9 +88,8 @@ def make_loading_app(options: ServerOptions) -> Starlette:
     return Starlette(routes=routes, middleware=_middleware(options))
 
 
-def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> list[Middleware]:
-    """The checks of a request, in the order in which it passes them. None of them reads its body,
-    which is limited to `max_body_bytes` (None: no route reads a body)."""
+def _middleware(options: ServerOptions) -> list[Middleware]:
+    """The checks of a request, in the order in which it passes them. None of them reads its body."""
     checks = [Middleware(OriginCheck, options.allowed_origins)]
     if options.allowed_hosts or not options.api_keys:
         checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))
@@ -105,8 +103,6 @@ def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> li
         )
         checks.append(cors)
     checks.append(Middleware(ApiKeyCheck, options.api_keys))
-    if max_body_bytes is not None:
-        checks.append(Middleware(BodyLimit, max_body_bytes))
     return checks
 
 

@@ -10,6 +10,7 @@ import secrets
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import PipespecError, Unreachable
 from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
 from pipespec.server.api_errors import (
+    ApiError,
     ServerShuttingDown,
     api_error_of,
     cluster_unavailable,
@@ -79,11 +81,6 @@ class OpenAIServing:
         self._open = OpenRequests()
         self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
 
-    @property
-    def max_body_bytes(self) -> int:
-        """The limit of a request's body."""
-        return self.options.max_body_bytes or body_limit(self.client.served.context)
-
     def close_dashboards(self) -> None:
         """End the streams of all dashboards, as the server is about to end."""
         self.dashboard.end()
@@ -128,7 +125,7 @@ class OpenAIServing:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
             raise not_a_json_object()
-        body = await request.body()
+        body = await self._body(request)
         with self.queue.admit(1):
             prepared = await self._pool.prepare(self._preparer, path, body)
             if not isinstance(prepared, ConversationWanted):
@@ -137,6 +134,25 @@ class OpenAIServing:
             prepared = await self._pool.prepare(self._preparer, path, body, conversation)
             assert not isinstance(prepared, ConversationWanted)
             return prepared
+
+    async def _body(self, request: Request) -> bytes:
+        """A body of up to `max_body_bytes`, by its declared and its real length. Raises ApiError."""
+        most = self.options.max_body_bytes or body_limit(self.client.served.context)
+        declared = request.headers.get("content-length", "")
+        too_long = declared.isdigit() and int(declared) > most
+        body = bytearray()
+        if not too_long:
+            async for chunk in request.stream():
+                body += chunk
+                if too_long := len(body) > most:
+                    break
+        if too_long:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"The body has more than {most} bytes; send less, or start the server with "
+                "--max-body-bytes.",
+            )
+        return bytes(body)
 
     async def _conversation(self, request: Request, response: str) -> bytes:
         """The messages up to a response that a request continues. Raises ApiError."""
