@@ -89,7 +89,7 @@ def make_loading_app(options: ServerOptions) -> Starlette:
 
 
 def _middleware(options: ServerOptions) -> list[Middleware]:
-    """The checks of a request, in the order in which it passes them. None of them reads its body."""
+    """The checks of a request, in the order in which it passes them. None reads its body."""
     checks = [Middleware(OriginCheck, options.allowed_origins)]
     if options.allowed_hosts or not options.api_keys:
         checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))

@@ -19,7 +19,7 @@ from pipespec.client.async_client import AsyncClient
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import PipespecError, Unreachable
-from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
+from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
@@ -107,8 +107,7 @@ class OpenAIServing:
             prepared.model or self.options.names[0],
             **prepared.options,
         )
-        with self.queue.admit(len(prepared.parsed.sampling_params)) as entry:
-            stream = await self._submit(prepared, entry, request)
+        stream = await self._submit(prepared, request)
         if prepared.stream:
             reply: Response = CompletionEvents(stream, formatter)
         else:
@@ -136,7 +135,7 @@ class OpenAIServing:
             return prepared
 
     async def _body(self, request: Request) -> bytes:
-        """A body of up to `max_body_bytes`, by its declared and its real length. Raises ApiError."""
+        """A body up to its limit, by its declared and its real length. Raises ApiError."""
         most = self.options.max_body_bytes or body_limit(self.client.served.context)
         declared = request.headers.get("content-length", "")
         too_long = declared.isdigit() and int(declared) > most
@@ -170,17 +169,14 @@ class OpenAIServing:
             raise api_error_of(error) from error
         return KeptResponse.unpacked(found) if found else None
 
-    async def _submit(
-        self, prepared: PreparedRequest, entry: QueueEntry, request: Request
-    ) -> ResponseStream:
+    async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
         """Put the answers in the cluster's queue. Raises ApiError."""
         parsed = prepared.parsed
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
-        entry.reserve_tokens(parsed.prompt_tokens * parsed.n)
         stream = ResponseStream(
             self.client,
             parsed,
-            entry.transfer(),
+            self.queue.admit(len(parsed.sampling_params), parsed.prompt_tokens * parsed.n),
             self.metrics,
             self._open.discard,
             request.state.api_key_digest,

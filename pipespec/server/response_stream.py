@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient
-from pipespec.controller.log_records import Accepted, Finished, check_answered
+from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry
@@ -175,34 +175,37 @@ class ResponseStream:
         self._on_closed = on_closed
         self._client = client
         self._queue_entry = queue_entry
-        self._timers: Sequence[RequestTimer] = metrics.request_arrived(request)
         self._following = AsyncExitStack()
-        self._answer: AsyncAnswer | None = None
-        self._choice: dict[int, int] = {}  # by number of the request in the log
-        self._texts = _texts(client.served.tokenizer, request)
-        self._started = [False for _ in request.sampling_params]
+        self._events: AsyncAnswer | None = None
+        timers = metrics.request_arrived(request)
+        texts = _texts(client.served.tokenizer, request)
+        self._answers = [
+            _Answer(i, request.max_tokens[i // request.n], *each)
+            for i, each in enumerate(zip(texts, timers, strict=True))
+        ]
+        self._by_number: dict[int, _Answer] = {}  # of the request in the log
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the answers in the cluster's log, once they are submitted."""
-        return tuple(self._choice)
+        return tuple(self._by_number)
 
     async def submit(self) -> None:
         """Put every answer in the cluster's queue. Raises Unreachable."""
-        self._answer = await self._following.enter_async_context(self._client.follow())
+        self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request
-        for choice, sampling in enumerate(request.sampling_params):
-            number = await self._answer.submit(
-                request.prompt_of(choice),
+        for answer, sampling in zip(self._answers, request.sampling_params, strict=True):
+            number = await self._events.submit(
+                request.prompt_of(answer.index),
                 sampling,
                 # The cluster decodes one token at least, also if only the prompt is wanted.
-                max_new_tokens=self._max_tokens(choice) or 1,
+                max_new_tokens=answer.max_tokens or 1,
                 stop=request.stop,
                 eos=request.eos,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
-            self._choice[number] = choice
+            self._by_number[number] = answer
 
     async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
         """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
@@ -210,20 +213,17 @@ class ResponseStream:
 
         Raises RankFailed or Unreachable if the cluster is gone.
         """
-        answer = self._answer
-        assert answer is not None
-        while len(answer):
-            events = await answer.next(heartbeat)
+        assert self._events is not None
+        while len(self._events):
+            events = await self._events.next(heartbeat)
             if not events:
                 yield None
             for number, event in events:
-                choice = self._choice[number]
-                if isinstance(event, Accepted):
-                    yield self._accepted(choice, event)
-                elif isinstance(event, Finished):
-                    yield self._finished(choice, event)
-                else:
-                    yield OutputDelta(choice, "", prompt_logprobs=event.logprobs)
+                answer = self._by_number[number]
+                if isinstance(event, Accepted) and not answer.started:
+                    answer.started = True
+                    self._queue_entry.started(len(self.request.prompt_of(answer.index)))
+                yield answer.delta(event)
 
     async def keep(self, kept: tuple[str, bytes] | None) -> None:
         """Keep what a reply says that a later request may continue. Raises Unreachable."""
@@ -234,43 +234,49 @@ class ResponseStream:
 
     def fail(self, error: PipespecError) -> None:
         """Let `deltas` raise an error."""
-        if self._answer is not None:
-            self._answer.interrupt(error)
+        if self._events is not None:
+            self._events.interrupt(error)
 
     async def close(self) -> None:
         """Cancel answers that have not finished."""
         await self._following.aclose()
         self._queue_entry.release()
-        for timer in self._timers:
-            timer.finished(ABORTED)
+        for answer in self._answers:
+            answer.timer.finished(ABORTED)
         self._on_closed(self)
 
-    def _accepted(self, choice: int, event: Accepted) -> OutputDelta:
-        if not self._started[choice]:
-            self._started[choice] = True
-            self._queue_entry.started(len(self.request.prompt_of(choice)))
-        wanted = self._max_tokens(choice) > 0
-        self._timers[choice].add_tokens(len(event.tokens) if wanted else 0)
-        if not wanted:
-            return OutputDelta(choice, "")
-        text = self._texts[choice].push(event.tokens)
-        return OutputDelta(choice, text, event.tokens, event.logprobs)
 
-    def _finished(self, choice: int, event: Finished) -> OutputDelta:
+@dataclass
+class _Answer:
+    """One answer as it arrives. With `max_tokens` 0 the one token that the cluster decodes is
+    dropped."""
+
+    index: int
+    max_tokens: int
+    text: FinalText
+    timer: RequestTimer
+    started: bool = False
+
+    def delta(self, event: Event) -> OutputDelta:
+        """What an event adds. Raises what has ended the request without an answer."""
+        if isinstance(event, Accepted):
+            tokens = event.tokens if self.max_tokens else ()
+            self.timer.add_tokens(len(tokens))
+            if not self.max_tokens:
+                return OutputDelta(self.index, "")
+            return OutputDelta(self.index, self.text.push(tokens), tokens, event.logprobs)
+        if not isinstance(event, Finished):
+            return OutputDelta(self.index, "", prompt_logprobs=event.logprobs)
         check_answered(event)
-        reason = event.reason if self._max_tokens(choice) else "length"
-        self._timers[choice].finished(reason, event.prefill_ns)
+        reason = event.reason if self.max_tokens else "length"
+        self.timer.finished(reason, event.prefill_ns)
         return OutputDelta(
-            choice,
-            self._texts[choice].flush(),
+            self.index,
+            self.text.flush(),
             finish_reason=cast(FinishReason, reason),
-            stop_string=self._texts[choice].found,
+            stop_string=self.text.found,
             num_cached_tokens=event.cached,
         )
-
-    def _max_tokens(self, choice: int) -> int:
-        """The limit of an answer; with 0 the one token that the cluster decodes is dropped."""
-        return self.request.max_tokens[choice // self.request.n]
 
 
 def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
