@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from pipespec.server.reasoning.abstract_splitter import SplitDelta, Thought
-from pipespec.server.reasoning.reasoning_use import ReasoningUse
+from pipespec.server.reasoning import ReasoningUse, SplitDelta, Thought
 from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 

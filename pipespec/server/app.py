@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from pipespec.server.api_errors import ApiError, cluster_loading, validation_failed
 from pipespec.server.dashboard import MAX_REQUEST
 from pipespec.server.dialects.error_replies import error_model, error_reply
-from pipespec.server.dialects.responses_format import ResponsesReply
+from pipespec.server.dialects.responses import ResponsesReply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import (

@@ -35,7 +35,7 @@ from pipespec.server.dialects.conversations import (
     no_response_to_continue,
     no_such_response,
 )
-from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
+from pipespec.server.dialects.ollama import TagsReply, tags_reply
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
 from pipespec.server.options import ServerOptions, body_limit

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from pipespec.server.dialects.anthropic_format import AnthropicFormat, AnthropicReply, TokenCount
-from pipespec.server.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
-from pipespec.server.dialects.ollama_format import (
+from pipespec.server.dialects.anthropic import (
+    AnthropicFormat,
+    AnthropicReply,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
+from pipespec.server.dialects.ollama import (
     OllamaChatFormat,
     OllamaChatReply,
+    OllamaChatRequest,
     OllamaGenerateFormat,
     OllamaGenerateReply,
+    OllamaGenerateRequest,
+    ShowReply,
+    ShowRequest,
 )
-from pipespec.server.dialects.ollama_models import ShowReply, ShowRequest
-from pipespec.server.dialects.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
-from pipespec.server.dialects.responses_format import ResponsesFormat, ResponsesReply
-from pipespec.server.dialects.responses_schema import ResponsesRequest
+from pipespec.server.dialects.responses import ResponsesFormat, ResponsesReply, ResponsesRequest
 from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.request_schema import (
     ChatRequest,

@@ -13,8 +13,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.conversations import KeptResponse, conversation_name
-from pipespec.server.dialects.responses_format import ResponsesFormat
-from pipespec.server.dialects.responses_schema import ResponsesRequest
+from pipespec.server.dialects.responses import ResponsesFormat, ResponsesRequest
 from pipespec.server.preparation import ConversationWanted, Preparer
 from tests.helpers import dialects
 

@@ -1,17 +1,22 @@
-"""The fields of Ollama's /api/chat and /api/generate."""
+"""Ollama's routes: requests and replies. Streams are lines of JSON."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Annotated, Any, Literal
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
+from pipespec.client.model_info import ModelInfo
+from pipespec.clock import monotonic_ns
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
+from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.dialects.ollama_models import rfc3339
 from pipespec.server.dialects.translation import (
     DialectBody,
     Messages,
@@ -20,7 +25,96 @@ from pipespec.server.dialects.translation import (
     schema_format,
 )
 from pipespec.server.message_schema import RequestModel, Tools
+from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.reasoning import reasoning_use
+from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Texts, refuse_fields
+from pipespec.server.response_schema import OMIT_NONE
+from pipespec.server.response_stream import OutputDelta, ReplyFormat
+from pipespec.text import Tokenizer
+
+# Ollama's clients look for the context under the name of the architecture, which a server does not
+# know.
+ARCHITECTURE = "pipespec"
+
+
+class ModelDetails(BaseModel):
+    """What is known of a model's weights: nothing, as hosts may hold them in different formats."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] | None = None
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class ListedModel(BaseModel):
+    """A served name."""
+
+    name: str
+    model: str
+    modified_at: str
+    details: ModelDetails
+
+
+class TagsReply(BaseModel):
+    """The reply of GET /api/tags."""
+
+    models: list[ListedModel]
+
+
+class ShowReply(BaseModel):
+    """The reply of POST /api/show."""
+
+    template: str
+    parameters: str = ""
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+class ShowRequest(DialectBody):
+    """POST /api/show."""
+
+    passed, ignored = frozenset[str](), frozenset(("verbose",))
+
+    model: Annotated[str, Field(min_length=1)]
+
+    def translate(self, earlier: Messages) -> Translation:
+        return Translation({"model": self.model}, reply=_show_reply)
+
+
+def tags_reply(names: Sequence[str], started: float) -> TagsReply:
+    """The served names; the cluster has started at this time."""
+    modified = rfc3339(started)
+    return TagsReply(
+        models=[
+            ListedModel(name=name, model=name, modified_at=modified, details=ModelDetails())
+            for name in names
+        ]
+    )
+
+
+def _show_reply(served: ModelInfo) -> bytes:
+    template = served.tokenizer.chat_template or ""
+    able = {"tools": "tools" in template, "thinking": reasoning_use(template, "") is not None}
+    reply = ShowReply(
+        template=template,
+        details=ModelDetails(),
+        model_info={
+            "general.architecture": ARCHITECTURE,
+            f"{ARCHITECTURE}.context_length": served.context,
+        },
+        capabilities=["completion", *(name for name, is_able in able.items() if is_able)],
+    )
+    return reply.model_dump_json().encode()
+
+
+def rfc3339(seconds: float) -> str:
+    """A time since 1970 as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
 
 NO_SEARCH = "is not supported: tokens are sampled, not searched for"
 UNUSED = "is not supported; leave it at its default"
@@ -245,3 +339,169 @@ def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     made = {"model": model, "created_at": rfc3339(time.time()), **empty}
     reply = json.dumps(made | {"done": True, "done_reason": "load"}).encode()
     return Translation({"model": model}, reply=lambda _: reply)
+
+
+_ASCII = json.JSONEncoder(separators=(",", ":"))
+
+
+class OllamaFunction(BaseModel):
+    """The function to call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(BaseModel):
+    """A call of a tool."""
+
+    function: OllamaFunction
+
+
+class OllamaAnswer(BaseModel):
+    """An answer of the model."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | None = OMIT_NONE
+    tool_calls: list[OllamaToolCall] | None = OMIT_NONE
+
+
+class OllamaReply(BaseModel):
+    """The fields that all replies share. Durations are in nanoseconds; `load_duration` is 0, as the
+    model is loaded before."""
+
+    model: str
+    created_at: str
+    done: Literal[True] = True
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int | None = OMIT_NONE
+    load_duration: int | None = OMIT_NONE
+    prompt_eval_count: int | None = OMIT_NONE
+    prompt_eval_duration: int | None = OMIT_NONE
+    eval_count: int | None = OMIT_NONE
+    eval_duration: int | None = OMIT_NONE
+    logprobs: list[dict[str, Any]] | None = OMIT_NONE
+
+
+class OllamaChatReply(OllamaReply):
+    """The reply of POST /api/chat."""
+
+    message: OllamaAnswer
+
+
+class OllamaGenerateReply(OllamaReply):
+    """The reply of POST /api/generate."""
+
+    response: str
+    thinking: str | None = OMIT_NONE
+
+
+class OllamaFormat(ReplyFormat):
+    """What the replies of both routes share."""
+
+    media_type = "application/x-ndjson"
+    reply: ClassVar[type[OllamaReply]]
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
+        super().__init__(request, tokenizer, model)
+        self._shared = {"model": model, "created_at": rfc3339(time.time())}
+        self._logprobs: list[dict[str, Any]] = []
+        self._num_sent = 0  # log-probabilities that lines have had
+        self._began_ns = monotonic_ns()
+        self._first_ns: int | None = None
+        # Lines hold nothing but JSON, so one that adds nothing keeps a connection alive.
+        self.keepalive = self._line(self.part(""))
+
+    @abstractmethod
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        """What a line adds to the answer."""
+
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
+        if delta.token_ids and self._first_ns is None:
+            self._first_ns = monotonic_ns()
+        self._logprobs += [token_logprob(self.tokenizer, *each) for each in scored_tokens(delta)]
+        return super().take(delta)
+
+    def response(self) -> BaseModel:
+        answer = self.answers[0]
+        whole = self.part(answer.text_of("text"), answer.calls, answer.text_of("reasoning"))
+        return self.reply.model_validate(self._shared | whole | self._end())
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        for part in self.take(delta):
+            if part.begins and part.index:
+                yield from self._whole_call(part.index - 1)
+            if part.block.kind == "reasoning":
+                yield self._line(self.part("", thought=part.text))
+            elif part.block.kind == "text":
+                yield self._line(self.part(part.text) | self._new_logprobs())
+
+    def last_events(self) -> Iterator[bytes]:
+        if blocks := self.answers[0].blocks:
+            yield from self._whole_call(len(blocks) - 1)
+        yield self._line(self.part("") | self._end())
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield _json({"error": error.message})
+
+    def _whole_call(self, index: int) -> Iterator[bytes]:
+        """The line of a call, which is sent when it is whole."""
+        block = self.answers[0].blocks[index]
+        if block.kind == "call":
+            yield self._line(self.part("", [block]))
+
+    def _new_logprobs(self) -> dict[str, Any]:
+        """The log-probabilities that no line has had."""
+        new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
+        return {"logprobs": new} if new else {}
+
+    def _end(self) -> dict[str, Any]:
+        """What the last line has beside the answer."""
+        end_ns, (end,) = monotonic_ns(), self.ends
+        first_ns = self._first_ns or end_ns
+        return {
+            "done": True,
+            "done_reason": "stop" if end and end.finish_reason == "stop" else "length",
+            "total_duration": end_ns - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self.request.prompt_tokens,
+            "prompt_eval_duration": first_ns - self._began_ns,
+            "eval_count": self.num_tokens,
+            "eval_duration": end_ns - first_ns,
+            **self._new_logprobs(),
+        }
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return _json({**self._shared, "done": False, **fields})
+
+
+class OllamaChatFormat(OllamaFormat):
+    """The replies of /api/chat."""
+
+    reply = OllamaChatReply
+
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            made = [{"name": call.name, "arguments": arguments_of(call)} for call in calls]
+            message["tool_calls"] = [{"function": function} for function in made]
+        return {"message": message}
+
+
+class OllamaGenerateFormat(OllamaFormat):
+    """The replies of /api/generate."""
+
+    reply = OllamaGenerateReply
+
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        return {"response": text} | ({"thinking": thought} if thought else {})
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    # In ASCII: the clients split lines at separators of Unicode too.
+    return _ASCII.encode(fields).encode() + b"\n"
