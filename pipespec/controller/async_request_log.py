@@ -149,7 +149,6 @@ class AsyncRequestLog:
 
     @property
     def connected(self) -> bool:
-        """Whether Redis answered the last command."""
         return self._pipe.connected
 
     async def close(self) -> None:
@@ -267,5 +266,4 @@ class AsyncRequestLog:
 
 
 def block_ms(seconds: float) -> int:
-    """How long a read may block, as Redis takes it."""
     return max(1, int(seconds * 1000))

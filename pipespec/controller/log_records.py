@@ -107,14 +107,12 @@ def pack_logprobs(logprobs: TokenLogprobs) -> str:
 
 
 def unpack_logprobs(text: str) -> TokenLogprobs:
-    """The inverse of `pack_logprobs`."""
     own, *pairs = text.split(",")
     split = (pair.split(":") for pair in pairs)
     return TokenLogprobs(float(own), tuple((int(token), float(value)) for token, value in split))
 
 
 def pack_request(request: Request) -> str:
-    """All of a request but its number, as JSON."""
     spec = asdict(request)
     del spec["id"]
     return json.dumps(spec)

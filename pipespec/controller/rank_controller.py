@@ -212,7 +212,6 @@ class Controller(RequestLog):
                 self._read_announcement(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
-        """Adds the report of this rank on a request (anything that JSON can represent)."""
         self._send_report(self.rank, request, stats)
 
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
@@ -279,7 +278,6 @@ class Controller(RequestLog):
         return {request for request, mark in zip(requests, found, strict=True) if mark is not None}
 
     def publish_step(self, fields: Mapping[str, bytes]) -> None:
-        """Publishes a step of the head to dashboards."""
         pairs = [item for pair in fields.items() for item in pair]
         names = (self._keys.epoch, self._keys.published_steps)
         self._send(

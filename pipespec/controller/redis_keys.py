@@ -71,7 +71,6 @@ class RedisKeys:
     ready = _of_epoch("ready")  # the prefix of the ready lists: one per rank, `<prefix>:<rank>`
 
     def draft_tokens(self, epoch: int, sequence: int) -> str:
-        """The stream of the draft tokens that the head has scheduled of a lossy sequence."""
         return self.key("epochs", epoch, "draft_tokens", sequence)
 
     # --- requests -----------------------------------------------------------------------------

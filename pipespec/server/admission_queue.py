@@ -52,7 +52,6 @@ class QueueEntry:
         self._free(1, tokens)
 
     def release(self) -> None:
-        """Remove what is left."""
         self._free(self.requests, self.tokens)
 
     def _free(self, requests: int, tokens: int) -> None:

@@ -34,7 +34,6 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All that has arrived of it."""
         return "".join(self.pieces)
 
 
@@ -78,7 +77,6 @@ class AnswerBlocks:
 
     @property
     def calls(self) -> list[Block]:
-        """The calls so far."""
         return [block for block in self.blocks if block.kind == "call"]
 
     def message(self) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the reply."""
         kind = INVALID
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:
             kind = LIMITED
@@ -76,7 +75,6 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the reply."""
         if self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             return {"Retry-After": str(RETRY_AFTER_S)}
         if self.status == HTTPStatus.UNAUTHORIZED:

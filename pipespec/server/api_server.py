@@ -134,7 +134,6 @@ async def _wait_for_cluster(
 
 
 async def _watch_cluster(cluster: ClusterWatch, serving: asyncio.Future[None]) -> None:
-    """Watch the cluster until the server ends."""
     while not serving.done():
         cluster.watch()
         await asyncio.wait([serving], timeout=WATCH_S)

@@ -107,7 +107,6 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
 
 
 def version() -> str:
-    """The version of the package."""
     return importlib.metadata.version("pipespec")
 
 
@@ -138,15 +137,12 @@ def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
 
 def _failures(path: str) -> dict[int | str, dict[str, Any]]:
-    """The replies to requests for a route that are refused or fail."""
     return {code: {"model": error_model(path)} | entry for code, entry in FAILURES.items()}
 
 
 def _endpoint(
     serving: OpenAIServing, path: str
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """The endpoint of a route with a body."""
-
     async def answer(request: Request) -> Response:
         return await serving.generate(path, request)
 

@@ -45,7 +45,6 @@ def render_chat(
 
 
 def _check_options(body: ChatRequest | TokenizeRequest) -> None:
-    """Raise ApiError for options of the template that do not fit."""
     for name in RESERVED:
         if name in (body.chat_template_kwargs or {}):
             raise invalid_field(

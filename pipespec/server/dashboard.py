@@ -63,7 +63,6 @@ class Dashboard:
         self._texts: dict[int, str] = {}  # of tokens that were shown
 
     def end(self) -> None:
-        """End the streams of all pages."""
         self._ending = True
 
     def watch(self, request: int | None, api_key_digest: bytes) -> EventStream:

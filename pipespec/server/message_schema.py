@@ -69,7 +69,6 @@ _MEDIA = {
 
 
 def _readable(value: Any) -> Any:
-    """Parts of a message, unless one holds what the model cannot read."""
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _MEDIA:

@@ -91,7 +91,6 @@ def _seconds(name: str, text: str) -> prometheus_client.Histogram:
 
 
 def with_prefix(prefix: str, metric: Metric, labels: Mapping[str, str]) -> Metric:
-    """The same metric under a prefix, with more labels."""
     found = Metric(prefix + metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         found.add_sample(prefix + sample.name, {**labels, **sample.labels}, sample.value)
@@ -206,7 +205,6 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
 
 
 def _counter(name: str, text: str, label: str, counts: Mapping[Any, float]) -> Metric:
-    """A counter by the values of a label."""
     counter = Counter(name, text, labels=[label])
     for value, count in counts.items():
         counter.add_metric([str(value)], count)
@@ -220,7 +218,6 @@ def _by_number(status: ClusterStatus, name: str) -> dict[int, int]:
 
 
 def _infos(name: str, text: str, infos: Iterable[Mapping[str, str]]) -> Metric:
-    """A metric whose labels say everything."""
     metric = Metric(name, text, "gauge")
     for labels in infos:
         metric.add_sample(name, dict(labels), 1.0)

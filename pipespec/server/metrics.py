@@ -89,7 +89,6 @@ class RequestTimer:
         metrics.unfinished += 1
 
     def add_tokens(self, tokens: int) -> None:
-        """So many tokens arrived together."""
         now, requests = self._metrics.clock(), self._metrics.requests
         if self._first is None:
             self._first = now

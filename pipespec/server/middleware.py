@@ -42,7 +42,6 @@ BEARER = "bearer "
 
 
 def new_request_id() -> str:
-    """A random id for one reply."""
     return f"req_{secrets.token_hex(16)}"
 
 

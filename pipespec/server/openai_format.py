@@ -72,7 +72,6 @@ class OpenAIFormat(ReplyFormat):
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Token counts so far."""
         prompt = self.request.prompt_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
@@ -121,20 +120,16 @@ class OpenAIFormat(ReplyFormat):
         return {**self.shared, "object": self.chunk_object, "choices": choices, "usage": usage}
 
     def _reason(self, choice: int) -> Any:
-        """Why an answer has ended."""
         end = self.ends[choice]
         return "length" if end is None else end.finish_reason
 
     def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Token ids, if the request asks for them."""
         return [*token_ids] if self._with_ids else None
 
     def _ids_field(self, name: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The same as a field of a chunk."""
         return {name: token_ids} if self._with_ids and token_ids else {}
 
     def _prompt_report(self, choice: int) -> list[dict[str, Any] | None] | None:
-        """What the request asks for with `prompt_logprobs`."""
         most = self.request.prompt_logprobs
         if most is None:
             return None
@@ -200,7 +195,6 @@ class ChatFormat(OpenAIFormat):
             yield self._part(choice, {}, finish_reason=self._reason(choice))
 
     def _part(self, choice: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """A chunk that adds something to an answer."""
         none = {"logprobs": None, "finish_reason": None}
         return self._chunk({"index": choice, "delta": delta, **none, **fields})
 
@@ -228,7 +222,6 @@ class ChatFormat(OpenAIFormat):
     def _reported(
         self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
     ) -> dict[str, Any] | None:
-        """The log-probabilities of tokens, if the request asks for them."""
         if not self.wants_logprobs(choice):
             return None
         content = [token_logprob(self.tokenizer, *each) for each in tokens]
@@ -336,7 +329,6 @@ class CompletionFormat(OpenAIFormat):
         return offsets, [*zip(ids, (None, *scored), strict=True)]
 
     def _report(self, offsets: list[int], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Tokens and their log-probabilities as columns."""
         names, values = [self._name(token) for token, _ in tokens], []
         top: list[dict[str, float] | None] = []
         for name, (_, scored) in zip(names, tokens, strict=True):

@@ -82,7 +82,6 @@ class OpenAIServing:
         self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
 
     def close_dashboards(self) -> None:
-        """End the streams of all dashboards, as the server is about to end."""
         self.dashboard.end()
 
     def fail_open_requests(self) -> None:
@@ -296,7 +295,6 @@ class OpenAIServing:
         return {"status": "ok"}
 
     async def prometheus_text(self) -> bytes:
-        """The metrics of the server and its cluster."""
         return self.metrics.prometheus_text(await self.cluster_status())
 
 

@@ -394,14 +394,12 @@ class AnthropicFormat(ReplyFormat):
         yield _event(body["type"], error=body["error"])
 
     def _close(self, index: int) -> Iterator[bytes]:
-        """The events that end a block."""
         block = self.answers[0].blocks[index]
         if block.kind == "call" and self._holds_calls:
             yield _piece(index, block, json.dumps(arguments_of(block), ensure_ascii=False))
         yield _event("content_block_stop", index=index)
 
     def _end(self) -> dict[str, str | None]:
-        """Why the answer has ended."""
         (end,) = self.ends
         stop = end.stop_string if end else None
         reason = "tool_use" if self.answers[0].calls else "end_turn"
@@ -433,7 +431,6 @@ def _content(block: Block, *, whole: bool = False) -> dict[str, Any]:
 
 
 def _piece(index: int, block: Block, text: str) -> bytes:
-    """The event of a text of a block."""
     kind, field = DELTAS[block.kind]
     return _event("content_block_delta", index=index, delta={"type": kind, field: text})
 

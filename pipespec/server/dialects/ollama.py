@@ -448,7 +448,6 @@ class OllamaFormat(ReplyFormat):
         yield _json({"error": error.message})
 
     def _whole_call(self, index: int) -> Iterator[bytes]:
-        """The line of a call, which is sent when it is whole."""
         block = self.answers[0].blocks[index]
         if block.kind == "call":
             yield self._line(self.part("", [block]))
@@ -459,7 +458,6 @@ class OllamaFormat(ReplyFormat):
         return {"logprobs": new} if new else {}
 
     def _end(self) -> dict[str, Any]:
-        """What the last line has beside the answer."""
         end_ns, (end,) = monotonic_ns(), self.ends
         first_ns = self._first_ns or end_ns
         return {

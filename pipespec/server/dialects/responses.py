@@ -289,7 +289,6 @@ def message_of(item: Any) -> dict[str, Any]:
 
 
 def choice_of(choice: str | NamedFunction | AllowedTools | None) -> Any:
-    """The choice of a tool as OpenAI's chats have it."""
     if isinstance(choice, NamedFunction):
         return named_function(choice.name)
     if isinstance(choice, AllowedTools):
@@ -299,7 +298,6 @@ def choice_of(choice: str | NamedFunction | AllowedTools | None) -> Any:
 
 
 def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
-    """What the answer must match, as OpenAI's chats have it."""
     if wanted is None or wanted.type != "json_schema":
         return None if wanted is None else {"type": wanted.type}
     return schema_format(wanted.schema_, wanted.name or "output")

@@ -95,14 +95,12 @@ def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def tool_of(name: str, parameters: dict[str, Any] | None, description: str | None) -> Any:
-    """A tool as OpenAI's chats have it."""
     given = {"name": name, "parameters": parameters, "description": description}
     function = {field: value for field, value in given.items() if value is not None}
     return {"type": "function", "function": function}
 
 
 def named_function(name: str | None) -> dict[str, Any]:
-    """The choice of one function as OpenAI's chats have it."""
     return {"type": "function", "function": {"name": name}}
 
 
