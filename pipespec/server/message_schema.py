@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -89,7 +89,7 @@ class TextPart(RequestModel):
     text: str
 
 
-def joined(value: str | Sequence[Any] | None) -> str | None:
+def joined(value: Any) -> str | None:
     """A text that is given as such, or as several parts."""
     if value is None or isinstance(value, str):
         return value

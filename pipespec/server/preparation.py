@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.server.api_errors import ApiError, invalid_field, validation_failed
+from pipespec.server.api_errors import ApiError, validation_failed
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.dialects.translation import DialectBody, Translation
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
@@ -183,8 +183,6 @@ class Preparer:
 
     def _prepared(self, fields: GenerationRequest, made: Translation) -> PreparedRequest | bytes:
         check_model(self._names, fields.model)
-        fields.check_supported()
-        fields.check_num_answers()
         if made.counts:
             assert isinstance(fields, ChatRequest)
             return made.counts(self._parser.count_tokens(fields))
@@ -232,10 +230,6 @@ class Preparer:
 
     def _tokenize(self, fields: TokenizeRequest) -> bytes:
         served = self._served
-        given = [n for n in ("prompt", "content", "messages") if getattr(fields, n) is not None]
-        if len(given) != 1:
-            raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
-        fields.check_supported()
         special = fields.add_special_tokens is not False
         text = fields.content if fields.prompt is None else fields.prompt
         if fields.messages is not None:

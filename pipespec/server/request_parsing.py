@@ -119,15 +119,7 @@ class RequestParser:
         return self._completion(body, clamps)
 
     def _chat(self, body: ChatRequest, clamps: bool) -> ParsedRequest:
-        if body.top_logprobs is not None and not body.logprobs:
-            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
         newer = body.max_completion_tokens
-        if newer and body.max_tokens not in (None, newer):
-            raise invalid_field(
-                "max_tokens",
-                f"max_tokens is {body.max_tokens}, but max_completion_tokens is {newer}; leave one "
-                "out.",
-            )
         tools = offered_tools(body)
         text = render_chat(self._served, body, tools)
         prompt = self._prompt(text, "messages", special=False)
@@ -153,11 +145,6 @@ class RequestParser:
         return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
     def _completion(self, body: CompletionRequest, clamps: bool) -> ParsedRequest:
-        if body.max_tokens == 0 and not body.echo:
-            raise invalid_field(
-                "max_tokens",
-                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
-            )
         special = body.add_special_tokens is not False
         prompts = [self._prompt(prompt, "prompt", special=special) for prompt in body.prompt]
         echo_texts = [

@@ -7,7 +7,7 @@ fields are ignored. docs/http-api.md has the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, WithJsonSchema, model_validator
 
@@ -40,9 +40,10 @@ OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
-# Fields that would change the text and are not supported: why, and the values without effect, which
-# are accepted, as are null, false and empty ones.
-UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+# Fields that are not supported: why, and the values without effect, which are accepted, as are null,
+# false and empty ones.
+Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
+UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
     "guided_whitespace_pattern": (OLD_STRUCTURED, ()),
@@ -77,9 +78,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 SCHEMA_FIELDS = ("json_schema",)
 
 
-def refuse_fields(
-    given: Mapping[str, Any], refused: Mapping[str, tuple[str, tuple[Any, ...]]]
-) -> None:
+def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
     """Raise ApiError for a field of a table such as `UNSUPPORTED_FIELDS`, unless its value has no
     effect."""
     for name, (why, neutral) in refused.items():
@@ -152,7 +151,14 @@ class RequestBody(RequestModel):
     """A whole request. JSON's escapes can name lone surrogates, which UTF-8 cannot encode: no text
     of a body may hold one."""
 
+    refused: ClassVar[Refused] = UNSUPPORTED_FIELDS
+
     model: str | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        refuse_fields(self.model_extra or {}, self.refused)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -221,9 +227,8 @@ class GenerationRequest(RequestBody):
         """The number of prompts, each of which gets `n` answers."""
         return 1
 
-    def check_supported(self) -> None:
-        """Raise ApiError for a field that would change the text and is not supported, and for one
-        that would have no effect."""
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid_field(
                 "stream_options", "stream_options is given, but stream is not true."
@@ -234,10 +239,6 @@ class GenerationRequest(RequestBody):
                 f"prompt_logprobs is {self.prompt_logprobs}, but a stream does not report on "
                 "its prompt; leave it or stream out.",
             )
-        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
-
-    def check_num_answers(self) -> None:
-        """Raise ApiError if the request wants too many answers."""
         n = self.n or 1
         if n * self.num_prompts > MAX_ANSWERS:
             raise invalid_field(
@@ -245,6 +246,7 @@ class GenerationRequest(RequestBody):
                 f"n={n} answers to {self.num_prompts} prompts are asked for, but may be "
                 f"{MAX_ANSWERS} in all.",
             )
+        return self
 
 
 class TemplateFields(RequestModel):
@@ -267,6 +269,19 @@ class ChatRequest(GenerationRequest, TemplateFields):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
+    @model_validator(mode="after")
+    def _chat_fits(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
+        newer = self.max_completion_tokens
+        if newer and self.max_tokens not in (None, newer):
+            raise invalid_field(
+                "max_tokens",
+                f"max_tokens is {self.max_tokens}, but max_completion_tokens is {newer}; leave one "
+                "out.",
+            )
+        return self
+
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
@@ -282,14 +297,20 @@ class CompletionRequest(GenerationRequest):
     def num_prompts(self) -> int:
         return len(self.prompt)
 
-    def check_num_answers(self) -> None:
+    @model_validator(mode="after")
+    def _best_fits(self) -> Self:
         n = self.n or 1
         if (self.best_of or n) > n:
             raise invalid_field(
                 "best_of",
                 f"best_of is {self.best_of}, but may not be above n={n}: all answers are given.",
             )
-        super().check_num_answers()
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid_field(
+                "max_tokens",
+                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
+            )
+        return self
 
 
 class TokenizeRequest(RequestBody, TemplateFields):
@@ -301,12 +322,17 @@ class TokenizeRequest(RequestBody, TemplateFields):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    def check_supported(self) -> None:
-        """Raise ApiError for a field that would change the prompt and is not supported."""
-        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        given = (self.prompt, self.content, self.messages)
+        if sum(each is not None for each in given) != 1:
+            raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
+        return self
 
 
 class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
+
+    refused: ClassVar[Refused] = {}
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_COUNT)]

@@ -35,7 +35,7 @@ from pipespec.server.message_schema import (
     contents,
 )
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.request_schema import LATER, Texts
+from pipespec.server.request_schema import LATER, Refused, Texts
 from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
 from pipespec.text import Tokenizer
 
@@ -110,7 +110,7 @@ IGNORED = frozenset(
         *("user_profile_id", "workspace_id"),
     )
 )
-REFUSED = {
+REFUSED: Refused = {
     "container": (ELSEWHERE, ()),
     "mcp_servers": (TEXT_ALONE, ()),
     "context_management": (LATER, ()),

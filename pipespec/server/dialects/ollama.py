@@ -28,7 +28,7 @@ from pipespec.server.message_schema import RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.reasoning import reasoning_use
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.request_schema import FIXED, NO_MEDIA, Texts, refuse_fields
+from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
 from pipespec.server.response_schema import OMIT_NONE
 from pipespec.server.response_stream import OutputDelta, ReplyFormat
 from pipespec.text import Tokenizer
@@ -126,7 +126,7 @@ IGNORED_OPTIONS = frozenset(
         *("num_keep", "mirostat_tau", "mirostat_eta"),
     )
 )
-REFUSED_OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+REFUSED_OPTIONS: Refused = {
     "tfs_z": (UNUSED, (1,)),
     "typical_p": (UNUSED, (1,)),
     "mirostat": (UNUSED, (0,)),
@@ -184,7 +184,7 @@ class OllamaMessage(RequestModel):
 
 
 IGNORED = frozenset(("keep_alive",))
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+REFUSED: Refused = {
     "template": (FIXED, ()),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
     "context": ("is not supported: send the conversation to /api/chat", ()),

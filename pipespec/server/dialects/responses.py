@@ -41,7 +41,7 @@ from pipespec.server.message_schema import (
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort
+from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
 from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
 from pipespec.text import Tokenizer
 
@@ -194,7 +194,7 @@ IGNORED = frozenset(
         *("prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
     )
 )
-REFUSED = {
+REFUSED: Refused = {
     "background": (NO_SERVICE, ()),
     "background_options": (NO_SERVICE, ()),
     "image": (NO_MEDIA, ()),

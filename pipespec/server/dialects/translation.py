@@ -10,7 +10,7 @@ from pydantic import Discriminator, Tag
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
-from pipespec.server.request_schema import RequestBody, refuse_fields
+from pipespec.server.request_schema import Refused, RequestBody
 
 # Messages of a conversation, as OpenAI's chats have them.
 Messages: TypeAlias = Sequence[dict[str, Any]]
@@ -57,7 +57,7 @@ class DialectBody(RequestBody):
 
     passed: ClassVar[frozenset[str]] = OWN_FIELDS
     ignored: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = {}
+    refused: ClassVar[Refused] = {}
     names: ClassVar[Mapping[str, str]] = {}
 
     @property
@@ -72,7 +72,6 @@ class DialectBody(RequestBody):
     def translated(self, earlier: Messages = ()) -> Translation:
         """The request in OpenAI's words. Raises ApiError."""
         extra = self.model_extra or {}
-        refuse_fields(extra, self.refused)
         made = self.translate(earlier)
         passed = {name: extra[name] for name in self.passed if name in extra}
         translated = {name: value for name, value in made.fields.items() if value is not None}
