@@ -40,8 +40,8 @@ OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
-# Fields that are not supported: why, and the values without effect, which are accepted, as are null,
-# false and empty ones.
+# Fields that are not supported: why, and the values without effect. These are accepted, as are
+# null, false and empty ones.
 Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
 UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
