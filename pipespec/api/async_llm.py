@@ -298,18 +298,14 @@ class AsyncLLM:
         chosen: SamplingParams | None,
     ) -> PendingRequest:
         served, decode, began = self.model_info, self._defaults.decode, monotonic_ns()
-        if chosen is None:
-            fields = self._defaults.fields(served)
-            number = await followed.submit(prompt.token_ids, params, **fields)
-            return PendingRequest(served, prompt, params, number, began, decode.stop)
-        eos = () if chosen.ignore_eos else served.eos
-        most = chosen.max_tokens
-        number = await followed.submit(
-            prompt.token_ids,
-            params,
-            max_new_tokens=decode.max_new_tokens if most is None else most,
-            stop=chosen.stop,
-            eos=(*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
-            priority=chosen.priority,
-        )
-        return PendingRequest(served, prompt, params, number, began, chosen.stop)
+        fields, stop = self._defaults.fields(served), decode.stop
+        if chosen is not None:
+            eos, stop = () if chosen.ignore_eos else served.eos, [*chosen.stop]
+            fields = {
+                "max_new_tokens": chosen.max_tokens or decode.max_new_tokens,
+                "stop": stop,
+                "eos": (*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
+                "priority": chosen.priority,
+            }
+        number = await followed.submit(prompt.token_ids, params, **fields)
+        return PendingRequest(served, prompt, params, number, began, stop)

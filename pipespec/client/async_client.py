@@ -209,7 +209,7 @@ class AsyncClient:
         self.log = AsyncRequestLog(running.url, namespace=running.namespace, patience=self.patience)
         self._pipe = AsyncRedisConnection(running.url)
         self._position = "0"  # in the stream that ends a read
-        self._reading = False  # whether a read waits, that no one has ended
+        self._reading: bool = False  # whether a read waits, that no one has ended
 
     async def _disconnect(self) -> None:
         await self._pipe.close()
