@@ -101,6 +101,7 @@ class AsyncClient:
         self._clock = clock
         self._followed: dict[int, _Followed] = {}  # every request that has not finished
         self._listener = secrets.token_hex(8)  # the name of the stream that ends a read
+        self._reading = False  # whether a read waits that nobody has ended
         self._connect()
         self._leaving: set[asyncio.Task[None]] = set()  # cancellations that are under way
         self._first_seen: dict[int, int] = {}  # request: when its first token came here
@@ -209,7 +210,6 @@ class AsyncClient:
         self.log = AsyncRequestLog(running.url, namespace=running.namespace, patience=self.patience)
         self._pipe = AsyncRedisConnection(running.url)
         self._position = "0"  # in the stream that ends a read
-        self._reading: bool = False  # whether a read waits, that no one has ended
 
     async def _disconnect(self) -> None:
         await self._pipe.close()

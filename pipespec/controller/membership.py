@@ -140,13 +140,7 @@ class Membership(RedisClient):
     def follow(self, epoch: int, worker: str) -> None:
         """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
         load(self._pipe)
-        keys = (
-            self._keys.epoch,
-            self._keys.followers(epoch),
-            self._keys.kv_tokens(epoch),
-            self._keys.row_times(epoch),
-            self._keys.computing(epoch),
-        )
+        keys = self._keys.joining(epoch, self._keys.followers(epoch))
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
     def followers(self, epoch: int) -> dict[str, int]:

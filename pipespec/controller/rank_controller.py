@@ -84,24 +84,11 @@ class Controller(RequestLog):
         # The newest step whose task of a kind this rank has completed; it completes them in
         # order, so an announcement of an older one comes too late to be of use.
         self._completed: dict[TaskKind, int] = {}
-        keys = (
-            self._keys.epoch,
-            self._keys.ranks(epoch),
-            self._keys.kv_tokens(epoch),
-            self._keys.row_times(epoch),
-            self._keys.computing(epoch),
-        )
-        packed_computing = "" if computing is None else json.dumps(computing)
-        tokens = "" if kv_tokens is None else kv_tokens
         self._call(
             "join_epoch",
-            keys,
-            epoch,
-            rank,
-            os.getpid(),
-            tokens,
-            pack_times(row_times),
-            packed_computing,
+            self._keys.joining(epoch, self._keys.ranks(epoch)),
+            *(epoch, rank, os.getpid(), "" if kv_tokens is None else kv_tokens),
+            *(pack_times(row_times), "" if computing is None else json.dumps(computing)),
         )
         self._announcements = RedisConnection(url)
         self._spins = spins

@@ -70,6 +70,11 @@ class RedisKeys:
     graph = _of_epoch("graph")
     ready = _of_epoch("ready")  # the prefix of the ready lists: one per rank, `<prefix>:<rank>`
 
+    def joining(self, epoch: int, members: str) -> tuple[str, ...]:
+        """Those of lua/join_epoch.lua; `members`: the hash of who has joined."""
+        tables = (self.kv_tokens(epoch), self.row_times(epoch), self.computing(epoch))
+        return (self.epoch, members, *tables)
+
     def draft_tokens(self, epoch: int, sequence: int) -> str:
         return self.key("epochs", epoch, "draft_tokens", sequence)
 

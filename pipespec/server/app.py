@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from pipespec.server.api_errors import ApiError, cluster_loading, validation_failed
+from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
 from pipespec.server.dashboard import MAX_REQUEST
 from pipespec.server.dialects.error_replies import error_model, error_reply
 from pipespec.server.dialects.responses import ResponsesReply
@@ -82,7 +82,7 @@ def make_loading_app(options: ServerOptions) -> Starlette:
         return Response(metrics.prometheus_text(None), media_type=CONTENT_TYPE_LATEST)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await error_reply(scope["path"], cluster_loading())(scope, receive, send)
+        await error_reply(scope["path"], cluster_unavailable("loads"))(scope, receive, send)
 
     routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refuse)]
     return Starlette(routes=routes, middleware=_middleware(options))
