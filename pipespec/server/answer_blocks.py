@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic_core import from_json
 
@@ -37,8 +37,7 @@ class Block:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockDelta:
+class BlockDelta(NamedTuple):
     """What is new in the block `index` of an answer; the first delta of a call has no text. A block
     ends where the next one begins, and at the end of the answer."""
 
@@ -64,6 +63,8 @@ class AnswerBlocks:
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
         """What the next text makes certain; `last`: no text follows."""
+        if self._parser is None and self._splitter is None:  # nearly always
+            return [self._add("text", text)] if text else []
         return [*self._deltas(text, last)]
 
     def text_of(self, kind: BlockKind) -> str:

@@ -189,14 +189,22 @@ class ChatFormat(OpenAIFormat):
         if (logprobs or ids) and not parts:
             parts = [{"content": ""}]
         for part in parts:
-            yield self._part(choice, part, logprobs=logprobs, **ids)
+            yield self._part(choice, part, logprobs, **ids)
             logprobs, ids = None, {}  # only the first chunk has them
         if delta.finish_reason:
-            yield self._part(choice, {}, finish_reason=self._reason(choice))
+            yield self._part(choice, {}, reason=self._reason(choice))
 
-    def _part(self, choice: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        none = {"logprobs": None, "finish_reason": None}
-        return self._chunk({"index": choice, "delta": delta, **none, **fields})
+    def _part(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """A chunk that adds something to an answer."""
+        part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk(part | fields if fields else part)
 
     def _message(self, choice: int) -> dict[str, Any]:
         answer = self.answers[choice]
