@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -37,7 +37,8 @@ class Block:
         return "".join(self.pieces)
 
 
-class BlockDelta(NamedTuple):
+@dataclass(slots=True)
+class BlockDelta:
     """What is new in the block `index` of an answer; the first delta of a call has no text. A block
     ends where the next one begins, and at the end of the answer."""
 
