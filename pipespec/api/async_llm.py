@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipespec.api.cluster_settings import check_policy, overrides_of
 from pipespec.api.cluster_thread import ClusterThread
-from pipespec.api.outputs import RequestOutput
-from pipespec.api.pending_request import PendingRequest, output_of
+from pipespec.api.outputs import CompletionOutput, RequestOutput, logprobs_by_place
 from pipespec.api.prompts import (
     Conversation,
     Message,
@@ -25,7 +24,7 @@ from pipespec.api.prompts import (
 )
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
-from pipespec.client.answers import fresh_seed
+from pipespec.client.answers import Answer, AnswerBuilder, fresh_seed, labels, statistics
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
@@ -35,10 +34,13 @@ from pipespec.client.sync_client import PATIENCE_S
 from pipespec.clock import monotonic_ns
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.config.compose import compose
+from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import ConfigError, PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
+from pipespec.stats import Report
+from pipespec.text import FinalText
 
 if TYPE_CHECKING:  # it imports torch
     from pipespec.head.policies.policy import SpeculationPolicy
@@ -298,18 +300,82 @@ class AsyncLLM:
         chosen: SamplingParams | None,
     ) -> PendingRequest:
         served, decode, began = self.model_info, self._defaults.decode, monotonic_ns()
-        if chosen is None:
-            fields = self._defaults.fields(served)
-            number = await followed.submit(prompt.token_ids, params, **fields)
-            return PendingRequest(served, prompt, params, number, began, decode.stop)
-        eos = () if chosen.ignore_eos else served.eos
-        most = chosen.max_tokens
-        number = await followed.submit(
-            prompt.token_ids,
-            params,
-            max_new_tokens=decode.max_new_tokens if most is None else most,
-            stop=chosen.stop,
-            eos=(*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
-            priority=chosen.priority,
+        fields, stop = self._defaults.fields(served), decode.stop
+        if chosen is not None:
+            eos, stop = () if chosen.ignore_eos else served.eos, [*chosen.stop]
+            fields = {
+                "max_new_tokens": chosen.max_tokens or decode.max_new_tokens,
+                "stop": stop,
+                "eos": (*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
+                "priority": chosen.priority,
+            }
+        number = await followed.submit(prompt.token_ids, params, **fields)
+        return PendingRequest(served, prompt, params, number, began, stop)
+
+
+class PendingRequest:
+    """A request, submitted at `submitted_ns` as `number`, and what has arrived of its answer."""
+
+    def __init__(
+        self,
+        served: ModelInfo,
+        prompt: Tokenized,
+        params: RequestParams,
+        number: int,
+        submitted_ns: int,
+        stop: Sequence[str],
+    ):
+        self.params = params
+        self.number = number
+        self.submitted_ns = submitted_ns
+        self._builder = AnswerBuilder(
+            FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
         )
-        return PendingRequest(served, prompt, params, number, began, chosen.stop)
+
+    @property
+    def answer(self) -> Answer:
+        return self._builder.answer
+
+    def receive(self, event: Event) -> str:
+        """The text that an event makes final. Raises what ends the request without an answer."""
+        if isinstance(event, Finished):
+            check_answered(event)
+        return self._builder.receive(event)
+
+
+def output_of(
+    served: ModelInfo, prompt: Tokenized, requests: Sequence[tuple[PendingRequest, list[Report]]]
+) -> RequestOutput:
+    """What the user gets for a prompt, from its finished requests with what the ranks reported."""
+    first = requests[0][0]
+    scored = logprobs_by_place(
+        served.tokenizer,
+        prompt.token_ids[1:],
+        first.answer.prompt_logprobs,
+        first.params.prompt_logprobs,
+    )
+    return RequestOutput(
+        request_id=str(first.number),
+        prompt=prompt.text,
+        prompt_token_ids=list(prompt.token_ids),
+        prompt_logprobs=None if scored is None else [None, *scored],
+        outputs=[
+            _completion(served, index, request, reports)
+            for index, (request, reports) in enumerate(requests)
+        ],
+    )
+
+
+def _completion(
+    served: ModelInfo, index: int, request: PendingRequest, reports: list[Report]
+) -> CompletionOutput:
+    answer, most = request.answer, request.params.logprobs
+    return CompletionOutput(
+        index=index,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        cumulative_logprob=None if most is None else sum(each.logprob for each in answer.logprobs),
+        logprobs=logprobs_by_place(served.tokenizer, answer.token_ids, answer.logprobs, most),
+        finish_reason=answer.finish_reason,
+        metrics=statistics(served, request.submitted_ns, reports) | labels(served, request.params),
+    )

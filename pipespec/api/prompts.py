@@ -54,32 +54,18 @@ def _conversation(model: ModelInfo, messages: Any) -> Tokenized:
             "them, or use a model with a chat template."
         ) from None
     # The template has put in the special tokens that the model wants.
-    return _checked(model, text, model.tokenizer.encode(text, add_special_tokens=False))
+    return Tokenized(text, model.tokenize(text, special=False))
 
 
 def _tokenized(model: ModelInfo, prompt: Any) -> Tokenized:
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("The prompt is empty; pass at least one character.")
-        return Tokenized(prompt, model.encode(prompt))
+        return Tokenized(prompt, model.tokenize(prompt))
     if not _is_ids(prompt):
         raise PromptError(f"A prompt is {prompt!r:.60}, but must be a text or a list of token ids.")
-    for token in prompt:
-        if not 0 <= token < model.vocab_size:
-            raise PromptError(
-                f"The prompt has the token id {token}, but they go from 0 to "
-                f"{model.vocab_size - 1}."
-            )
-    return _checked(model, None, prompt)
-
-
-def _checked(model: ModelInfo, text: str | None, ids: Sequence[int]) -> Tokenized:
-    if not 0 < len(ids) < model.context:
-        raise PromptError(
-            f"The prompt has {len(ids)} tokens, but the context holds {model.context} and needs "
-            "room for an answer; shorten the prompt or raise model.context."
-        )
-    return Tokenized(text, tuple(ids))
+    model.check_prompt(prompt)
+    return Tokenized(None, tuple(prompt))
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, get_type_hints
 
 from pipespec import core
-from pipespec.engine.llguidance_backend import (
-    grammar_from_choice,
-    grammar_from_json_schema,
-    grammar_from_lark,
-    grammar_from_regex,
-    require_installed,
-    validate,
-)
+from pipespec.client.answers import seeds_from
+from pipespec.client.request_settings import grammar_for
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_PRIORITY, check_choice, check_whole
-from pipespec.sampling.grammar import GrammarFailed
 from pipespec.sampling.params import (
     ACCEPTANCES,
     MAX_BIASED,
-    MAX_SEED,
-    MIN_SEED,
     check_sampling,
 )
 from pipespec.system.validation import Unreadable, typed
@@ -43,27 +34,6 @@ SAME = (
     "min_tokens",
     "acceptance",
 )
-# The types of fields whose annotation allows more than is kept.
-KINDS: Mapping[str, Any] = {
-    "n": int,
-    "max_tokens": int | None,
-    "min_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "seed": int | None,
-    "stop": Sequence[str],
-    "stop_token_ids": Sequence[int],
-    "ignore_eos": bool,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-    "logprobs": int | None,
-    "prompt_logprobs": int | None,
-    "priority": int,
-    "acceptance": str,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +53,8 @@ class StructuredOutputsParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
-        if len(given) != 1:
-            what = " and ".join(given) if given else "nothing"
+        if len(self._given) != 1:
+            what = " and ".join(self._given) or "nothing"
             raise ConfigError(
                 f"StructuredOutputsParams has {what}, but takes one of json, regex, choice and "
                 "grammar."
@@ -93,31 +62,14 @@ class StructuredOutputsParams:
 
     def compile(self) -> str:
         """The grammar as requests carry it. Raises ConfigError."""
-        (name,) = (field.name for field in fields(self) if getattr(self, field.name) is not None)
-        require_installed(name)
-        try:
-            found = self._grammar()
-            validate(found)
-        except GrammarFailed as error:
-            raise ConfigError(f"{name} cannot be followed: {error}.") from None
-        return found
+        ((name, value),) = self._given.items()
+        if value == [] or value == ():
+            raise ConfigError("choice is empty; give at least one text.")
+        return grammar_for(name, name, dict(value) if isinstance(value, Mapping) else value)
 
-    def _grammar(self) -> str:
-        if self.json is not None:
-            schema: Any = self.json
-            if isinstance(schema, str):
-                try:
-                    schema = json.loads(schema)
-                except ValueError as error:
-                    raise ConfigError(f"json is no JSON schema: {error}.") from None
-            return grammar_from_json_schema(schema)
-        if self.regex is not None:
-            return grammar_from_regex(self.regex)
-        if self.choice is not None:
-            if not self.choice:
-                raise ConfigError("choice is empty; give at least one text.")
-            return grammar_from_choice(list(self.choice))
-        return grammar_from_lark(self.grammar or "")
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +122,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name, kind in KINDS.items():
+        for name, kind in _kinds().items():
             try:
                 object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             except Unreadable as error:
@@ -226,13 +178,19 @@ class SamplingParams:
         if none is set. Raises ConfigError."""
         outputs = self.structured_outputs
         grammar = "" if outputs is None else outputs.compile()
-        span = MAX_SEED - MIN_SEED + 1
         made = []
         for fresh_seed in fresh_seeds:
             first = self.for_request(fresh_seed, grammar)
-            seeds = [MIN_SEED + (first.seed - MIN_SEED + i) % span for i in range(self.n)]
-            made.append([_with_seed(first, seed) for seed in seeds])
+            made.append([_with_seed(first, seed) for seed in seeds_from(first.seed, self.n)])
         return made
+
+
+@cache
+def _kinds() -> Mapping[str, Any]:
+    """The types of fields that are kept as they are given."""
+    hints = get_type_hints(SamplingParams) | {"stop": Sequence[str]}
+    others = ("logit_bias", "structured_outputs")
+    return {name: kind for name, kind in hints.items() if name not in others}
 
 
 def _with_seed(params: core.SamplingParams, seed: int) -> core.SamplingParams:

@@ -13,6 +13,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import Deployment
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.stats import Report, summarise
 from pipespec.text import FinalText
 from pipespec.trace import write_chrome_trace
@@ -24,6 +25,12 @@ SEED_BITS = 32
 def fresh_seed() -> int:
     """The seed of a request that names none."""
     return secrets.randbits(SEED_BITS)
+
+
+def seeds_from(first: int, count: int) -> list[int]:
+    """Seeds of as many answers that differ; the smallest one follows the largest."""
+    span = MAX_SEED - MIN_SEED + 1
+    return [MIN_SEED + (first - MIN_SEED + i) % span for i in range(count)]
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipespec.controller.log_records import Event, Finished
 from pipespec.core import SamplingParams
@@ -34,37 +34,13 @@ class AsyncAnswer:
         raises."""
         return len(self._open) + self._num_failed
 
-    async def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        eos: Sequence[int] = (),
-        priority: int = 0,
-        policy: str = "",
-        cache_salt: str = "",
-    ) -> int:
-        """Put a request in the queue and follow it; its number.
+    async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
+        """Put a request in the queue and follow it; its number. Raises Unreachable.
 
         `prompt` are token ids; prompt and answer must fit into the model's context, which ends
-        an answer that does not. `stop` are texts and `eos` tokens that end it earlier. Of requests
-        that wait, those of the least `priority` are served first. `policy` is one of those that
-        the cluster was started with, "": its own. A request shares KV only with requests of the
-        same `cache_salt`. Raises Unreachable.
+        an answer that does not. `fields` are others of `Request`; `max_new_tokens` is needed.
         """
-        return await self._client.submit_for(
-            self,
-            prompt,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            stop=tuple(stop),
-            eos=tuple(eos),
-            priority=priority,
-            policy=policy,
-            cache_salt=cache_salt,
-        )
+        return await self._client.submit_for(self, prompt, sampling=sampling, **fields)
 
     async def add(self, request: int) -> None:
         """Follow a request that is in the log, from its first event on."""
@@ -90,11 +66,10 @@ class AsyncAnswer:
         for request, event in events:
             if isinstance(event, Finished):
                 del self._open[request]
-        full = [request for request, count in self._open.items() if count >= MOST_EVENTS]
+        full = any(count >= MOST_EVENTS for count in self._open.values())
         self._open = dict.fromkeys(self._open, 0)
-        for request in full:
-            # One that has failed meanwhile is followed no more, which `next` says next.
-            await self._client.release(request)
+        if full:  # there is room again
+            await self._client.wake()
         return events
 
     def interrupt(self, error: Exception) -> None:

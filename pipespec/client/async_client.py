@@ -14,9 +14,11 @@ an event loop have the same in `pipespec.client.sync_client`.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipespec.client import registry
@@ -24,10 +26,14 @@ from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.clock import monotonic_ns
-from pipespec.controller.async_request_log import AsyncRequestLog, AsyncStreams
-from pipespec.controller.log_records import Accepted, Event, Finished
+from pipespec.controller.async_request_log import (
+    AsyncRedisConnection,
+    AsyncRequestLog,
+    block_ms,
+)
+from pipespec.controller.log_records import Accepted, Event, Finished, entries_of, event_from
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
-from pipespec.controller.request_log import Forgotten
+from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.stats import Report, empty_report
@@ -38,6 +44,8 @@ OWN_HEARTBEAT_S = 0.05
 # How long the ranks may take to report at the end, and if some of them may be lost.
 REPORTS_TIMEOUT_S = 60.0
 LOST_REPORTS_S = 2.0
+# Entries of one stream that are read at once.
+MOST_ENTRIES = 256
 # Requests whose first token's arrival is remembered until their reports are read.
 MOST_FIRST_TOKENS = 1 << 16
 
@@ -91,8 +99,10 @@ class AsyncClient:
         self._follows_restarts = follows_restarts
         self._own = own
         self._clock = clock
+        self._followed: dict[int, _Followed] = {}  # every request that has not finished
+        self._listener = secrets.token_hex(8)  # the name of the stream that ends a read
+        self._reading = False  # whether a read waits that nobody has ended
         self._connect()
-        self._readers: dict[int, AsyncAnswer] = {}  # of every request that is followed
         self._leaving: set[asyncio.Task[None]] = set()  # cancellations that are under way
         self._first_seen: dict[int, int] = {}  # request: when its first token came here
         self._offset_ns: int | None = None  # what moves the cluster's times to this clock
@@ -158,15 +168,15 @@ class AsyncClient:
         reader."""
         if self._broken is not None:
             raise self._broken
-        self._readers[request] = followed
+        stream = self._keys.events(request).encode()
+        self._followed[request] = _Followed(followed, stream, known=known)
         followed.expect(request)
-        await self._streams.add(request, known=known)
+        await self.wake()
 
     def leave(self, request: int) -> None:
         """No task waits for a request any more."""
-        self._readers.pop(request, None)
+        self._followed.pop(request, None)
         self._first_seen.pop(request, None)
-        self._streams.drop(request)
         self._meanwhile(self._cancel(self.log, request))
 
     def _meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
@@ -186,19 +196,23 @@ class AsyncClient:
         with suppress(ControllerError):
             await log.cancel(await asking)
 
-    async def release(self, request: int) -> None:
-        """There is room for more events of a request."""
-        await self._streams.release(request)
+    async def wake(self) -> None:
+        """Have a read that is under way begin anew, as there is more to read."""
+        if self._reading:
+            self._reading = False  # one that wants it is enough
+            await self.log.wake(self._listener)
 
     # --- the one reader -----------------------------------------------------------------------
 
     def _connect(self) -> None:
         running = self.running
+        self._keys = RedisKeys(running.namespace)
         self.log = AsyncRequestLog(running.url, namespace=running.namespace, patience=self.patience)
-        self._streams = AsyncStreams(running.url, self.log, namespace=running.namespace)
+        self._pipe = AsyncRedisConnection(running.url)
+        self._position = "0"  # in the stream that ends a read
 
     async def _disconnect(self) -> None:
-        await self._streams.close()
+        await self._pipe.close()
         await self.log.close()
 
     async def _read(self) -> None:
@@ -208,7 +222,7 @@ class AsyncClient:
             await self._read_all()
         except Exception as error:
             self._broken = error
-            self._fail([*self._readers], error)
+            self._fail([*self._followed], error)
             raise
 
     async def _read_all(self) -> None:
@@ -217,17 +231,13 @@ class AsyncClient:
         since: float | None = None
         while True:
             problem: Unreachable | None = None
-            events: list[tuple[int, Event]] = []
-            busy = self._own is not None and self._readers
+            any_read = False
+            busy = self._own is not None and self._followed
             try:
-                events = await self._streams.next(OWN_HEARTBEAT_S if busy else HEARTBEAT_S)
-            except Forgotten as error:
-                self._fail([error.request], self._ended())
+                any_read = await self._read_once(OWN_HEARTBEAT_S if busy else HEARTBEAT_S)
             except Unreachable as error:
                 problem = error
-            for request, event in events:
-                self._hand(request, event)
-            end = None if events else await self._end()
+            end = None if any_read else await self._end()
             if problem is None and end is None:
                 since, self.away = None, False
                 continue
@@ -237,20 +247,55 @@ class AsyncClient:
                 continue
             late = time.monotonic() - since > self.patience
             if late or (end is not None and not self._follows_restarts):
-                self._fail([*self._readers], end or problem or self._ended())
+                self._fail([*self._followed], end or problem or self._ended())
             await asyncio.sleep(RETRY_S)
 
-    def _hand(self, request: int, event: Event) -> None:
-        followed = self._readers.get(request)
-        if followed is None:
-            return
+    async def _read_once(self, timeout: float) -> bool:
+        """Hand on the events that come within `timeout` seconds; whether there were any.
+
+        Raises Unreachable, at once; the next call connects again and goes on where this one was.
+        """
+        if not self._pipe.connected:  # nothing is known of what Redis holds now
+            for followed in self._followed.values():
+                followed.known = False
+        for request, followed in [*self._followed.items()]:
+            if not followed.known:  # one that is not in the log would never have an event
+                if not await self._pipe.call("EXISTS", self._keys.request(request)):
+                    self._fail([request], self._ended())
+                followed.known = True
+        # Of one whose reader is slow nothing is read: the log keeps it.
+        read = {
+            followed.stream: (request, followed)
+            for request, followed in self._followed.items()
+            if followed.answer.waiting(request) < MOST_EVENTS
+        }
+        listener = self._keys.listener(self._listener)
+        positions = (*(followed.position for _, followed in read.values()), self._position)
+        block = block_ms(timeout)
+        options = ("COUNT", MOST_ENTRIES, "BLOCK", block, "STREAMS", *read, listener)
+        self._reading = True
+        try:
+            reply = await self._pipe.call("XREAD", *options, *positions, timeout=block / 1000)
+        finally:
+            self._reading = False
+        for stream, entries in reply or []:
+            last = entries[-1][0].decode()
+            if stream not in read:
+                self._position = last
+                continue
+            request, followed = read[stream]
+            followed.position = last
+            for _, fields in entries_of(entries):
+                if self._followed.get(request) is followed:  # else it has ended, or was left
+                    self._hand(request, followed.answer, event_from(fields))
+        return bool(reply)
+
+    def _hand(self, request: int, answer: AsyncAnswer, event: Event) -> None:
         if isinstance(event, Finished):
-            del self._readers[request]
+            del self._followed[request]
         elif isinstance(event, Accepted) and not self.running.owner.here:
             self._saw_first(request)
-        followed.push(request, event)
-        if followed.waiting(request) == MOST_EVENTS:
-            self._streams.hold(request)
+        answer.push(request, event)
 
     def _saw_first(self, request: int) -> None:
         """A token of a request came from a machine with another clock."""
@@ -289,10 +334,11 @@ class AsyncClient:
             return False
         before, self.running = self.running, found
         if _log_of(found) == _log_of(before):
+            self._pipe.url = found.url
+            await self._pipe.close()
             await self.log.move(found.url)
-            await self._streams.move(found.url)
         else:
-            self._fail([*self._readers], self._ended())
+            self._fail([*self._followed], self._ended())
             self.log.patience = 0
             await self._disconnect()
             self._connect()
@@ -300,9 +346,8 @@ class AsyncClient:
 
     def _fail(self, requests: Sequence[int], error: Exception) -> None:
         for request in requests:
-            if followed := self._readers.pop(request, None):
-                self._streams.drop(request)
-                followed.fail(request, error)
+            if followed := self._followed.pop(request, None):
+                followed.answer.fail(request, error)
 
     def _ended(self) -> RankFailed:
         return RankFailed(
@@ -346,6 +391,19 @@ async def attach(
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]  # the others came of it
         raise first from first.__cause__
+
+
+@dataclass
+class _Followed:
+    """A request whose events are read: the name of its stream, and the last entry that was read.
+
+    `known`: it is in the log for certain.
+    """
+
+    answer: AsyncAnswer
+    stream: bytes
+    position: str = "0"
+    known: bool = True
 
 
 def _log_of(running: RunningCluster) -> tuple[str | None, str]:

@@ -29,7 +29,7 @@ class LoopThread(Generic[T]):
         self._error: BaseException | None = None
         self._task: asyncio.Task[Any] | None = None
         # Calls that wait, and whether the thread has ended; both under the lock.
-        self._calls: set[_Running[Any]] = set()
+        self._calls: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._ended = False
         self._lock = threading.RLock()  # garbage that is collected under it may call
         self._closings: set[asyncio.Task[None]] = set()  # of generators, which nobody waits for
@@ -45,30 +45,30 @@ class LoopThread(Generic[T]):
 
     def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
         """What a coroutine returns or raises, or, once the thread has ended, why it has."""
-        running = _Running(coroutine, self._loop)
+        future: Future[R] | None = None
         try:
             with self._lock:
                 if self._ended:
                     raise self._error or RuntimeError("The client was closed.")
-                self._calls.add(running)
-                self._loop.call_soon_threadsafe(running.start)
-            return running.future.result()
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                self._calls[future] = coroutine
+            return future.result()
         except CancelledError:
             if self._error is not None:
                 raise self._error from None
             raise
-        except BaseException:
-            # Ctrl-C may come at any moment, also while the loop is woken above. The loop calls in
-            # order, so what was to start is started, or never will be.
-            with self._lock:
-                if self._ended:
-                    running.drop()
-                else:
-                    self._loop.call_soon_threadsafe(running.cancel)
+        except BaseException:  # also Ctrl-C
+            if future is None:
+                with suppress(ValueError):  # it runs already
+                    coroutine.close()
+            elif not future.done():
+                with self._lock:
+                    if not self._ended:
+                        future.cancel()
             raise
         finally:
             with self._lock:
-                self._calls.discard(running)
+                self._calls.pop(future, None)  # type: ignore[arg-type]
 
     def iterate(self, items: AsyncGenerator[R, None]) -> Iterator[R]:
         """The items of an asynchronous generator, which is closed at the end of the iteration."""
@@ -117,47 +117,13 @@ class LoopThread(Generic[T]):
             with self._lock:
                 self._ended = True  # before the loop closes, as it takes no more calls then
         with self._lock:
-            for running in self._calls:  # what the loop did not come to
-                running.drop()
+            for future, coroutine in self._calls.items():
+                if not future.done():  # the loop did not come to it
+                    coroutine.close()
+                    future.cancel()
 
     async def _hold(self, opening: Callable[[], AbstractAsyncContextManager[T]]) -> None:
         self._task = asyncio.current_task()
         async with opening() as resource:
             self._opened.set_result(resource)
             await self._ending.wait()
-
-
-class _Running(Generic[R]):
-    """A coroutine that a loop runs for another thread, which waits for `future`."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, R], loop: asyncio.AbstractEventLoop):
-        self.future: Future[R] = Future()
-        self._coroutine = coroutine
-        self._loop = loop
-        self._task: asyncio.Task[R] | None = None
-
-    def start(self) -> None:
-        if self.future.cancelled():
-            return
-        self._task = self._loop.create_task(self._coroutine)
-        self._task.add_done_callback(self._done)
-
-    def cancel(self) -> None:
-        if self._task is None:
-            self._coroutine.close()  # the caller was interrupted before it could start
-        else:
-            self._task.cancel()
-
-    def drop(self) -> None:
-        """As the loop runs no calls any more."""
-        if self._task is None:
-            self._coroutine.close()
-        self.future.cancel()
-
-    def _done(self, task: asyncio.Task[R]) -> None:
-        if task.cancelled():
-            self.future.cancel()
-        elif (error := task.exception()) is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(task.result())

@@ -87,28 +87,46 @@ class ModelInfo:
         if not prompt:
             raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
         text = self._as_chat(prompt) if chat else prompt
-        look = CHARACTERS * self.context
-        if bounded and len(text) > look:
-            # Megabytes take seconds; their beginning is enough.
-            begins = self.tokenizer.encode(text[:look], add_special_tokens=not chat)
-            if len(begins) >= 2 * self.context:
-                raise self._too_long(f"more than {len(begins) // 2}")
+        if bounded:
+            return self.tokenize(text, special=not chat)
         ids = self.tokenizer.encode(text, add_special_tokens=not chat)
-        if not ids:
-            raise PromptError("The prompt has no tokens; pass a longer one.")
-        if max(ids) >= self.vocab_size:
-            raise PromptError(
-                f"The prompt has the token id {max(ids)}, but the embedding of {self.target} has "
-                f"{self.vocab_size} rows; leave that token out, or correct the tokenizer."
-            )
-        if bounded and len(ids) >= self.context:
-            raise self._too_long(str(len(ids)))
+        self.check_tokens(ids, "The prompt")
         return ids
 
-    def _too_long(self, tokens: str) -> PromptError:
-        return PromptError(
-            f"The prompt has {tokens} tokens, but the context holds {self.context} and needs room "
-            "for an answer; shorten the prompt or raise model.context."
+    def tokenize(self, text: str, name: str = "The prompt", *, special: bool = True) -> list[int]:
+        """The token ids of a prompt, which errors call `name`, with the special tokens around it if
+        `special`. Raises PromptError, also if it leaves no room for an answer."""
+        look = CHARACTERS * self.context
+        if len(text) > look:
+            # Megabytes take seconds; their beginning is enough.
+            begins = self.tokenizer.encode(text[:look], add_special_tokens=special)
+            if len(begins) >= 2 * self.context:
+                raise self._too_long(name, f"more than {len(begins) // 2}")
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        self.check_prompt(ids, name)
+        return ids
+
+    def check_prompt(self, ids: Sequence[int], name: str = "The prompt") -> None:
+        """Raise PromptError unless token ids can be a prompt that leaves room for an answer."""
+        if not ids:
+            raise PromptError(f"{name} has no tokens, but must have one at least.")
+        if len(ids) >= self.context:
+            raise self._too_long(name, str(len(ids)))
+        self.check_tokens(ids, name)
+
+    def check_tokens(self, ids: Sequence[int], name: str) -> None:
+        """Raise PromptError unless the model has all these tokens."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                shown = token if abs(token) < 10**20 else "of too many digits"
+                raise PromptError(
+                    f"{name} has the token id {shown}, but they go from 0 to {self.vocab_size - 1}."
+                )
+
+    def _too_long(self, name: str, tokens: str) -> PromptTooLong:
+        return PromptTooLong(
+            f"{name} has {tokens} tokens, but the context holds {self.context} and needs room "
+            "for an answer; shorten it or raise model.context."
         )
 
     def render(
@@ -172,6 +190,10 @@ class ModelInfo:
                 f"The chat template of {self.target} fails ({error}); correct it, or leave --chat "
                 "out."
             ) from None
+
+
+class PromptTooLong(PromptError):
+    """The prompt leaves no room for an answer."""
 
 
 class TemplateFailed(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config, DecodeConfig
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import (
+    grammar_from_choice,
     grammar_from_json_schema,
+    grammar_from_lark,
     grammar_from_regex,
     require_installed,
     validate,
@@ -25,6 +27,13 @@ from pipespec.system.validation import Unreadable, read_json
 # What a request may choose, and what looks alike but was settled when the cluster started.
 PER_REQUEST = ("decode", "sampling")
 SETTLED = ("decode.prefill_chunk",)
+# What describes an answer, by vLLM's names, and what makes a grammar of it.
+GRAMMARS: Mapping[str, Callable[[Any], str]] = {
+    "json": grammar_from_json_schema,
+    "regex": grammar_from_regex,
+    "choice": grammar_from_choice,
+    "grammar": grammar_from_lark,
+}
 
 
 @dataclass(frozen=True)
@@ -77,17 +86,23 @@ class RequestSettings:
 
 def grammar_of(decode: DecodeConfig) -> str:
     """What the settings hold an answer to; "": nothing. Raises ConfigError."""
-    if (name := decode.form) is None:
+    if decode.form is None:
         return ""
-    require_installed(name)
+    if decode.json_schema is None:
+        return grammar_for(decode.form, "regex", decode.regex or "")
     try:
-        if decode.json_schema is None:
-            found = grammar_from_regex(decode.regex or "")
-        else:
-            found = grammar_from_json_schema(read_json(decode.json_schema))
-        validate(found)
+        return grammar_for(decode.form, "json", read_json(decode.json_schema))
     except Unreadable as error:
         raise ConfigError(f"The schema {decode.json_schema!r} cannot be read: {error}.") from None
+
+
+def grammar_for(name: str, kind: str, value: Any) -> str:
+    """The grammar that requests carry, for a value of one of `GRAMMARS` that users know as `name`.
+    Raises ConfigError."""
+    require_installed(name)
+    try:
+        found = GRAMMARS[kind](value)
+        validate(found)
     except GrammarFailed as error:
         raise ConfigError(f"{name} cannot be followed: {error}.") from None
     return found

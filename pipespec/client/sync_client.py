@@ -12,9 +12,9 @@ another thread (`LoopThread`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from pipespec.client import async_client
 from pipespec.client.async_answer import AsyncAnswer
@@ -27,6 +27,7 @@ from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
 from pipespec.stats import Report
 
+R = TypeVar("R")
 # How long a user waits for a Redis that is away.
 PATIENCE_S = 30.0
 
@@ -97,7 +98,7 @@ class Client:
         self._submitted.clear()
 
     def _answers(self) -> Answers:
-        return Answers(self._thread, self._thread.run(_new_answer(self._client)))
+        return Answers(self._thread, self._thread.run(_on_loop(AsyncAnswer, self._client)))
 
 
 class Answers:
@@ -125,7 +126,7 @@ class Answers:
 
     def leave(self) -> None:
         """Cancel what has not finished."""
-        self._thread.run(_leave(self._answer))
+        self._thread.run(_on_loop(self._answer.leave))
 
 
 @contextmanager
@@ -161,9 +162,5 @@ def connected(
         thread.close()
 
 
-async def _new_answer(client: AsyncClient) -> AsyncAnswer:
-    return AsyncAnswer(client)
-
-
-async def _leave(answer: AsyncAnswer) -> None:
-    answer.leave()
+async def _on_loop(function: Callable[..., R], *arguments: Any) -> R:
+    return function(*arguments)

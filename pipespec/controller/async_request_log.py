@@ -1,5 +1,4 @@
-"""The request log as users of a cluster see it, from an event loop: one connection submits and
-cancels, another follows any number of requests.
+"""The request log as users of a cluster see it, from an event loop.
 
 What it has in common with the ranks' `RequestLog` is in `request_log` (the commands) and
 `log_records` (the format).
@@ -9,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -29,7 +26,7 @@ from pipespec.controller.cluster_status import (
     status_commands,
     unfinished_commands,
 )
-from pipespec.controller.log_records import Event, Finished, entries_of, event_from
+from pipespec.controller.log_records import entries_of
 from pipespec.controller.lua_scripts import ScriptsLost, load_scripts, translate
 from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
@@ -38,7 +35,7 @@ from pipespec.controller.redis_connection import (
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.request_log import Forgotten, cancelling, enqueuing, keeping
+from pipespec.controller.request_log import cancelling, enqueuing, keeping
 from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
@@ -48,8 +45,6 @@ from pipespec.stats import empty_report
 KEEP_LISTENER_S = 3600
 # A blocking read is renewed this often, so that a silent Redis is noticed.
 LISTEN_S = 5.0
-# Entries of one stream that are read at once.
-MOST_ENTRIES = 256
 
 
 class AsyncRedisConnection:
@@ -154,7 +149,6 @@ class AsyncRequestLog:
 
     @property
     def connected(self) -> bool:
-        """Whether Redis answered the last command."""
         return self._pipe.connected
 
     async def close(self) -> None:
@@ -271,143 +265,5 @@ class AsyncRequestLog:
                 await asyncio.sleep(RETRY_S)
 
 
-class AsyncStreams:
-    """The events of requests as they come, each to its Finished, over one connection. One task
-    calls `next`.
-
-    Others may `add`, `drop`, `hold` and `release` meanwhile. To follow one more takes effect at
-    once: a read that is under way is ended by an entry in a stream of this listener's own, which
-    it reads too.
-    """
-
-    def __init__(self, url: str, log: AsyncRequestLog, *, namespace: str):
-        self._log = log
-        self._keys = RedisKeys(namespace)
-        self._pipe = AsyncRedisConnection(url)
-        self._name = secrets.token_hex(8)
-        self._stream = self._keys.listener(self._name)
-        self._position = "0"  # in that stream
-        # Of every request that is followed, by the name of its stream.
-        self._followed: dict[bytes, _Followed] = {}
-        self._held: set[bytes] = set()  # streams that are not read for now
-        self._unseen: set[bytes] = set()  # not looked up in the log on this connection
-        self._reading = False
-        self._changed = False  # since the read that is under way began
-
-    async def close(self) -> None:
-        await self._pipe.close()
-
-    async def move(self, url: str) -> None:
-        """The same log is found elsewhere now."""
-        self._pipe.url = url
-        await self._pipe.close()
-
-    def __len__(self) -> int:
-        """How many requests are followed."""
-        return len(self._followed)
-
-    @property
-    def reading(self) -> bool:
-        """Whether a read waits for events."""
-        return self._reading
-
-    async def add(self, request: int, *, known: bool = True) -> None:
-        """Follow a request, from its first event on; `known`: it is in the log for certain."""
-        stream = self._stream_of(request)
-        self._followed[stream] = _Followed(request)
-        if not known:
-            self._unseen.add(stream)
-        await self._wake()
-
-    def drop(self, request: int) -> None:
-        """Follow a request no more, if it still is."""
-        stream = self._stream_of(request)
-        self._followed.pop(stream, None)
-        self._held.discard(stream)
-
-    def hold(self, request: int) -> None:
-        """Read nothing more of a request until `release`; the log keeps it."""
-        if (stream := self._stream_of(request)) in self._followed:
-            self._held.add(stream)
-
-    async def release(self, request: int) -> None:
-        """Read on where `hold` has stopped."""
-        self._held.discard(self._stream_of(request))
-        await self._wake()
-
-    async def next(self, timeout: float) -> list[tuple[int, Event]]:
-        """The next events, each with its request; [] if none comes within `timeout` seconds.
-
-        Raises Unreachable, at once; the next call connects again and goes on where this one was.
-        Raises Forgotten if a request is not in the log any more; the others are still followed.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            await self._look_up()
-            left = max(0.0, deadline - time.monotonic())
-            read = {
-                stream: followed.position
-                for stream, followed in self._followed.items()
-                if stream not in self._held
-            }
-            options = ("COUNT", MOST_ENTRIES, "BLOCK", block_ms(left))
-            streams = (*read, self._stream, *read.values(), self._position)
-            self._reading, self._changed = True, False
-            try:
-                reply = await self._pipe.call(
-                    "XREAD", *options, "STREAMS", *streams, timeout=block_ms(left) / 1000
-                )
-            finally:
-                self._reading = False
-            events = self._events(reply or [])
-            if events or time.monotonic() >= deadline:
-                return events
-
-    async def _look_up(self) -> None:
-        """Raise Forgotten for a request that is not in the log: it would never have an event."""
-        if not self._pipe.connected:  # nothing is known of what Redis holds now
-            self._unseen = set(self._followed)
-        while self._unseen:
-            followed = self._followed.get(self._unseen.pop())
-            if followed is None:
-                continue
-            if not await self._pipe.call("EXISTS", self._keys.request(followed.request)):
-                self.drop(followed.request)
-                raise Forgotten(followed.request)
-
-    def _events(self, reply: list[Any]) -> list[tuple[int, Event]]:
-        """The events in the reply to a read, each with its request."""
-        found: list[tuple[int, Event]] = []
-        for stream, entries in reply:
-            if stream == self._stream.encode():
-                self._position = entries[-1][0].decode()
-            elif followed := self._followed.get(stream):  # else dropped meanwhile
-                followed.position = entries[-1][0].decode()
-                for _, fields in entries_of(entries):
-                    found.append((followed.request, event_from(fields)))
-                    if isinstance(found[-1][1], Finished):
-                        self.drop(followed.request)
-                        break
-        return found
-
-    async def _wake(self) -> None:
-        """Have a read that is under way begin anew; the first to want it is enough."""
-        if self._reading and not self._changed:
-            self._changed = True
-            await self._log.wake(self._name)
-
-    def _stream_of(self, request: int) -> bytes:
-        return self._keys.events(request).encode()
-
-
-@dataclass
-class _Followed:
-    """A request, and the last entry of its stream that was read."""
-
-    request: int
-    position: str = "0"
-
-
 def block_ms(seconds: float) -> int:
-    """How long a read may block, as Redis takes it."""
     return max(1, int(seconds * 1000))

@@ -144,7 +144,6 @@ class Certificate:
         return ssl.PEM_cert_to_DER_cert(self.cert)
 
     def write(self, folder: Path) -> TlsFiles:
-        """Write it to a folder as files that only this user can read."""
         write_atomically(folder / CERT, self.cert.encode("ascii"))
         write_atomically(folder / KEY, self.key.encode("ascii"))
         return TlsFiles(folder / CERT, folder / KEY, ca=folder / CERT, pinned=True)

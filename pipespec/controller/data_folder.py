@@ -53,7 +53,6 @@ def read_identity(data: Path) -> Identity | None:
 
 
 def write_identity(data: Path, identity: Identity) -> None:
-    """Keeps the identity where only this user can read it."""
     write_atomically(data / IDENTITY, json.dumps(asdict(identity)).encode(), durable=True)
 
 
@@ -94,7 +93,6 @@ def check_model(data: Path, model: KeptModel, remedy: str) -> None:
 
 
 def write_model(data: Path, model: KeptModel) -> None:
-    """Stores the model of the requests from now on."""
     write_atomically(data / MODEL, json.dumps(asdict(model)).encode(), durable=True)
 
 

@@ -24,7 +24,6 @@ def pack_draft_tokens(draft: DraftTokens) -> bytes:
 
 
 def unpack_draft_tokens(payload: bytes) -> DraftTokens:
-    """The inverse of `pack_draft_tokens`."""
     numbers = np.frombuffer(payload, "<i8")
     parents, tokens, logps = numbers[1:].reshape(3, -1)
     return DraftTokens(int(numbers[0]), parents, tokens, logps.view("<f8"))

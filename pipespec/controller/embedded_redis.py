@@ -132,13 +132,11 @@ class EmbeddedRedis:
 
     @property
     def port(self) -> int:
-        """The TCP port."""
         assert self._port is not None, "the server is not started, or has no TCP port"
         return self._port
 
     @property
     def pid(self) -> int:
-        """The process of the server."""
         assert self._process, "the server is not started"
         return self._process.pid
 
@@ -148,11 +146,9 @@ class EmbeddedRedis:
         return None if self._proxy is None else self._proxy.pid
 
     def alive(self) -> bool:
-        """Whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
 
     def stopped(self) -> bool:
-        """Whether a signal has stopped the server's process."""
         return self._process is not None and is_stopped(self._process.pid)
 
     def restart(self) -> None:
@@ -349,6 +345,5 @@ def _start_error(code: int, output: str, data: Path | None) -> ControllerError |
 
 
 def _quoted(*path: str | Path) -> str:
-    """A path, quoted for the configuration of Redis."""
     text = str(Path(*path)).replace("\\", r"\\").replace('"', r"\"")
     return f'"{text}"'

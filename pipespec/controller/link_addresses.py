@@ -21,7 +21,6 @@ class LinkAddressTable(RedisClient):
         load(self._pipe)
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
-        """The values of these names; None for a name that has no value yet."""
         found: list[bytes | None] = self._pipe.call("HMGET", self._table[-1], *names)
         return found
 

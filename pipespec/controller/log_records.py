@@ -10,6 +10,8 @@ from pipespec.core import GRAMMAR, NOT_FINITE, PromptLogprobs, Request, TokenLog
 from pipespec.errors import GrammarError, NonFiniteLogits, PipespecError, RankFailed
 from pipespec.system.validation import from_fields
 
+# Why a request with an answer ends.
+REASONS = ("stop", "length")
 # The reason of a request that its client has cancelled.
 CANCELLED = "cancelled"
 # The reason of a request with which several clusters in a row have failed, and its message.
@@ -69,6 +71,14 @@ def failure_of(reason: str) -> PipespecError | None:
     return GrammarError(NO_GRAMMAR) if reason == GRAMMAR else None
 
 
+def check_answered(end: Finished) -> None:
+    """Raise why a request of ours has ended without an answer, if it has."""
+    if failure := failure_of(end.reason):
+        raise failure
+    if end.reason not in REASONS:
+        raise RankFailed(f"The request was {end.reason} by another client; send it again.")
+
+
 def entries_of(found: list[Any]) -> list[Entry]:
     """The entries of a stream, from what Redis replies."""
     return [
@@ -97,14 +107,12 @@ def pack_logprobs(logprobs: TokenLogprobs) -> str:
 
 
 def unpack_logprobs(text: str) -> TokenLogprobs:
-    """The inverse of `pack_logprobs`."""
     own, *pairs = text.split(",")
     split = (pair.split(":") for pair in pairs)
     return TokenLogprobs(float(own), tuple((int(token), float(value)) for token, value in split))
 
 
 def pack_request(request: Request) -> str:
-    """All of a request but its number, as JSON."""
     spec = asdict(request)
     del spec["id"]
     return json.dumps(spec)

@@ -71,7 +71,6 @@ class Membership(RedisClient):
             self._launcher_renewed_at = now
 
     def launcher_lives(self) -> bool:
-        """Whether the launcher has shown so."""
         return bool(self._pipe.call("EXISTS", self._keys.launcher))
 
     def alive(self, workers: Sequence[str]) -> dict[str, int]:
@@ -92,7 +91,6 @@ class Membership(RedisClient):
         return Epoch(int(number.split(b"-")[0]), fields[1].decode())
 
     def suspect(self, epoch: int, worker: str, reason: str) -> None:
-        """Report a fault in an epoch."""
         self._report(epoch, worker, reason)
 
     def report_failed_start(self, worker: str, reason: str) -> None:
@@ -127,7 +125,6 @@ class Membership(RedisClient):
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
     def totals(self) -> dict[str, int]:
-        """The counts of all epochs that have ended."""
         return numbers(self._pipe.call("HGETALL", self._keys.totals))
 
     def count(self, counts: Mapping[str, int]) -> None:
@@ -143,13 +140,7 @@ class Membership(RedisClient):
     def follow(self, epoch: int, worker: str) -> None:
         """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
         load(self._pipe)
-        keys = (
-            self._keys.epoch,
-            self._keys.followers(epoch),
-            self._keys.kv_tokens(epoch),
-            self._keys.row_times(epoch),
-            self._keys.computing(epoch),
-        )
+        keys = self._keys.joining(epoch, self._keys.followers(epoch))
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
     def followers(self, epoch: int) -> dict[str, int]:
@@ -194,7 +185,6 @@ class Membership(RedisClient):
         return {number: int(length) for number, length in found.items() if length is not None}
 
     def finished(self) -> int:
-        """How many requests are finished."""
         return int(self._pipe.call("GET", self._keys.finished) or 0)
 
     def oldest_step(self, epoch: int) -> int:
@@ -202,7 +192,6 @@ class Membership(RedisClient):
         return int(self._pipe.call("HGET", self._keys.graph(epoch), "floor") or 0)
 
     def idle(self) -> bool:
-        """Whether no request is running or waiting."""
         admitted = self._pipe.call("ZCARD", self._keys.admitted)
         return not admitted and not self._pipe.call("ZCARD", self._keys.queue)
 

@@ -84,24 +84,11 @@ class Controller(RequestLog):
         # The newest step whose task of a kind this rank has completed; it completes them in
         # order, so an announcement of an older one comes too late to be of use.
         self._completed: dict[TaskKind, int] = {}
-        keys = (
-            self._keys.epoch,
-            self._keys.ranks(epoch),
-            self._keys.kv_tokens(epoch),
-            self._keys.row_times(epoch),
-            self._keys.computing(epoch),
-        )
-        packed_computing = "" if computing is None else json.dumps(computing)
-        tokens = "" if kv_tokens is None else kv_tokens
         self._call(
             "join_epoch",
-            keys,
-            epoch,
-            rank,
-            os.getpid(),
-            tokens,
-            pack_times(row_times),
-            packed_computing,
+            self._keys.joining(epoch, self._keys.ranks(epoch)),
+            *(epoch, rank, os.getpid(), "" if kv_tokens is None else kv_tokens),
+            *(pack_times(row_times), "" if computing is None else json.dumps(computing)),
         )
         self._announcements = RedisConnection(url)
         self._spins = spins
@@ -212,7 +199,6 @@ class Controller(RequestLog):
                 self._read_announcement(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
-        """Adds the report of this rank on a request (anything that JSON can represent)."""
         self._send_report(self.rank, request, stats)
 
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
@@ -279,7 +265,6 @@ class Controller(RequestLog):
         return {request for request, mark in zip(requests, found, strict=True) if mark is not None}
 
     def publish_step(self, fields: Mapping[str, bytes]) -> None:
-        """Publishes a step of the head to dashboards."""
         pairs = [item for pair in fields.items() for item in pair]
         names = (self._keys.epoch, self._keys.published_steps)
         self._send(

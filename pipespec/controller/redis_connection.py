@@ -10,12 +10,7 @@ from typing import Any, Self
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import (
-    ConnectionInterface,
-    ConnectionPool,
-    UnixDomainSocketConnection,
-    parse_url,
-)
+from redis.connection import ConnectionPool, UnixDomainSocketConnection, parse_url
 from redis.retry import Retry
 
 from pipespec.controller.lua_scripts import WritesRefused, translate
@@ -47,7 +42,10 @@ class RedisConnection:
         self._timeout = timeout
         self._owed = 0  # replies that Redis still owes to `send`
         self._answered = False  # whether Redis has replied on this connection
-        self._connection = _connection(url, timeout)
+        pool = ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options_of(url, timeout))
+        if is_pinned(url):
+            pool.connection_class = PinnedConnection
+        self._connection = pool.make_connection()
         self.open()
 
     def open(self) -> None:
@@ -235,14 +233,6 @@ def _parse(url: str) -> dict[str, Any]:
             f"controller.url has the scheme {scheme!r} or a bad option: use "
             "redis://[user:password@]host:port/db, rediss://... (TLS) or unix:///path."
         ) from None
-
-
-def _connection(url: str, timeout: float) -> ConnectionInterface:
-    options = options_of(url, timeout)
-    pool = ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options)
-    if is_pinned(url):
-        pool.connection_class = PinnedConnection
-    return pool.make_connection()
 
 
 def options_of(url: str, timeout: float) -> dict[str, Any]:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+
+def _named(*names: str) -> Any:
+    """A key that a namespace has once."""
+    return property(lambda keys: keys.key(*names))
+
+
+def _of_epoch(name: str) -> Callable[[RedisKeys, int], str]:
+    """A key that each epoch has."""
+    return lambda keys, epoch: keys.key("epochs", epoch, name)
+
+
+def _of_request(*names: str) -> Callable[[RedisKeys, int], str]:
+    """A key that each request has (lua/includes/request.lua)."""
+    return lambda keys, request: keys.key("requests", request, *names)
 
 
 @dataclass(frozen=True)
@@ -14,164 +31,71 @@ class RedisKeys:
 
     namespace: str
 
-    def _key(self, *names: object) -> str:
+    def key(self, *names: object) -> str:
         return ":".join((f"{{{self.namespace}}}", *map(str, names)))
 
-    @property
-    def everything(self) -> str:
-        """A pattern that matches all keys of the namespace."""
-        return self._key("*")
+    everything = _named("*")  # a pattern that matches all keys of the namespace
 
-    @property
-    def epoch(self) -> str:
-        return self._key("epoch")
+    # --- epochs -------------------------------------------------------------------------------
 
-    @property
-    def epochs(self) -> str:
-        return self._key("epochs")
-
-    @property
-    def assignments(self) -> str:
-        """The stream of epochs, each with its assignment."""
-        return self._key("assignments")
-
-    @property
-    def suspicions(self) -> str:
-        return self._key("suspicions")
-
-    @property
-    def fault(self) -> str:
-        """Which epoch ended last, and why."""
-        return self._key("fault")
-
-    @property
-    def plain(self) -> str:
-        """Why all ranks dequantise four-bit weights."""
-        return self._key("plain")
-
-    @property
-    def launcher(self) -> str:
-        """The launcher's lease."""
-        return self._key("launcher")
+    epoch, epochs = _named("epoch"), _named("epochs")
+    assignments = _named("assignments")  # the stream of epochs, each with its assignment
+    suspicions = _named("suspicions")
+    fault = _named("fault")  # which epoch ended last, and why
+    plain = _named("plain")  # why all ranks dequantise four-bit weights
+    launcher = _named("launcher")  # the launcher's lease
+    # The sums of the counts of all epochs that have ended, and the launcher's counts of faults
+    # (hash).
+    totals = _named("totals")
 
     def lease(self, worker: str) -> str:
-        return self._key("leases", worker)
+        return self.key("leases", worker)
 
-    def link_addresses(self, epoch: int) -> str:
-        """The addresses that ranks exchange before they are linked (hash by name)."""
-        return self._key("epochs", epoch, "link_addresses")
+    # The addresses that ranks exchange before they are linked (hash by name).
+    link_addresses = _of_epoch("link_addresses")
+    ranks = _of_epoch("ranks")
+    # The tensor-parallel followers that have joined (hash: worker, process id).
+    followers = _of_epoch("followers")
+    # For how many tokens of text each rank has KV slots (hash by rank).
+    kv_tokens = _of_epoch("kv_tokens")
+    statistics = _of_epoch("statistics")  # the head's state: its requests and KV slots (hash)
+    # The ranks' counts since the epoch began (hash by "name" or "name/label").
+    counts = _of_epoch("counts")
+    row_times = _of_epoch("row_times")  # of each stage's batches by their rows (hash by rank)
+    # The attention backend and other choices of each rank (hash by rank).
+    computing = _of_epoch("computing")
+    closed = _of_epoch("closed")
+    # Whether the head was notified of requests (lua/includes/notify_head.lua).
+    arrived = _of_epoch("arrived")
+    graph = _of_epoch("graph")
+    ready = _of_epoch("ready")  # the prefix of the ready lists: one per rank, `<prefix>:<rank>`
 
-    def ranks(self, epoch: int) -> str:
-        return self._key("epochs", epoch, "ranks")
-
-    def followers(self, epoch: int) -> str:
-        """The tensor-parallel followers that have joined (hash: worker, process id)."""
-        return self._key("epochs", epoch, "followers")
-
-    def kv_tokens(self, epoch: int) -> str:
-        """For how many tokens of text each rank has KV slots (hash by rank)."""
-        return self._key("epochs", epoch, "kv_tokens")
-
-    def statistics(self, epoch: int) -> str:
-        """The head's published state: its requests and KV slots (hash)."""
-        return self._key("epochs", epoch, "statistics")
-
-    def counts(self, epoch: int) -> str:
-        """The ranks' counts since the epoch began (hash by "name" or "name/label")."""
-        return self._key("epochs", epoch, "counts")
-
-    @property
-    def totals(self) -> str:
-        """The sums of such counts over all epochs that have ended, and the launcher's counts of
-        faults (hash)."""
-        return self._key("totals")
-
-    def row_times(self, epoch: int) -> str:
-        """The times of each stage's batches by their rows (hash by rank)."""
-        return self._key("epochs", epoch, "row_times")
-
-    def computing(self, epoch: int) -> str:
-        """The attention backend and other choices of each rank (hash by rank)."""
-        return self._key("epochs", epoch, "computing")
-
-    def closed(self, epoch: int) -> str:
-        return self._key("epochs", epoch, "closed")
-
-    def arrived(self, epoch: int) -> str:
-        """Whether the head was notified of requests (lua/includes/notify_head.lua)."""
-        return self._key("epochs", epoch, "arrived")
-
-    def graph(self, epoch: int) -> str:
-        return self._key("epochs", epoch, "graph")
+    def joining(self, epoch: int, members: str) -> tuple[str, ...]:
+        """Those of lua/join_epoch.lua; `members`: the hash of who has joined."""
+        tables = (self.kv_tokens(epoch), self.row_times(epoch), self.computing(epoch))
+        return (self.epoch, members, *tables)
 
     def draft_tokens(self, epoch: int, sequence: int) -> str:
-        """The stream of the draft tokens that the head has scheduled of a lossy sequence."""
-        return self._key("epochs", epoch, "draft_tokens", sequence)
+        return self.key("epochs", epoch, "draft_tokens", sequence)
 
-    def ready(self, epoch: int) -> str:
-        """The prefix of the ready lists: one per rank, `<prefix>:<rank>`."""
-        return self._key("epochs", epoch, "ready")
+    # --- requests -----------------------------------------------------------------------------
 
-    @property
-    def counter(self) -> str:
-        return self._key("counter")
-
-    @property
-    def finished(self) -> str:
-        """How many requests have finished."""
-        return self._key("finished")
-
-    @property
-    def queue(self) -> str:
-        return self._key("queue")
-
-    @property
-    def admitted(self) -> str:
-        return self._key("admitted")
+    counter = _named("counter")
+    finished = _named("finished")  # how many requests have finished
+    queue, admitted = _named("queue"), _named("admitted")
+    requests = _named("requests")  # the prefix of a request's keys
+    request, events, reports = _of_request(), _of_request("events"), _of_request("reports")
 
     def listener(self, name: str) -> str:
         """The stream that wakes a listener which is to follow more requests."""
-        return self._key("listeners", name)
+        return self.key("listeners", name)
 
-    @property
-    def published_steps(self) -> str:
-        """The stream of the head's steps, which has entries while a dashboard is open."""
-        return self._key("published_steps")
-
-    @property
-    def watched(self) -> str:
-        """Exists while a dashboard is open."""
-        return self._key("watched")
-
-    def watched_request(self, request: int) -> str:
-        """Exists while a dashboard shows the tree of a request."""
-        return self._key("requests", request, "watched")
-
-    @property
-    def requests(self) -> str:
-        """The prefix of a request's keys (lua/includes/request.lua)."""
-        return self._key("requests")
-
-    def request(self, request: int) -> str:
-        return self._key("requests", request)
-
-    def events(self, request: int) -> str:
-        return self._key("requests", request, "events")
-
-    def reports(self, request: int) -> str:
-        return self._key("requests", request, "reports")
-
-    @property
-    def conversations(self) -> str:
-        """The prefix of conversations that a later request may continue (by name)."""
-        return self._key("conversations")
-
-    @property
-    def conversation_order(self) -> str:
-        """Their names, the oldest first (lua/keep_conversation.lua)."""
-        return self._key("conversations", "order")
-
-    @property
-    def conversation_bytes(self) -> str:
-        """How many bytes they take."""
-        return self._key("conversations", "bytes")
+    # The stream of the head's steps, which has entries while a dashboard is open.
+    published_steps = _named("published_steps")
+    watched = _named("watched")  # exists while a dashboard is open
+    watched_request = _of_request("watched")  # and while one shows the tree of a request
+    # The prefix of conversations that a later request may continue (by name), their names, the
+    # oldest first (lua/keep_conversation.lua), and how many bytes they take.
+    conversations = _named("conversations")
+    conversation_order = _named("conversations", "order")
+    conversation_bytes = _named("conversations", "bytes")

@@ -62,7 +62,6 @@ class RequestLog(RedisClient):
         return self._pipe.call(*enqueuing(self._keys, Request(id=0, **fields)))
 
     def cancel(self, request: int) -> None:
-        """As `AsyncRequestLog.cancel`."""
         self._pipe.call(*cancelling(self._keys, request))
 
     def request(self, request: int) -> Request:

@@ -77,7 +77,6 @@ class TlsProxy:
 
     @property
     def pid(self) -> int:
-        """The process that serves now."""
         assert self._process, "the proxy is not started"
         return self._process.pid
 
@@ -242,7 +241,6 @@ async def _serve(target: str, cert: str, key: str, descriptors: Sequence[int]) -
 
 
 def main() -> None:
-    """Serve until the end of the process."""
     target, cert, key, *descriptors = sys.argv[1:]
     asyncio.run(_serve(target, cert, key, [int(text) for text in descriptors]))
 

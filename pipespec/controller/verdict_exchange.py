@@ -38,7 +38,6 @@ def pack_verdicts(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
 
 
 def unpack_verdicts(payload: bytes) -> tuple[list[Verdict], int]:
-    """The inverse of `pack_verdicts`."""
     numbers = np.frombuffer(payload, "<i8")
     at = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from pipespec.server.api_errors import ApiError
@@ -19,24 +20,26 @@ class AdmissionQueue:
         self.requests = 0
         self.tokens = 0
 
-    def admit(self, requests: int) -> QueueEntry:
-        """Admit so many answers, before their prompts are tokenized. Raises ApiError."""
+    def admit(self, requests: int, tokens: int = 0) -> QueueEntry:
+        """Admit so many answers to prompts of so many tokens in all; 0: the prompts are not
+        tokenized yet. Raises ApiError."""
         if self.requests and self.requests + requests > self.max_requests:
             raise _full(f"{self.requests} requests wait and {self.max_requests} may")
+        if self.tokens and self.tokens + tokens > self.max_tokens:
+            raise _full(f"prompts of {self.tokens} tokens wait and {self.max_tokens} may")
         self.requests += requests
-        return QueueEntry(self, requests)
+        self.tokens += tokens
+        return QueueEntry(self, requests, tokens)
 
 
+@dataclass
 class QueueEntry:
-    """The part of the queue that one HTTP request holds, until its answers start or it is released.
+    """The part of the queue that one HTTP request holds, until its answers start or it is released;
+    as a context manager at the end of the block."""
 
-    As a context manager it is released at the end of the block, unless it was transferred.
-    """
-
-    def __init__(self, queue: AdmissionQueue, requests: int, tokens: int = 0):
-        self._queue = queue
-        self._requests = requests
-        self._tokens = tokens
+    queue: AdmissionQueue
+    requests: int
+    tokens: int
 
     def __enter__(self) -> QueueEntry:
         return self
@@ -44,33 +47,18 @@ class QueueEntry:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def transfer(self) -> QueueEntry:
-        """Move what this entry holds to a new one, which its owner releases."""
-        entry = QueueEntry(self._queue, self._requests, self._tokens)
-        self._requests = self._tokens = 0
-        return entry
-
-    def reserve_tokens(self, tokens: int) -> None:
-        """Count the tokens of all prompts. Raises ApiError if the queue has no room for them."""
-        queue = self._queue
-        if queue.tokens and queue.tokens + tokens > queue.max_tokens:
-            raise _full(f"prompts of {queue.tokens} tokens wait and {queue.max_tokens} may")
-        self._tokens = tokens
-        queue.tokens += tokens
-
     def started(self, tokens: int) -> None:
         """Remove one answer, whose prompt has so many tokens, as it has started."""
         self._free(1, tokens)
 
     def release(self) -> None:
-        """Remove what is left."""
-        self._free(self._requests, self._tokens)
+        self._free(self.requests, self.tokens)
 
     def _free(self, requests: int, tokens: int) -> None:
-        self._requests -= requests
-        self._tokens -= tokens
-        self._queue.requests -= requests
-        self._queue.tokens -= tokens
+        self.requests -= requests
+        self.tokens -= tokens
+        self.queue.requests -= requests
+        self.queue.tokens -= tokens
 
 
 def _full(why: str) -> ApiError:

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from pipespec.server.reasoning.abstract_splitter import SplitDelta, Thought
-from pipespec.server.reasoning.reasoning_use import ReasoningUse
+from pipespec.server.reasoning import ReasoningUse, SplitDelta, Thought
 from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 
@@ -35,11 +34,10 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All that has arrived of it."""
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockDelta:
     """What is new in the block `index` of an answer; the first delta of a call has no text. A block
     ends where the next one begins, and at the end of the answer."""
@@ -66,6 +64,8 @@ class AnswerBlocks:
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
         """What the next text makes certain; `last`: no text follows."""
+        if self._parser is None and self._splitter is None:  # nearly always
+            return [self._add("text", text)] if text else []
         return [*self._deltas(text, last)]
 
     def text_of(self, kind: BlockKind) -> str:
@@ -79,7 +79,6 @@ class AnswerBlocks:
 
     @property
     def calls(self) -> list[Block]:
-        """The calls so far."""
         return [block for block in self.blocks if block.kind == "call"]
 
     def message(self) -> dict[str, Any]:

@@ -65,7 +65,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the reply."""
         kind = INVALID
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:
             kind = LIMITED
@@ -76,7 +75,6 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the reply."""
         if self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
             return {"Retry-After": str(RETRY_AFTER_S)}
         if self.status == HTTPStatus.UNAUTHORIZED:
@@ -108,22 +106,10 @@ def api_error_of(error: PipespecError) -> ApiError:
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
 
-def cluster_unavailable() -> ApiError:
-    """The error while the cluster does not answer."""
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The cluster is not ready; try again in a moment.",
-        code="not_ready",
-    )
-
-
-def cluster_loading() -> ApiError:
-    """The error before the cluster is ready."""
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        "The cluster loads; try again in a moment.",
-        code="not_ready",
-    )
+def cluster_unavailable(state: str = "is not ready") -> ApiError:
+    """The error while the cluster does not answer, or loads."""
+    message = f"The cluster {state}; try again in a moment."
+    return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="not_ready")
 
 
 def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -100,7 +100,7 @@ async def run_api_server(
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         problem: Exception | None = None
         try:
-            running = await _wait_for_cluster(cluster, serving)
+            running = await _watch(cluster, serving, until_ready=True)
             if running is None:
                 return server.ended_by
             async with attach(running, options.patience) as client:
@@ -108,7 +108,7 @@ async def run_api_server(
                 app.current = make_app(server.service)
                 try:
                     on_ready(running)
-                    await _watch_cluster(cluster, serving)
+                    await _watch(cluster, serving)
                 except (PipespecError, OutputClosedError) as error:
                     problem = error  # raised once the server has ended
                     server.service.fail_open_requests()  # no cluster answers them
@@ -122,22 +122,16 @@ async def run_api_server(
     return None
 
 
-async def _wait_for_cluster(
-    cluster: ClusterWatch, serving: asyncio.Future[None]
+async def _watch(
+    cluster: ClusterWatch, serving: asyncio.Future[None], *, until_ready: bool = False
 ) -> RunningCluster | None:
-    """The cluster, once it is ready; None if the server ends before."""
+    """Watch the cluster until the server ends, which returns None, or until it is ready."""
     while not serving.done():
-        if running := cluster.watch():
+        running = cluster.watch()
+        if running and until_ready:
             return running
         await asyncio.wait([serving], timeout=WATCH_S)
     return None
-
-
-async def _watch_cluster(cluster: ClusterWatch, serving: asyncio.Future[None]) -> None:
-    """Watch the cluster until the server ends."""
-    while not serving.done():
-        cluster.watch()
-        await asyncio.wait([serving], timeout=WATCH_S)
 
 
 def _uvicorn_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -11,7 +11,6 @@ from fastapi import FastAPI, Path, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,19 +21,15 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from pipespec.server.api_errors import ApiError, cluster_loading, validation_failed
+from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
 from pipespec.server.dashboard import MAX_REQUEST
-from pipespec.server.dialects.anthropic_format import AnthropicReply, TokenCount
 from pipespec.server.dialects.error_replies import error_model, error_reply
-from pipespec.server.dialects.ollama_format import OllamaChatReply, OllamaGenerateReply
-from pipespec.server.dialects.ollama_models import ShowReply
-from pipespec.server.dialects.responses_format import ResponsesReply
+from pipespec.server.dialects.responses import ResponsesReply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import (
     REQUEST_ID,
     ApiKeyCheck,
-    BodyLimit,
     HostCheck,
     OriginCheck,
 )
@@ -42,18 +37,10 @@ from pipespec.server.open_requests import REQUEST_NUMBER
 from pipespec.server.openai_serving import JSON, OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.page_files import page_routes
-from pipespec.server.preparation import BODIES
-from pipespec.server.response_schema import (
-    CancelReply,
-    ChatReply,
-    CompletionReply,
-    DetokenizeReply,
-    TokenizeReply,
-)
+from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
+from pipespec.server.routes import ROUTES
 
-STREAM: dict[str, Any] = {"text/event-stream": {}}  # its events are no JSON document
-LINES: dict[str, Any] = {"application/x-ndjson": {}}
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong or not supported"},
     401: {"description": "The API key is missing or wrong"},
@@ -64,15 +51,6 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     500: {"description": "The cluster failed"},
     503: {"description": "The cluster is not ready"},
 }
-# The replies of the routes of dialects, whole and other than as JSON.
-REPLIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
-    "/v1/responses": (ResponsesReply, STREAM),
-    "/v1/messages": (AnthropicReply, STREAM),
-    "/v1/messages/count_tokens": (TokenCount, {}),
-    "/api/chat": (OllamaChatReply, LINES),
-    "/api/generate": (OllamaGenerateReply, LINES),
-    "/api/show": (ShowReply, {}),
-}
 # The status that FastAPI documents for invalid requests, which get 400 here.
 UNPROCESSABLE = "422"
 
@@ -82,16 +60,15 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     app = FastAPI(
         title="pipespec",
         version=version(),
-        middleware=_middleware(serving.options, serving.max_body_bytes),
+        middleware=_middleware(serving.options),
         responses=_failures("/"),
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _add_error_handlers(app)
-    _add_openai_routes(app, serving)
-    _add_dialect_routes(app, serving)
-    _add_tokenizer_routes(app, serving)
+    _add_body_routes(app, serving)
+    _add_model_routes(app, serving)
     _add_monitoring_routes(app, serving)
     _add_dashboard_routes(app, serving)
     return app
@@ -105,15 +82,14 @@ def make_loading_app(options: ServerOptions) -> Starlette:
         return Response(metrics.prometheus_text(None), media_type=CONTENT_TYPE_LATEST)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await error_reply(scope["path"], cluster_loading())(scope, receive, send)
+        await error_reply(scope["path"], cluster_unavailable("loads"))(scope, receive, send)
 
     routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refuse)]
     return Starlette(routes=routes, middleware=_middleware(options))
 
 
-def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> list[Middleware]:
-    """The checks of a request, in the order in which it passes them. None of them reads its body,
-    which is limited to `max_body_bytes` (None: no route reads a body)."""
+def _middleware(options: ServerOptions) -> list[Middleware]:
+    """The checks of a request, in the order in which it passes them. None reads its body."""
     checks = [Middleware(OriginCheck, options.allowed_origins)]
     if options.allowed_hosts or not options.api_keys:
         checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))
@@ -127,64 +103,51 @@ def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> li
         )
         checks.append(cors)
     checks.append(Middleware(ApiKeyCheck, options.api_keys))
-    if max_body_bytes is not None:
-        checks.append(Middleware(BodyLimit, max_body_bytes))
     return checks
 
 
 def version() -> str:
-    """The version of the package."""
     return importlib.metadata.version("pipespec")
 
 
-def _add_openai_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for path, reply in (("/chat/completions", ChatReply), ("/completions", CompletionReply)):
-        endpoint = _generating(serving, f"/v1{path}")
-        replies: dict[int | str, dict[str, Any]] = {200: {"model": reply, "content": STREAM}}
-        app.post(f"/v1{path}", response_model=None, responses=replies)(endpoint)
-        app.post(path, response_model=None, include_in_schema=False)(endpoint)
+def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    for path, route in ROUTES.items():
+        endpoint = _endpoint(serving, path)
+        content: dict[str, Any] = {route.stream: {}} if route.stream else {}
+        replies = _failures(path) | {200: {"model": route.reply, "content": content}}
+        app.post(path, response_model=None, responses=replies)(endpoint)
+        if path.endswith("/completions"):  # some clients leave the version out
+            app.post(path.removeprefix("/v1"), include_in_schema=False, response_model=None)(
+                endpoint
+            )
+
+
+def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for prefix in ("/v1", ""):
         app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
         app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
-
-
-def _add_dialect_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for path, (reply, content) in REPLIES.items():
-        replies = _failures(path) | {200: {"model": reply, "content": content}}
-        app.post(path, response_model=None, responses=replies)(_generating(serving, path))
+    app.get("/api/tags", responses=_failures("/api/tags"))(serving.tags)
+    app.get("/tokenizer_info")(serving.tokenizer_info)
     path = "/v1/responses/{response}"
     of_id = _failures(path)
     app.get(path, response_model=None, responses=of_id | {200: {"model": ResponsesReply}})(
         serving.retrieve_response
     )
     app.delete(path, responses=of_id)(serving.delete_response)
-    app.get("/api/tags", responses=_failures("/api/tags"))(serving.tags)
 
 
 def _failures(path: str) -> dict[int | str, dict[str, Any]]:
-    """The replies to requests for a route that are refused or fail."""
     return {code: {"model": error_model(path)} | entry for code, entry in FAILURES.items()}
 
 
-def _generating(
+def _endpoint(
     serving: OpenAIServing, path: str
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """The endpoint of a route that generates text."""
-
-    async def generate(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         return await serving.generate(path, request)
 
-    generate.__doc__ = BODIES[path].__doc__
-    return generate
-
-
-def _add_tokenizer_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for path, endpoint, reply in (
-        ("/tokenize", serving.tokenize, TokenizeReply),
-        ("/detokenize", serving.detokenize, DetokenizeReply),
-    ):
-        app.post(path, response_model=None, responses={200: {"model": reply}})(endpoint)
-    app.get("/tokenizer_info")(serving.tokenizer_info)
+    answer.__doc__ = ROUTES[path].body.__doc__
+    return answer
 
 
 def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
@@ -284,10 +247,10 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 def _add_bodies(schema: dict[str, Any]) -> None:
     """Add the bodies of POST requests, which the routes leave to `preparation`, to a document."""
     keys, definitions = models_json_schema(
-        [(model, "validation") for model in BODIES.values()],
+        [(route.body, "validation") for route in ROUTES.values()],
         ref_template="#/components/schemas/{model}",
     )
     schema["components"]["schemas"] |= definitions["$defs"]
-    for path, model in BODIES.items():
-        content = {JSON: {"schema": keys[model, "validation"]}}
+    for path, route in ROUTES.items():
+        content = {JSON: {"schema": keys[route.body, "validation"]}}
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo, TemplateFailed
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.message_schema import Message, Tool
+from pipespec.server.message_schema import Tool
 from pipespec.server.request_schema import ChatRequest, TokenizeRequest
 from pipespec.server.tool_parsers.tool_choice import check_template
 from pipespec.system.validation import shown
@@ -22,32 +21,37 @@ RESERVED = (
 )
 
 
-@dataclass(frozen=True)
-class TemplateOptions:
-    """How a chat template is rendered.
+def render_chat(
+    served: ModelInfo, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool] = ()
+) -> str:
+    """The messages of a request, and tools, in the model's chat template. Raises ApiError."""
+    messages, continuing = body.messages or [], bool(body.continue_final_message)
+    variables = thinking_variables(body) | (body.chat_template_kwargs or {})
+    _check_options(body)
+    check_template(served, messages, tools)
+    try:
+        return served.render(
+            [message.for_template() for message in messages],
+            answering=not continuing and body.add_generation_prompt is not False,
+            continuing=continuing,
+            tools=[tool.for_template() for tool in tools],
+            variables=variables,
+        )
+    except TemplateFailed as error:
+        subject = "messages and tools do" if tools else "messages do"
+        raise invalid_field(
+            "messages", f"{subject} not fit the model's chat template ({error}); change them."
+        ) from None
 
-    Attributes:
-        answering: whether the prompt ends where the model's answer begins.
-        continuing: whether it ends within the last message, which the answer continues.
-        variables: of the template, by name.
-    """
 
-    answering: bool = True
-    continuing: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-def template_options(body: ChatRequest | TokenizeRequest) -> TemplateOptions:
-    """The options of a request. Raises ApiError."""
-    variables = body.chat_template_kwargs or {}
+def _check_options(body: ChatRequest | TokenizeRequest) -> None:
     for name in RESERVED:
-        if name in variables:
+        if name in (body.chat_template_kwargs or {}):
             raise invalid_field(
                 "chat_template_kwargs", f"chat_template_kwargs sets {name}, which the server sets."
             )
     if not body.continue_final_message:
-        answering = body.add_generation_prompt is not False
-        return TemplateOptions(answering, False, thinking_variables(body) | variables)
+        return
     if body.add_generation_prompt:
         raise invalid_field(
             "continue_final_message",
@@ -62,7 +66,6 @@ def template_options(body: ChatRequest | TokenizeRequest) -> TemplateOptions:
             "continue_final_message is true, but the last message is no text of the role "
             f"'assistant'; its role is {shown(last.role)}.",
         )
-    return TemplateOptions(False, True, thinking_variables(body) | variables)
 
 
 def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -73,27 +76,3 @@ def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     thinks = effort != "none"
     found: dict[str, Any] = dict.fromkeys(THINKING_VARIABLES, thinks)
     return found | ({"reasoning_effort": effort} if thinks else {})
-
-
-def render_chat(
-    served: ModelInfo,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] = (),
-    options: TemplateOptions | None = None,
-) -> str:
-    """Messages and tools in the model's chat template. Raises ApiError."""
-    options = options or TemplateOptions()
-    check_template(served, messages, tools)
-    try:
-        return served.render(
-            [message.for_template() for message in messages],
-            answering=options.answering,
-            continuing=options.continuing,
-            tools=[tool.for_template() for tool in tools],
-            variables=options.variables,
-        )
-    except TemplateFailed as error:
-        subject = "messages and tools do" if tools else "messages do"
-        raise invalid_field(
-            "messages", f"{subject} not fit the model's chat template ({error}); change them."
-        ) from None

@@ -31,9 +31,7 @@ NETWORK_BITS = 64
 class EvictableConnection(Protocol):
     """A connection that can be closed to make room."""
 
-    def evict(self) -> None:
-        """Close at once."""
-        ...
+    def evict(self) -> None: ...
 
 
 class ConnectionTable:

@@ -8,7 +8,6 @@ shows. Each page has a Redis connection of its own, and the server keeps no stat
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError, api_error_of, cluster_unavailable
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import OpenRequests, RequestOrigin
-from pipespec.server.response_stream import EventStream
+from pipespec.server.response_stream import EventStream, sse
 from pipespec.text import token_text
 
 MAX_PAGES = 32  # that are open at a time
@@ -64,7 +63,6 @@ class Dashboard:
         self._texts: dict[int, str] = {}  # of tokens that were shown
 
     def end(self) -> None:
-        """End the streams of all pages."""
         self._ending = True
 
     def watch(self, request: int | None, api_key_digest: bytes) -> EventStream:
@@ -109,9 +107,9 @@ class Dashboard:
                     running, watch = self._client.running, self._client.watch(request)
                     self._texts.clear()
                 due = time.monotonic() + SNAPSHOT_S
-                yield _event("snapshot", await self._snapshot(api_key_digest))
+                yield sse(await self._snapshot(api_key_digest), "snapshot")
                 async for steps in self._until(due, watch):
-                    yield _event("steps", steps_event(steps, request, self._text))
+                    yield sse(steps_event(steps, request, self._text), "steps")
         finally:
             self._num_pages -= 1
             await watch.close()
@@ -207,7 +205,3 @@ def steps_event(
 def _listed(request: Unfinished, origin: RequestOrigin | None, watchable: bool) -> dict[str, Any]:
     """A request in the list; `origin` None: it came from elsewhere, or with another API key."""
     return asdict(request) | {"watchable": watchable} | (origin.shown if origin else {})
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -284,7 +284,6 @@ def protocol_factory(options: ServerOptions, capacity: int) -> Callable[..., Lim
 
 
 def _reply_bytes(error: ApiError, default_headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A complete response, after which the connection ends."""
     body = json.dumps(error.body).encode()
     headers = [
         *default_headers,

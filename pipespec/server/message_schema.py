@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -9,9 +11,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import core_schema
 
 from pipespec.system.validation import Unreadable, parse_json, shown
 
@@ -23,7 +29,30 @@ FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 class RequestModel(BaseModel):
     """Part of a request. Types are strict: "1" is no number."""
 
+    # What is not declared is looked at by name, to refuse what would change the text.
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """Annotates a field that accepts values of a type, which `convert` converts. `must` describes
+    them, in place of pydantic's message for each alternative."""
+
+    kind: Any
+    must: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def __get_pydantic_core_schema__(
+        self, _: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        inner = handler.generate_schema(self.kind)
+        return core_schema.no_info_wrap_validator_function(self._validate, inner)
+
+    def _validate(self, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return self.convert(validate(value))
+        except ValidationError:
+            raise ValueError(f"is {shown(value)}, but must be {self.must}") from None
 
 
 # --- messages ---------------------------------------------------------------------------------
@@ -39,32 +68,38 @@ _MEDIA = {
 }
 
 
-def media_refusal(kind: str) -> str | None:
-    """Why a part of this type is not read, as a clause; None: it is no image or the like."""
-    if kind not in _MEDIA:
-        return None
-    return (
-        f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a multimodal "
-        "model the text part alone is loaded"
-    )
+def _readable(value: Any) -> Any:
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _MEDIA:
+            raise ValueError(
+                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a "
+                "multimodal model the text part alone is loaded"
+            )
+    return value
 
 
-def _content(value: Any) -> Any:
-    """Text, or parts of text."""
+READABLE = BeforeValidator(_readable)
+
+
+class TextPart(RequestModel):
+    """Text of a message, or of a result."""
+
+    type: Literal["text"]
+    text: str
+
+
+def joined(value: Any) -> str | None:
+    """A text that is given as such, or as several parts."""
     if value is None or isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise ValueError(f"is {shown(value)}, but must be a text or a list of parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and (why := media_refusal(kind)):
-            raise ValueError(why)
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"holds a part of type {shown(kind)}, but the model reads parts of type 'text' "
-                "alone"
-            )
-    return "\n".join(part["text"] for part in value)
+    return "\n".join(part.text for part in value)
+
+
+def contents(kind: Any, types: str) -> Accepts:
+    """Annotates a text that may be given as parts of these types, which are joined."""
+    must = f"a text or a list of parts; the model reads parts of type {types} alone"
+    return Accepts(kind, must, joined)
 
 
 def _arguments(value: Any) -> Any:
@@ -81,26 +116,7 @@ def _arguments(value: Any) -> Any:
     return parsed
 
 
-Content = Annotated[
-    str | None,
-    BeforeValidator(_content),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+Content = Annotated[str | None, contents(str | list[TextPart] | None, "'text'"), READABLE]
 Arguments = Annotated[
     dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
 ]
@@ -195,73 +211,40 @@ class Tool(RequestModel):
 Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)]
 
 
-def _tool_choice(value: Any) -> Any:
-    """none, auto, required, a function's name, or some of the tools."""
-    if value is None or value in ("none", "auto", "required"):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function" and _function_name(value) is not None:
-        return value
-    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
-    if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
-        tools = allowed.get("tools")
-        if (
-            isinstance(tools, list)
-            and tools
-            and all(_function_name(tool) is not None for tool in tools)
-        ):
-            return value
-    raise ValueError(
-        f"is {shown(value)}, but must be 'none', 'auto', 'required', "
-        "{'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', "
-        "'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
-    )
+class FunctionName(RequestModel):
+    """A function of `tools`."""
+
+    name: str
 
 
-def _function_name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
+class NamedTool(RequestModel):
+    """A function that must or may be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
-_NAMED_FUNCTION = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-_ALLOWED_TOOLS = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": _NAMED_FUNCTION, "minItems": 1},
-            },
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", "allowed_tools"],
-}
+class AllowedTools(RequestModel):
+    """The tools of which one may or must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class ToolsChoice(RequestModel):
+    """The choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_AnyChoice = Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None
 ToolChoice = Annotated[
-    str | dict[str, Any] | None,
-    BeforeValidator(_tool_choice),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": ["none", "auto", "required"]},
-                _NAMED_FUNCTION,
-                _ALLOWED_TOOLS,
-                {"type": "null"},
-            ]
-        }
+    _AnyChoice,
+    Accepts(
+        _AnyChoice,
+        "'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': "
+        "[...]}}",
     ),
 ]

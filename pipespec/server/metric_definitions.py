@@ -6,11 +6,16 @@ value is unknown is left out instead of being 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
-from prometheus_client import Counter, Histogram, Metric
+import prometheus_client
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histogram
+from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
 from pipespec.cluster import fault_stats
@@ -32,11 +37,6 @@ CHOICES = (1, 2, 5, 10, 20)
 ABORTED = "abort"
 ENDS = ("stop", "length", ABORTED)
 
-GAUGE, COUNTER, HISTOGRAM, SUMMARY = "gauge", "counter", "histogram", "summary"
-# The suffix of a name, labels, and a value.
-Sample = tuple[str, Mapping[str, str], float]
-Read = Callable[[ClusterStatus], Iterable[Sample]]
-
 
 # --- requests to this server --------------------------------------------------------------------
 
@@ -45,9 +45,9 @@ class RequestMetrics:
     """The metrics of the requests to one server, without prefixes."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = _counter("prompt_tokens", "Prompt tokens")
-        self.generation_tokens = _counter("generation_tokens", "Generated tokens")
-        self.success = Counter(
+        self.prompt_tokens = _total("prompt_tokens", "Prompt tokens")
+        self.generation_tokens = _total("generation_tokens", "Generated tokens")
+        self.success = prometheus_client.Counter(
             "request_success", "Finished answers, by reason", ("finished_reason",), registry=None
         )
         for reason in ENDS:
@@ -75,44 +75,22 @@ class RequestMetrics:
             yield from metric.collect()
 
 
-def _counter(name: str, text: str) -> Counter:
-    return Counter(name, text, registry=None)
+def _total(name: str, text: str) -> prometheus_client.Counter:
+    return prometheus_client.Counter(name, text, registry=None)
 
 
-def _histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-    return Histogram(name, text, buckets=buckets, registry=None)
+def _histogram(name: str, text: str, buckets: Sequence[float]) -> prometheus_client.Histogram:
+    return prometheus_client.Histogram(name, text, buckets=buckets, registry=None)
 
 
-def _seconds(name: str, text: str) -> Histogram:
+def _seconds(name: str, text: str) -> prometheus_client.Histogram:
     return _histogram(name, text, SECONDS)
 
 
 # --- the cluster --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ClusterMetric:
-    """A metric of the cluster; a counter's name is without "_total".
-
-    `read` computes its samples; none if the value is unknown.
-    """
-
-    name: str
-    kind: str
-    prefixes: Sequence[str]
-    read: Read
-    text: str
-
-    def metric(self, status: ClusterStatus) -> Metric:
-        """The metric without a prefix."""
-        metric = Metric(self.name, self.text, self.kind)
-        for suffix, labels, value in self.read(status):
-            metric.add_sample(self.name + suffix, dict(labels), value)
-        return metric
-
-
 def with_prefix(prefix: str, metric: Metric, labels: Mapping[str, str]) -> Metric:
-    """The same metric under a prefix, with more labels."""
     found = Metric(prefix + metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
         found.add_sample(prefix + sample.name, {**labels, **sample.labels}, sample.value)
@@ -121,229 +99,151 @@ def with_prefix(prefix: str, metric: Metric, labels: Mapping[str, str]) -> Metri
 
 def cluster_metrics(status: ClusterStatus | None, labels: Mapping[str, str]) -> Iterable[Metric]:
     """All metrics of a cluster; None: it does not answer."""
-    up = Metric("cluster_up", "Whether the cluster answers", GAUGE)
-    up.add_sample(up.name, {}, float(status is not None))
+    up = Gauge("cluster_up", "Whether the cluster answers", float(status is not None))
     yield with_prefix(OURS, up, labels)
-    for definition in CLUSTER_METRICS if status is not None else ():
-        assert status is not None
-        metric = definition.metric(status)
-        for prefix in definition.prefixes if metric.samples else ():
-            yield with_prefix(prefix, metric, labels)
+    if status is not None:
+        for prefixes, metrics in ((BOTH, _shared(status)), (OWN, _own(status))):
+            for metric in metrics:
+                for prefix in prefixes if metric.samples else ():
+                    yield with_prefix(prefix, metric, labels)
 
 
-def _num_running(status: ClusterStatus) -> float:
-    return min(status.state.get("running", 0), status.open + status.queued)
-
-
-def _num_waiting(status: ClusterStatus) -> float:
-    return status.open + status.queued - _num_running(status)
-
-
-def _gauge(value: Callable[[ClusterStatus], float]) -> Read:
-    """A value that is always known."""
-    return lambda status: [("", {}, value(status))]
-
-
-def _state(name: str) -> Read:
-    """A value that the head reports, once it has."""
-    return lambda status: [("", {}, status.state[name])] if status.state else []
-
-
-def _kv_usage(status: ClusterStatus) -> list[Sample]:
-    state = status.state
-    return [("", {}, state["kv_slots_held"] / max(state["kv_slots"], 1))] if state else []
-
-
-def _cache_config(status: ClusterStatus) -> list[Sample]:
-    if not status.state:
-        return []
-    return [("", {"block_size": "1", "num_gpu_blocks": str(status.state["kv_slots"])}, 1)]
-
-
-def _total(name: str) -> Read:
-    """A count."""
-    return lambda status: [("_total", {}, status.totals[name])]
-
-
-def _total_if_any(name: str) -> Read:
-    """A count that only some clusters have."""
-    return lambda status: [("_total", {}, status.totals[name])] if status.totals.get(name) else []
-
-
-def _by(name: str, label: str, first: int, *, offset: int = 0, scale: float = 1.0) -> Read:
-    """A count times `scale`, by a label: whole numbers from `first` on, to which `offset` is
-    added."""
-
-    def read(status: ClusterStatus) -> list[Sample]:
-        found = {int(number): count for number, count in labelled(status.totals, name).items()}
-        return [
-            ("_total", {label: str(number + offset)}, found[number] * scale)
-            for number in sorted(found)
-            if number >= first
-        ]
-
-    return read
-
-
-def _seconds_by_stage(name: str) -> Read:
-    """Seconds by stage."""
-    return _by(name, "stage", 1, scale=1e-9)
-
-
-def _rows(status: ClusterStatus) -> list[Sample]:
-    kinds = {"decided": "root_rows", "prompt": "prompt_rows", "draft": "draft_rows"}
-    return [("_total", {"kind": kind}, status.totals[name]) for kind, name in kinds.items()]
-
-
-def _accepted(status: ClusterStatus) -> list[Sample]:
-    hits = labelled(status.totals, "hits")
-    return [("_total", {}, sum(count for depth, count in hits.items() if depth != "0"))]
-
-
-def _step_tokens(status: ClusterStatus) -> list[Sample]:
-    steps = {float(most): count for most, count in labelled(status.totals, "step_tokens").items()}
+def _shared(status: ClusterStatus) -> Iterable[Metric]:
+    """Metrics that vLLM has too."""
+    totals, state = status.totals, status.state
+    known = status.open + status.queued
+    running = min(state.get("running", 0), known)
+    hits = _by_number(status, "hits")
+    yield Gauge("num_requests_running", "Requests being decoded", running)
+    yield Gauge("num_requests_waiting", "Requests that wait", known - running)
+    if state:
+        share = state["kv_slots_held"] / max(state["kv_slots"], 1)
+        yield Gauge("kv_cache_usage_perc", "Share of KV slots in use, 0 to 1", share)
+        sizes = {"block_size": "1", "num_gpu_blocks": str(state["kv_slots"])}
+        yield _infos("cache_config_info", "KV slots, as blocks of one token", [sizes])
+    for name, text, count in (
+        ("prefix_cache_queries", "Prompt tokens looked up", "cache_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in KV", "cache_hits"),
+        ("num_preemptions", "Requests that were preempted", "preemptions"),
+        ("spec_decode_num_drafts", "Draft rounds", "rounds"),
+        ("spec_decode_num_draft_tokens", "Draft tokens verified", "draft_rows"),
+    ):
+        yield Counter(name, text, totals[count])
+    yield Counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", sum(hits.values()))
+    by_position = {depth - 1: count for depth, count in hits.items()}
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    yield _counter(name, "Draft tokens accepted, by depth - 1", "position", by_position)
+    steps = {float(most): count for most, count in labelled(totals, "step_tokens").items()}
     up_to = accumulate(steps.get(most, 0) for most in STEP_TOKENS)
-    read_and_decided = status.totals["prompt_rows"] + status.totals["tokens"]
-    return [
-        *(
-            ("_bucket", {"le": floatToGoString(most)}, count)
-            for most, count in zip(STEP_TOKENS, up_to, strict=True)
-        ),
-        ("_count", {}, sum(steps.values())),
-        ("_sum", {}, read_and_decided),
-    ]
+    yield Histogram(
+        "iteration_tokens_total",
+        "Prompt and new tokens per step",
+        buckets=[*zip(map(floatToGoString, STEP_TOKENS), up_to, strict=True)],
+        sum_value=totals["prompt_rows"] + totals["tokens"],
+    )
 
 
-def _busy(status: ClusterStatus) -> list[Sample]:
-    return [("", {"stage": stage}, share) for stage, share in status.busy.items()]
-
-
-def _rank_info(status: ClusterStatus) -> list[Sample]:
-    return [
+def _own(status: ClusterStatus) -> Iterable[Metric]:
+    """Metrics of ours alone."""
+    totals, state = status.totals, status.state
+    yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
+    yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
+    if state:
+        for name, text in (
+            ("kv_slots", "KV slots of every stage"),
+            ("kv_slots_held", "KV slots in use"),
+            ("kv_slots_retained", "KV slots of the prefix cache"),
+            ("row_budget", "Rows per step, not counting prefill"),
+        ):
+            yield Gauge(name, text, state[name])
+    yield Counter("steps", "Steps with rows", totals["steps"])
+    yield Counter("decided_tokens", "Tokens generated for all clients", totals["tokens"])
+    names = {"decided": "root_rows", "prompt": "prompt_rows", "draft": "draft_rows"}
+    rows = {kind: totals[name] for kind, name in names.items()}
+    yield _counter("rows", "Rows, by kind", "kind", rows)
+    for name, text, count in (
+        ("draft_rows", "Draft tokens verified, by depth", "fed"),
+        ("draft_hits", "Draft tokens accepted, by depth", "hits"),
+        ("draft_hits_expected", "Acceptances that the proposer predicted, by depth", "expected"),
+    ):
+        yield _counter(name, text, "depth", _by_number(status, count))
+    for name, text, count in (
+        ("mid_passes", "Passes of the mid-size model", "mid_passes"),
+        ("mid_scored", "Nodes that the mid-size model scored", "scored"),
+    ):
+        if totals.get(count):  # only some clusters have one
+            yield Counter(name, text, totals[count])
+    yield _infos("rank_info", "How each rank computes", _rank_infos(status))
+    yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
+    busy = Gauge(
+        "stage_busy_share", "Share of time with requests spent computing", labels=["stage"]
+    )
+    for stage, share in status.busy.items():
+        busy.add_metric([stage], share)
+    yield busy
+    for name, text in (
+        ("active", "Time with requests"),
+        ("busy", "Time spent computing"),
+        ("receive", "Time receiving"),
+        ("send", "Time sending"),
+    ):
+        seconds = {n: ns * 1e-9 for n, ns in _by_number(status, f"{name}_ns").items()}
+        yield _counter(f"stage_{name}_seconds", text, "stage", seconds)
+    faults = {str(kind): status.faults.get(kind, 0) for kind in FaultKind}
+    yield _counter("faults", "Epochs ended by a fault, by its kind", "kind", faults)
+    for name, text, count, ns in (
         (
-            "",
-            {
-                "rank": str(rank),
-                "attention": how["attention"],
-                "graph_rows": ",".join(map(str, how["graph_rows"])),
-                "compiled": str(how["compiled"]).lower(),
-            },
-            1,
-        )
-        for rank, how in status.computing.items()
-    ]
+            *("recovery_seconds", "From a fault until all ranks joined"),
+            *(fault_stats.RECOVERIES, fault_stats.RECOVERY_NS),
+        ),
+        (
+            *("resumption_seconds", "From a fault to the next token"),
+            *(fault_stats.RESUMPTIONS, fault_stats.RESUMPTION_NS),
+        ),
+    ):
+        yield Summary(name, text, count_value=totals[count], sum_value=totals[ns] / 1e9)
 
 
-def _rank_places(status: ClusterStatus) -> list[Sample]:
+def _counter(name: str, text: str, label: str, counts: Mapping[Any, float]) -> Metric:
+    counter = Counter(name, text, labels=[label])
+    for value, count in counts.items():
+        counter.add_metric([str(value)], count)
+    return counter
+
+
+def _by_number(status: ClusterStatus, name: str) -> dict[int, int]:
+    """The counts of a name by their labels: whole numbers from 1 on, in order."""
+    found = {int(number): count for number, count in labelled(status.totals, name).items()}
+    return {number: found[number] for number in sorted(found) if number >= 1}
+
+
+def _infos(name: str, text: str, infos: Iterable[Mapping[str, str]]) -> Metric:
+    metric = Metric(name, text, "gauge")
+    for labels in infos:
+        metric.add_sample(name, dict(labels), 1.0)
+    return metric
+
+
+def _rank_infos(status: ClusterStatus) -> Iterable[Mapping[str, str]]:
+    for rank, how in status.computing.items():
+        yield {
+            "rank": str(rank),
+            "attention": how["attention"],
+            "graph_rows": ",".join(map(str, how["graph_rows"])),
+            "compiled": str(how["compiled"]).lower(),
+        }
+
+
+def _rank_places(status: ClusterStatus) -> Iterable[Mapping[str, str]]:
     if not status.assignment:
-        return []
+        return
     assigned = RankAssignment.decode(status.assignment)
-    places: list[Sample] = []
     for rank, worker in enumerate(assigned.workers):
         layers = assigned.layers[rank - 1] if rank else range(0)
-        place = {
+        yield {
             "rank": str(rank),
             "host": worker.rpartition("/")[0],
             "device": status.computing.get(rank, {}).get("device", ""),
             "devices": str(len(assigned.members(rank))),
             "layers": f"{layers.start}-{layers.stop - 1}" if layers else "",
         }
-        places.append(("", place, 1.0))
-    return places
-
-
-def _faults(status: ClusterStatus) -> list[Sample]:
-    return [("_total", {"kind": kind}, status.faults.get(kind, 0)) for kind in FaultKind]
-
-
-def _times(count: str, nanoseconds: str) -> Read:
-    """A summary of durations: their count and their sum."""
-    return lambda status: [
-        ("_count", {}, status.totals[count]),
-        ("_sum", {}, status.totals[nanoseconds] / 1e9),
-    ]
-
-
-CLUSTER_METRICS = tuple(
-    ClusterMetric(*row)
-    for row in (
-        ("epoch", GAUGE, OWN, _gauge(lambda o: o.epoch), "Epoch: starts and recoveries so far"),
-        ("ranks", GAUGE, OWN, _gauge(lambda o: o.joined), "Ranks that have joined the epoch"),
-        ("num_requests_running", GAUGE, BOTH, _gauge(_num_running), "Requests being decoded"),
-        ("num_requests_waiting", GAUGE, BOTH, _gauge(_num_waiting), "Requests that wait"),
-        ("kv_cache_usage_perc", GAUGE, BOTH, _kv_usage, "Share of KV slots in use, 0 to 1"),
-        ("kv_slots", GAUGE, OWN, _state("kv_slots"), "KV slots of every stage"),
-        ("kv_slots_held", GAUGE, OWN, _state("kv_slots_held"), "KV slots in use"),
-        (
-            "kv_slots_retained",
-            GAUGE,
-            OWN,
-            _state("kv_slots_retained"),
-            "KV slots of the prefix cache",
-        ),
-        ("prefix_cache_queries", COUNTER, BOTH, _total("cache_queries"), "Prompt tokens looked up"),
-        ("prefix_cache_hits", COUNTER, BOTH, _total("cache_hits"), "Prompt tokens found in KV"),
-        ("row_budget", GAUGE, OWN, _state("row_budget"), "Rows per step, not counting prefill"),
-        ("cache_config_info", GAUGE, BOTH, _cache_config, "KV slots, as blocks of one token"),
-        ("num_preemptions", COUNTER, BOTH, _total("preemptions"), "Requests that were preempted"),
-        ("steps", COUNTER, OWN, _total("steps"), "Steps with rows"),
-        ("decided_tokens", COUNTER, OWN, _total("tokens"), "Tokens generated for all clients"),
-        ("iteration_tokens_total", HISTOGRAM, BOTH, _step_tokens, "Prompt and new tokens per step"),
-        ("rows", COUNTER, OWN, _rows, "Rows, by kind"),
-        ("spec_decode_num_drafts", COUNTER, BOTH, _total("rounds"), "Draft rounds"),
-        (
-            "spec_decode_num_draft_tokens",
-            COUNTER,
-            BOTH,
-            _total("draft_rows"),
-            "Draft tokens verified",
-        ),
-        ("spec_decode_num_accepted_tokens", COUNTER, BOTH, _accepted, "Draft tokens accepted"),
-        (
-            *("spec_decode_num_accepted_tokens_per_pos", COUNTER, BOTH),
-            *(_by("hits", "position", 1, offset=-1), "Draft tokens accepted, by depth - 1"),
-        ),
-        ("draft_rows", COUNTER, OWN, _by("fed", "depth", 1), "Draft tokens verified, by depth"),
-        ("draft_hits", COUNTER, OWN, _by("hits", "depth", 1), "Draft tokens accepted, by depth"),
-        (
-            *("draft_hits_expected", COUNTER, OWN),
-            *(_by("expected", "depth", 1), "Acceptances that the proposer predicted, by depth"),
-        ),
-        ("mid_passes", COUNTER, OWN, _total_if_any("mid_passes"), "Passes of the mid-size model"),
-        (
-            "mid_scored",
-            COUNTER,
-            OWN,
-            _total_if_any("scored"),
-            "Nodes that the mid-size model scored",
-        ),
-        ("rank_info", GAUGE, OWN, _rank_info, "How each rank computes"),
-        ("rank_place_info", GAUGE, OWN, _rank_places, "Each rank's host, device and layers"),
-        ("stage_busy_share", GAUGE, OWN, _busy, "Share of time with requests spent computing"),
-        (
-            "stage_active_seconds",
-            COUNTER,
-            OWN,
-            _seconds_by_stage("active_ns"),
-            "Time with requests",
-        ),
-        ("stage_busy_seconds", COUNTER, OWN, _seconds_by_stage("busy_ns"), "Time spent computing"),
-        ("stage_receive_seconds", COUNTER, OWN, _seconds_by_stage("receive_ns"), "Time receiving"),
-        ("stage_send_seconds", COUNTER, OWN, _seconds_by_stage("send_ns"), "Time sending"),
-        ("faults", COUNTER, OWN, _faults, "Epochs ended by a fault, by its kind"),
-        (
-            *("recovery_seconds", SUMMARY, OWN),
-            *(
-                _times(fault_stats.RECOVERIES, fault_stats.RECOVERY_NS),
-                "From a fault until all ranks joined",
-            ),
-        ),
-        (
-            *("resumption_seconds", SUMMARY, OWN),
-            *(
-                _times(fault_stats.RESUMPTIONS, fault_stats.RESUMPTION_NS),
-                "From a fault to the next token",
-            ),
-        ),
-    )
-)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 from prometheus_client import Metric, generate_latest
-from prometheus_client.registry import Collector
 
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metric_definitions import (
@@ -46,7 +46,8 @@ class Metrics:
 
     def prometheus_text(self, status: ClusterStatus | None) -> bytes:
         """All metrics as text; those of the cluster only if it answers."""
-        return generate_latest(_MetricsCollector(self._collect(status)))
+        collected = SimpleNamespace(collect=lambda: self._collect(status))
+        return generate_latest(collected)
 
     def samples_by_name(
         self, status: ClusterStatus | None
@@ -67,16 +68,6 @@ class Metrics:
         yield from cluster_metrics(status, self._labels)
 
 
-class _MetricsCollector(Collector):
-    """Metrics in the form that prometheus_client takes."""
-
-    def __init__(self, metrics: Iterable[Metric]):
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
 class RequestTimer:
     """Times one answer, from the request on."""
 
@@ -89,7 +80,6 @@ class RequestTimer:
         metrics.unfinished += 1
 
     def add_tokens(self, tokens: int) -> None:
-        """So many tokens arrived together."""
         now, requests = self._metrics.clock(), self._metrics.requests
         if self._first is None:
             self._first = now

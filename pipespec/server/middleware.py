@@ -1,7 +1,7 @@
 """ASGI middleware around the routes: request ids, and the checks that refuse a request.
 
 In the order in which a request passes them (`pipespec.server.app`): `RequestIds`, `HostCheck`,
-`OriginCheck`, CORS, `ApiKeyCheck`, `BodyLimit`. None of them reads the body.
+`OriginCheck`, CORS, `ApiKeyCheck`. None of them reads the body.
 
 A browser sends requests on behalf of any page that its user opens, so a page from anywhere can
 reach a server that the user can reach. Two headers that a page cannot choose identify such
@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
@@ -43,7 +42,6 @@ BEARER = "bearer "
 
 
 def new_request_id() -> str:
-    """A random id for one reply."""
     return f"req_{secrets.token_hex(16)}"
 
 
@@ -186,37 +184,6 @@ class ApiKeyCheck(_Check):
             "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
             code="invalid_api_key",
         )
-
-
-class BodyLimit(_Check):
-    """Refuses bodies of more than `max_bytes` with 413, by their declared or their real length."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        super().__init__(app)
-        self._max_bytes = max_bytes
-        self._error = ApiError(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"The body has more than {max_bytes} bytes; send less, or start the server with "
-            "--max-body-bytes.",
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
-
-        async def receive_counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                # FastAPI lets this exception through while it reads a body.
-                raise HTTPException(self._error.status, self._error.message)
-            return message
-
-        await super().__call__(scope, receive_counted, send)
-
-    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        declared = headers.get("content-length", "")
-        return self._error if declared.isdigit() and int(declared) > self._max_bytes else None
 
 
 def _digest_of_key(headers: Headers) -> bytes:

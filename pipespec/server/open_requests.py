@@ -59,11 +59,9 @@ class OpenRequests:
         return iter([*self._origins])
 
     def add(self, stream: ResponseStream, origin: RequestOrigin) -> None:
-        """Remember a request until `discard`."""
         self._origins[stream] = origin
 
     def discard(self, stream: ResponseStream) -> None:
-        """A request has ended."""
         self._origins.pop(stream, None)
 
     def origins(self, api_key_digest: bytes) -> dict[int, RequestOrigin]:

@@ -1,50 +1,36 @@
-"""From the tokens of answers to OpenAI's replies, whole or in chunks, and those of chats."""
+"""From the tokens of answers to the replies of OpenAI's chats and completions, whole or in
+chunks."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from pipespec.core import TokenLogprobs
-from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
+from pipespec.server.answer_blocks import BlockDelta
 from pipespec.server.api_errors import ApiError
 from pipespec.server.request_parsing import ParsedRequest
-from pipespec.server.response_schema import (
-    ChatChoice,
-    ChatChunk,
-    ChatLogprobs,
-    ChatMessage,
-    ChatReply,
-    ChunkChoice,
-    CompletionTokensDetails,
-    Delta,
-    FinishReason,
-    FunctionCall,
-    FunctionDelta,
-    PromptLogprob,
-    PromptLogprobs,
-    PromptTokensDetails,
-    TokenLogprob,
-    ToolCall,
-    ToolCallDelta,
-    TopLogprob,
-    Usage,
+from pipespec.server.response_schema import ChatReply, CompletionReply
+from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
+from pipespec.text import (
+    REPLACEMENT,
+    Tokenizer,
+    token_bytes,
+    token_offsets,
+    token_text,
 )
-from pipespec.server.response_stream import OutputDelta, ReplyFormat
-from pipespec.text import Tokenizer, token_bytes, token_text
 
 # JSON has no minus infinity; vLLM writes this instead.
 MIN_LOGPROB = -9999.0
 # The end of a stream.
 DONE = b"data: [DONE]\n\n"
-# A text that no model generates, and its JSON.
-MARK = "\0"
-MARK_JSON = json.dumps(MARK)
+# A token of a completion's text and its log-probabilities; a prompt's first token has none.
+ScoredToken = tuple[int, TokenLogprobs | None]
 
 
 class OpenAIFormat(ReplyFormat):
@@ -57,7 +43,8 @@ class OpenAIFormat(ReplyFormat):
         fingerprint: of the cluster's model and settings.
     """
 
-    id_prefix: str
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def __init__(
         self,
@@ -71,133 +58,304 @@ class OpenAIFormat(ReplyFormat):
         fingerprint: str = "",
     ):
         super().__init__(request, tokenizer, model)
-        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
         self._usage, self._continuous = usage, usage and continuous
         self._with_ids = token_ids
-        self._fingerprint = fingerprint or None
-        # Whether the text of a delta is all that it adds to its message.
-        self._only_text = not token_ids
+        id_ = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        # The fields that all replies and chunks have.
+        self.shared = {"id": id_, "created": self.created, "model": model}
+        if fingerprint:
+            self.shared["system_fingerprint"] = fingerprint
         choices = request.sampling_params
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in choices]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in choices]
         self._token_ids: list[list[int]] = [[] for _ in choices]
-        self._finish_reasons: list[FinishReason] = ["length" for _ in choices]
-        # A chunk's JSON before and after its text, by choice.
-        self._chunk_frames: dict[int, tuple[str, str]] = {}
 
     @property
-    def shared(self) -> dict[str, Any]:
-        """The fields that all replies and chunks have."""
-        return {
-            "id": self.id,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self._fingerprint,
+    def usage(self) -> dict[str, Any]:
+        prompt = self.request.prompt_tokens
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.num_tokens,
+            "total_tokens": prompt + self.num_tokens,
         }
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        prompt, cached = self.request.prompt_tokens, self.num_cached
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=self.num_tokens,
-            total_tokens=prompt + self.num_tokens,
-            prompt_tokens_details=None
-            if cached is None
-            else PromptTokensDetails(cached_tokens=cached),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=self.num_reasoning)
-            if self.num_reasoning
-            else None,
-        )
+        if self.num_cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached}
+        if self.num_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return usage
 
     def add(self, delta: OutputDelta) -> None:
-        self.count_tokens(delta)
+        self.take(delta)
         self._token_ids[delta.index] += delta.token_ids
         self._prompt_logprobs[delta.index] += delta.prompt_logprobs
-        if delta.logprobs:
-            self._logprobs[delta.index] += zip(delta.token_ids, delta.logprobs, strict=True)
-        if delta.finish_reason:
-            self._finish_reasons[delta.index] = delta.finish_reason
+        self._logprobs[delta.index] += scored_tokens(delta)
 
     # --- streams ------------------------------------------------------------------------------
 
     def first_events(self) -> Iterator[bytes]:
-        for chunk in self.first_chunks():
-            yield _event(chunk.model_dump_json())
+        return map(sse, self.first_chunks())
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
-        for event in self.stream_events(delta):
-            yield _event(event)
+        return map(sse, self.chunks(delta))
 
     def last_events(self) -> Iterator[bytes]:
-        for chunk in self.last_chunks():
-            yield _event(chunk.model_dump_json())
+        if self._usage:
+            yield sse({**self._chunk(), "usage": self.usage})
         yield DONE
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield _event(json.dumps(error.body))
+        yield sse(error.body)
         yield DONE
 
-    def stream_events(self, delta: OutputDelta) -> Iterator[str]:
-        """What a delta adds to a stream, as JSON.
-
-        Nearly all chunks hold text and nothing else. They differ in the text alone, so the JSON
-        around it is written once.
-        """
-        more = delta.logprobs or delta.prompt_logprobs or delta.finish_reason
-        if self._continuous or more or not (delta.text and self._only_text):
-            for chunk in self.chunks(delta):
-                yield chunk.model_dump_json()
-            return
-        self.count_tokens(delta)
-        if delta.index not in self._chunk_frames:
-            (example,) = self.chunks(OutputDelta(delta.index, MARK))
-            before, _, after = example.model_dump_json().partition(MARK_JSON)
-            self._chunk_frames[delta.index] = before, after
-        before, after = self._chunk_frames[delta.index]
-        yield before + json.dumps(delta.text, ensure_ascii=False) + after
-
     @abstractmethod
-    def first_chunks(self) -> Iterator[BaseModel]:
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
         """The beginning of a stream."""
 
     @abstractmethod
-    def chunks(self, delta: OutputDelta) -> Iterator[BaseModel]:
+    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
         """What a delta adds to a stream."""
 
-    @abstractmethod
-    def last_chunks(self) -> Iterator[BaseModel]:
-        """The end of a stream."""
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        usage = self.usage if self._continuous else None
+        return {**self.shared, "object": self.chunk_object, "choices": choices, "usage": usage}
+
+    def _reason(self, choice: int) -> Any:
+        end = self.ends[choice]
+        return "length" if end is None else end.finish_reason
 
     def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
-        """Token ids, if the request asks for them."""
         return [*token_ids] if self._with_ids else None
 
-    def _continuous_usage(self) -> Usage | None:
-        return self.usage if self._continuous else None
+    def _ids_field(self, name: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {name: token_ids} if self._with_ids and token_ids else {}
 
-    def _prompt_report(self, choice: int) -> PromptLogprobs | None:
-        """What the request asks for with `prompt_logprobs`."""
+    def _prompt_report(self, choice: int) -> list[dict[str, Any] | None] | None:
         most = self.request.prompt_logprobs
         if most is None:
             return None
-        report: PromptLogprobs = [None]
+        report: list[dict[str, Any] | None] = [None]
         ids = self.request.prompt_of(choice)[1:]
         for token, logprobs in zip(ids, self._prompt_logprobs[choice], strict=True):
             ranks = {id_: rank for rank, (id_, _) in enumerate(logprobs.top, 1)}
             reported = {token: logprobs.logprob} | dict(logprobs.top[:most])
             report.append(
                 {
-                    str(id_): PromptLogprob(
-                        logprob=json_logprob(value),
-                        rank=ranks.get(id_),
-                        decoded_token=token_text(self.tokenizer, id_),
-                    )
+                    str(id_): {
+                        "logprob": json_logprob(value),
+                        "rank": ranks.get(id_),
+                        "decoded_token": token_text(self.tokenizer, id_),
+                    }
                     for id_, value in reported.items()
                 }
             )
         return report
+
+
+class ChatFormat(OpenAIFormat):
+    """The replies of /v1/chat/completions."""
+
+    id_prefix, chunk_object = "chatcmpl", "chat.completion.chunk"
+
+    def response(self) -> BaseModel:
+        choices = [
+            {
+                "index": i,
+                "message": self._message(i),
+                "logprobs": self._reported(i, self._logprobs[i]),
+                "finish_reason": self._reason(i),
+                "token_ids": self._ids(self._token_ids[i]),
+            }
+            for i in range(len(self.answers))
+        ]
+        reply = {
+            **self.shared,
+            "choices": choices,
+            "usage": self.usage,
+            "prompt_logprobs": self._prompt_report(0),
+            "prompt_token_ids": self._ids(self.request.prompts[0]),
+        }
+        return ChatReply.model_validate(reply)
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        for i in range(len(self.answers)):
+            prompt = self._ids_field("prompt_token_ids", () if i else self.request.prompts[0])
+            yield self._part(i, {"role": "assistant", "content": ""}) | prompt
+
+    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
+        choice = delta.index
+        parts = [_message_delta(each) for each in self.take(delta)]
+        logprobs = self._reported(choice, scored_tokens(delta)) if delta.logprobs else None
+        ids = self._ids_field("token_ids", delta.token_ids)
+        if (logprobs or ids) and not parts:
+            parts = [{"content": ""}]
+        for part in parts:
+            yield self._part(choice, part, logprobs, **ids)
+            logprobs, ids = None, {}  # only the first chunk has them
+        if delta.finish_reason:
+            yield self._part(choice, {}, reason=self._reason(choice))
+
+    def _part(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """A chunk that adds something to an answer."""
+        part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk(part | fields if fields else part)
+
+    def _message(self, choice: int) -> dict[str, Any]:
+        answer = self.answers[choice]
+        text, thought = answer.text_of("text"), answer.text_of("reasoning")
+        calls = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.text}}
+            for call in answer.calls
+        ]
+        return {
+            "content": text or (None if calls else ""),
+            "reasoning_content": thought or None,
+            "tool_calls": calls or None,
+        }
+
+    def _reason(self, choice: int) -> Any:
+        """The reason of an answer with calls that ended by itself is "tool_calls", but "stop" if
+        the client named the function, as with OpenAI."""
+        reason, tool_use = super()._reason(choice), self.request.tool_use
+        named = tool_use is not None and tool_use.named
+        called = reason == "stop" and not named and self.answers[choice].calls
+        return "tool_calls" if called else reason
+
+    def _reported(
+        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
+    ) -> dict[str, Any] | None:
+        if not self.wants_logprobs(choice):
+            return None
+        content = [token_logprob(self.tokenizer, *each) for each in tokens]
+        return {"content": content, "refusal": None}
+
+
+class CompletionFormat(OpenAIFormat):
+    """The replies of /v1/completions."""
+
+    id_prefix, chunk_object = "cmpl", "text_completion"
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
+        super().__init__(request, tokenizer, model, **options)
+        # Where the next token begins in each answer's text.
+        self._offsets = [len(self._echo(i)) for i in range(len(self.answers))]
+        self._begun = [False for _ in self.answers]  # whether a chunk was sent
+
+    def response(self) -> BaseModel:
+        choices = [
+            {
+                "index": i,
+                "text": self._echo(i) + answer.text_of("text"),
+                "logprobs": self._all_logprobs(i),
+                "finish_reason": self._reason(i),
+                "prompt_logprobs": self._prompt_report(i),
+                "prompt_token_ids": self._ids(self.request.prompt_of(i)),
+                "token_ids": self._ids(self._token_ids[i]),
+            }
+            for i, answer in enumerate(self.answers)
+        ]
+        reply = {**self.shared, "choices": choices, "usage": self.usage}
+        return CompletionReply.model_validate(reply)
+
+    def first_chunks(self) -> Iterator[dict[str, Any]]:
+        for i in range(len(self.answers)):
+            yield from self._echo_chunks(i)
+
+    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
+        self.take(delta)
+        if delta.prompt_logprobs:
+            self._prompt_logprobs[delta.index] += delta.prompt_logprobs
+            yield from self._echo_chunks(delta.index)
+        ids = self._ids_field("token_ids", delta.token_ids)
+        if delta.text or delta.logprobs or delta.finish_reason or ids:
+            logprobs = None
+            if delta.logprobs:
+                logprobs = self._report(*self._answer_tokens(delta.index, scored_tokens(delta)))
+            yield self._part(delta.index, delta.text, logprobs, delta.finish_reason, **ids)
+
+    def _echo(self, choice: int) -> str:
+        texts = self.request.echo_texts
+        return texts[choice // self.request.n] if texts else ""
+
+    def _echo_chunks(self, choice: int) -> Iterator[dict[str, Any]]:
+        """The prompt, if the request wants it echoed, once all its log-probabilities are known."""
+        if not self.request.echo_texts:
+            return
+        if not self.wants_logprobs(choice):
+            yield self._part(choice, self._echo(choice))
+        elif len(self._prompt_logprobs[choice]) == len(self.request.prompt_of(choice)) - 1:
+            logprobs = self._report(*self._prompt_tokens(choice))
+            yield self._part(choice, self._echo(choice), logprobs)
+
+    def _part(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """A chunk; the first one of an answer has the prompt's token ids too, if they are asked
+        for."""
+        if not self._begun[choice]:
+            fields |= self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
+        self._begun[choice] = True
+        part = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk(part | fields)
+
+    def _all_logprobs(self, choice: int) -> dict[str, Any] | None:
+        if not self.wants_logprobs(choice):
+            return None
+        offsets, tokens = self._answer_tokens(choice, self._logprobs[choice])
+        if self.request.echo_texts:
+            prompt_offsets, prompt_tokens = self._prompt_tokens(choice)
+            offsets, tokens = prompt_offsets + offsets, prompt_tokens + tokens
+        return self._report(offsets, tokens)
+
+    def _answer_tokens(
+        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
+    ) -> tuple[list[int], list[ScoredToken]]:
+        """The offsets in the text of an answer's next tokens, and these tokens."""
+        offsets = []
+        for token, _ in tokens:
+            offsets.append(self._offsets[choice])
+            self._offsets[choice] += len(token_text(self.tokenizer, token))
+        return offsets, [*tokens]
+
+    def _prompt_tokens(self, choice: int) -> tuple[list[int], list[ScoredToken]]:
+        """The same for a prompt, with as many top log-probabilities as the answer has."""
+        request = self.request
+        ids, most = request.prompt_of(choice), request.sampling_params[choice].logprobs
+        scored = [replace(each, top=each.top[:most]) for each in self._prompt_logprobs[choice]]
+        offsets = token_offsets(self.tokenizer, ids, self._echo(choice))
+        return offsets, [*zip(ids, (None, *scored), strict=True)]
+
+    def _report(self, offsets: list[int], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        names, values = [self._name(token) for token, _ in tokens], []
+        top: list[dict[str, float] | None] = []
+        for name, (_, scored) in zip(names, tokens, strict=True):
+            values.append(None if scored is None else json_logprob(scored.logprob))
+            likely = None
+            if scored is not None:
+                likely = {self._name(id_): json_logprob(other) for id_, other in scored.top}
+                likely[name] = json_logprob(scored.logprob)
+            top.append(likely)
+        columns = {"tokens": names, "token_logprobs": values, "top_logprobs": top}
+        return {"text_offset": offsets, **columns}
+
+    def _name(self, token: int) -> str:
+        """A token's text; the bytes of one that is part of a character, as OpenAI writes them."""
+        text = token_text(self.tokenizer, token)
+        if REPLACEMENT not in text:
+            return text
+        raw = token_bytes(self.tokenizer, token)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def json_logprob(logprob: float) -> float:
@@ -205,163 +363,31 @@ def json_logprob(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-class ChatFormat(OpenAIFormat):
-    """The replies of /v1/chat/completions."""
-
-    id_prefix = "chatcmpl"
-
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
-        super().__init__(request, tokenizer, model, **options)
-        self._tool_use = request.tool_use
-        plain = self._tool_use is None and request.reasoning is None
-        self._only_text = self._only_text and plain
-        self._answers = [
-            AnswerBlocks(self._tool_use, request.reasoning) for _ in request.sampling_params
-        ]
-
-    def response(self) -> BaseModel:
-        choices = [
-            ChatChoice(
-                index=i,
-                message=self._message(i),
-                logprobs=self._chat_logprobs(i, self._logprobs[i]),
-                finish_reason=self._reason(i, self._finish_reasons[i]),
-                token_ids=self._ids(self._token_ids[i]),
-            )
-            for i in range(len(self.request.sampling_params))
-        ]
-        return ChatReply(
-            **self.shared,
-            choices=choices,
-            usage=self.usage,
-            prompt_logprobs=self._prompt_report(0),
-            prompt_token_ids=self._ids(self.request.prompts[0]),
-        )
-
-    def add(self, delta: OutputDelta) -> None:
-        super().add(delta)
-        self._push(delta)
-
-    def _push(self, delta: OutputDelta) -> list[BlockDelta]:
-        """What a delta adds to the blocks of its answer."""
-        answer = self._answers[delta.index]
-        added = answer.push(delta.text, last=delta.finish_reason is not None)
-        if self.request.reasoning is not None and answer.thinking:
-            self.num_reasoning += len(delta.token_ids)
-        return added
-
-    def first_chunks(self) -> Iterator[BaseModel]:
-        for i in range(len(self.request.sampling_params)):
-            prompt = self._ids(self.request.prompts[0]) if i == 0 else None
-            yield self._chunk(i, Delta(role="assistant", content=""), prompt_token_ids=prompt)
-
-    def chunks(self, delta: OutputDelta) -> Iterator[BaseModel]:
-        self.count_tokens(delta)
-        choice, reason = delta.index, delta.finish_reason
-        parts = [_message_delta(each) for each in self._push(delta)]
-        logprobs = self._delta_logprobs(delta)
-        token_ids = self._ids(delta.token_ids) if delta.token_ids else None
-        if (delta.logprobs or token_ids) and not parts:
-            parts = [Delta(content="")]
-        for part in parts:
-            yield self._chunk(choice, part, logprobs, token_ids=token_ids)
-            logprobs = token_ids = None  # only the first chunk has them
-        if reason:
-            yield self._chunk(choice, Delta(), reason=self._reason(choice, reason))
-
-    def last_chunks(self) -> Iterator[BaseModel]:
-        if self._usage:
-            yield ChatChunk(**self.shared, choices=[], usage=self.usage)
-
-    def _message(self, choice: int) -> ChatMessage:
-        answer = self._answers[choice]
-        calls, text = answer.calls, answer.text_of("text")
-        thought = answer.text_of("reasoning") or None
-        if not calls:
-            return ChatMessage(content=text, reasoning_content=thought)
-        tool_calls = [
-            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text))
-            for call in calls
-        ]
-        return ChatMessage(content=text or None, reasoning_content=thought, tool_calls=tool_calls)
-
-    def _reason(self, choice: int, reason: FinishReason) -> FinishReason:
-        """The reason of an answer with calls that ended by itself is "tool_calls", but "stop" if
-        the client named the function, as with OpenAI."""
-        named = self._tool_use is not None and self._tool_use.named
-        if reason == "stop" and not named and self._answers[choice].calls:
-            return "tool_calls"
-        return reason
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: Delta,
-        logprobs: ChatLogprobs | None = None,
-        reason: FinishReason | None = None,
-        token_ids: list[int] | None = None,
-        prompt_token_ids: list[int] | None = None,
-    ) -> BaseModel:
-        part = ChunkChoice(
-            index=choice,
-            delta=delta,
-            logprobs=logprobs,
-            finish_reason=reason,
-            token_ids=token_ids,
-        )
-        return ChatChunk(
-            **self.shared,
-            choices=[part],
-            usage=self._continuous_usage(),
-            prompt_token_ids=prompt_token_ids,
-        )
-
-    def _delta_logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
-        tokens = zip(delta.token_ids, delta.logprobs, strict=False)
-        return self._chat_logprobs(delta.index, [*tokens]) if delta.logprobs else None
-
-    def _chat_logprobs(
-        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
-    ) -> ChatLogprobs | None:
-        if not self.wants_logprobs(choice):
-            return None
-        return ChatLogprobs(content=[token_logprob(self.tokenizer, *each) for each in tokens])
+def scored_tokens(delta: OutputDelta) -> list[tuple[int, TokenLogprobs]]:
+    """The tokens of a delta with their log-probabilities; [] if it has none."""
+    return [*zip(delta.token_ids, delta.logprobs, strict=False)]
 
 
-def token_logprob(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> TokenLogprob:
-    """What a reply reports of a token."""
-    return TokenLogprob(
-        **_top_logprob(tokenizer, token, logprobs.logprob).model_dump(),
-        top_logprobs=[_top_logprob(tokenizer, *pair) for pair in logprobs.top],
+def token_logprob(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    """What a reply reports of a token (`response_schema.TokenLogprob`)."""
+    own, *top = (
+        {
+            "token": token_text(tokenizer, id_),
+            "logprob": json_logprob(value),
+            "bytes": [*token_bytes(tokenizer, id_)],
+        }
+        for id_, value in ((token, logprobs.logprob), *logprobs.top)
     )
+    return {**own, "top_logprobs": top}
 
 
-def _top_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
-    return TopLogprob(
-        token=token_text(tokenizer, token),
-        logprob=json_logprob(logprob),
-        bytes=list(token_bytes(tokenizer, token)),
-    )
-
-
-def _message_delta(delta: BlockDelta) -> Delta:
+def _message_delta(delta: BlockDelta) -> dict[str, Any]:
     """What a delta adds to its message. The name of a call comes first, with empty arguments."""
     block = delta.block
-    if block.kind == "text":
-        return Delta(content=delta.text)
-    if block.kind == "reasoning":
-        return Delta(reasoning_content=delta.text)
+    if block.kind != "call":
+        return {"content" if block.kind == "text" else "reasoning_content": delta.text}
+    call: dict[str, Any] = {"index": block.number, "function": {"arguments": delta.text}}
     if delta.begins:
-        call = ToolCallDelta(
-            index=block.number,
-            id=block.id,
-            type="function",
-            function=FunctionDelta(name=block.name, arguments=""),
-        )
-    else:
-        call = ToolCallDelta(index=block.number, function=FunctionDelta(arguments=delta.text))
-    return Delta(tool_calls=[call])
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+        call |= {"id": block.id, "type": "function"}
+        call["function"] = {"name": block.name, "arguments": ""}
+    return {"tool_calls": [call]}

@@ -7,10 +7,10 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,16 +19,15 @@ from pipespec.client.async_client import AsyncClient
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import PipespecError, Unreachable
-from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
+from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import (
+    ApiError,
     ServerShuttingDown,
     api_error_of,
     cluster_unavailable,
     invalid_field,
 )
-from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
-from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.conversations import (
     DeletedResponse,
     KeptResponse,
@@ -36,12 +35,9 @@ from pipespec.server.dialects.conversations import (
     no_response_to_continue,
     no_such_response,
 )
-from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
-from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
-from pipespec.server.dialects.responses_format import ResponsesFormat
+from pipespec.server.dialects.ollama import TagsReply, tags_reply
 from pipespec.server.metrics import Metrics
 from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
-from pipespec.server.openai_format import ChatFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
     ConversationWanted,
@@ -53,24 +49,11 @@ from pipespec.server.preparation import (
 )
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
-from pipespec.server.response_stream import (
-    CompletionEvents,
-    ReplyFormat,
-    ResponseStream,
-    full_response,
-)
+from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
+from pipespec.server.routes import ROUTES
 from pipespec.text import token_text
 
 JSON = "application/json"
-# The formats of the replies of the routes that generate text.
-FORMATS: Mapping[str, Callable[..., ReplyFormat]] = {
-    "/v1/chat/completions": ChatFormat,
-    "/v1/completions": CompletionFormat,
-    "/v1/responses": ResponsesFormat,
-    "/v1/messages": AnthropicFormat,
-    "/api/chat": OllamaChatFormat,
-    "/api/generate": OllamaGenerateFormat,
-}
 
 
 class OpenAIServing:
@@ -98,13 +81,7 @@ class OpenAIServing:
         self._open = OpenRequests()
         self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
 
-    @property
-    def max_body_bytes(self) -> int:
-        """The limit of a request's body."""
-        return self.options.max_body_bytes or body_limit(self.client.served.context)
-
     def close_dashboards(self) -> None:
-        """End the streams of all dashboards, as the server is about to end."""
         self.dashboard.end()
 
     def fail_open_requests(self) -> None:
@@ -115,20 +92,21 @@ class OpenAIServing:
     # --- text ---------------------------------------------------------------------------------
 
     async def generate(self, path: str, request: Request) -> Response:
-        """Answer a request to a route that generates text, whole or as a stream."""
+        """Answer a request to a route with a body, whole or as a stream."""
         prepared = await self._prepare(path, request)
         if isinstance(prepared, bytes):
             return Response(prepared, media_type=JSON)
         if self.client.away:
             raise cluster_unavailable()
-        formatter = FORMATS[path](
+        make_format = ROUTES[path].format
+        assert make_format is not None, "it generates text"
+        formatter = make_format(
             prepared.parsed,
             self.client.served.tokenizer,
             prepared.model or self.options.names[0],
             **prepared.options,
         )
-        with self.queue.admit(len(prepared.parsed.sampling_params)) as entry:
-            stream = await self._submit(prepared, entry, request)
+        stream = await self._submit(prepared, request)
         if prepared.stream:
             reply: Response = CompletionEvents(stream, formatter)
         else:
@@ -145,7 +123,7 @@ class OpenAIServing:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
             raise not_a_json_object()
-        body = await request.body()
+        body = await self._body(request)
         with self.queue.admit(1):
             prepared = await self._pool.prepare(self._preparer, path, body)
             if not isinstance(prepared, ConversationWanted):
@@ -154,6 +132,25 @@ class OpenAIServing:
             prepared = await self._pool.prepare(self._preparer, path, body, conversation)
             assert not isinstance(prepared, ConversationWanted)
             return prepared
+
+    async def _body(self, request: Request) -> bytes:
+        """A body up to its limit, by its declared and its real length. Raises ApiError."""
+        most = self.options.max_body_bytes or body_limit(self.client.served.context)
+        declared = request.headers.get("content-length", "")
+        too_long = declared.isdigit() and int(declared) > most
+        body = bytearray()
+        if not too_long:
+            async for chunk in request.stream():
+                body += chunk
+                if too_long := len(body) > most:
+                    break
+        if too_long:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"The body has more than {most} bytes; send less, or start the server with "
+                "--max-body-bytes.",
+            )
+        return bytes(body)
 
     async def _conversation(self, request: Request, response: str) -> bytes:
         """The messages up to a response that a request continues. Raises ApiError."""
@@ -171,17 +168,14 @@ class OpenAIServing:
             raise api_error_of(error) from error
         return KeptResponse.unpacked(found) if found else None
 
-    async def _submit(
-        self, prepared: PreparedRequest, entry: QueueEntry, request: Request
-    ) -> ResponseStream:
+    async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
         """Put the answers in the cluster's queue. Raises ApiError."""
         parsed = prepared.parsed
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
-        entry.reserve_tokens(parsed.prompt_tokens * parsed.n)
         stream = ResponseStream(
             self.client,
             parsed,
-            entry.transfer(),
+            self.queue.admit(len(parsed.sampling_params), parsed.prompt_tokens * parsed.n),
             self.metrics,
             self._open.discard,
             request.state.api_key_digest,
@@ -270,14 +264,6 @@ class OpenAIServing:
             max_model_len=self.client.served.context,
         )
 
-    async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text, or of messages in the chat template."""
-        return Response(await self._prepare("/tokenize", request), media_type=JSON)
-
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        return Response(await self._prepare("/detokenize", request), media_type=JSON)
-
     async def tokenizer_info(self) -> TokenizerInfo:
         """The vocabulary, special tokens and chat template of the model."""
         served = self.client.served
@@ -309,7 +295,6 @@ class OpenAIServing:
         return {"status": "ok"}
 
     async def prometheus_text(self) -> bytes:
-        """The metrics of the server and its cluster."""
         return self.metrics.prometheus_text(await self.cluster_status())
 
 

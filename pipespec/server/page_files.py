@@ -29,7 +29,6 @@ HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """The routes of the pages and of the files that they load."""
     pages = [Route(path, _page(file)) for path, file in PAGES.items()]
     return [*pages, Mount("/page", _Files(directory=FOLDER))]
 

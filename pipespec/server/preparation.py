@@ -13,17 +13,16 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.server.api_errors import ApiError, invalid_field, validation_failed
-from pipespec.server.chat_prompt import render_chat, template_options
-from pipespec.server.dialects.routes import DIALECTS
-from pipespec.server.dialects.translation import Dialect, Translation
+from pipespec.server.api_errors import ApiError, validation_failed
+from pipespec.server.chat_prompt import render_chat
+from pipespec.server.dialects.translation import DialectBody, Translation
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
@@ -34,16 +33,9 @@ from pipespec.server.request_schema import (
 )
 from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
+from pipespec.server.routes import ROUTES
 
 Body = TypeVar("Body", bound=BaseModel)
-# The bodies of the routes that take one.
-BODIES: Mapping[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    **{path: dialect.body for path, dialect in DIALECTS.items()},
-}
 # Commas and brackets of a body, and brackets that open something, beside so many per token of the
 # context: a call that parses JSON lets no other thread run.
 MAX_VALUES, MAX_CONTAINERS = 2**18, 2**15
@@ -158,60 +150,28 @@ class Preparer:
 
         Raises ApiError.
         """
-        match path:
-            case "/v1/chat/completions":
-                return self._chat(body)
-            case "/v1/completions":
-                return self._completion(body)
-            case "/tokenize":
-                return self._tokenize(body)
-            case "/detokenize":
-                return self._detokenize(body)
-        return self._translated(DIALECTS[path], body, conversation)
-
-    def _chat(self, body: bytes) -> PreparedRequest:
-        fields = self._fields(ChatRequest, body)
-        self._check(fields)
-        return self._prepared(fields, _without_required(self._parser.chat(fields)))
-
-    def _translated(self, dialect: Dialect, body: bytes, conversation: bytes) -> Prepared:
-        """A request of another dialect, as one of ours."""
-        fields = self._fields(dialect.body, body)
-        if fields.continues is not None:
-            if not conversation:
-                return ConversationWanted(fields.continues)
-            fields.set_earlier(json.loads(conversation))
-        made = dialect.translated(fields)
+        fields = self._fields(ROUTES[path].body, body)
+        if isinstance(fields, GenerationRequest):
+            return self._prepared(fields, self._of_openai(fields))
+        check_model(self._names, fields.model)
+        if isinstance(fields, TokenizeRequest):
+            return self._tokenize(fields)
+        if isinstance(fields, DetokenizeRequest):
+            return self._detokenize(fields)
+        assert isinstance(fields, DialectBody)
+        if fields.continues is not None and not conversation:
+            return ConversationWanted(fields.continues)
+        made = fields.translated(json.loads(conversation or b"[]"))
         if made.reply is not None:
-            check_model(self._names, made.fields.get("model"))
             return made.reply(self._served)
+        kind = CompletionRequest if "prompt" in made.fields else ChatRequest
         try:
-            return self._prepare_translation(made)
+            return self._prepared(validated(kind, made.fields), made)
         except ApiError as error:
-            raise dialect.explained(error) from None
+            raise fields.explained(error) from None
 
-    def _prepare_translation(self, made: Translation) -> PreparedRequest | bytes:
-        parsed: ParsedRequest
-        asked: GenerationRequest
-        if "prompt" in made.fields:
-            asked = validated(CompletionRequest, made.fields)
-            self._check(asked)
-            parsed = self._parser.completion(asked, clamps=made.clamps)
-        else:
-            asked = validated(ChatRequest, made.fields)
-            self._check(asked)
-            if made.counts:
-                return made.counts(self._parser.count_tokens(asked))
-            parsed = _without_required(self._parser.chat(asked, clamps=made.clamps))
-        preview = self._preview(asked)
-        return PreparedRequest(parsed, asked.model, made.stream, made.options, preview)
-
-    def _completion(self, body: bytes) -> PreparedRequest:
-        fields = self._fields(CompletionRequest, body)
-        self._check(fields)
-        return self._prepared(fields, self._parser.completion(fields))
-
-    def _prepared(self, fields: GenerationRequest, parsed: ParsedRequest) -> PreparedRequest:
+    def _of_openai(self, fields: GenerationRequest) -> Translation:
+        """What a request says of its reply that is in OpenAI's words already."""
         wanted = fields.stream_options
         options = {
             "usage": bool(wanted and wanted.include_usage),
@@ -219,10 +179,18 @@ class Preparer:
             "token_ids": bool(fields.return_token_ids),
             "fingerprint": self._fingerprint,
         }
+        return Translation(stream=bool(fields.stream), options=options)
+
+    def _prepared(self, fields: GenerationRequest, made: Translation) -> PreparedRequest | bytes:
+        check_model(self._names, fields.model)
+        if made.counts:
+            assert isinstance(fields, ChatRequest)
+            return made.counts(self._parser.count_tokens(fields))
+        parsed = self._parser.parse(fields, clamps=made.clamps)
         old = [name for name in GUIDED if getattr(fields, name) is not None]
         warning = f"{old[0]} has been replaced; use structured_outputs." if old else ""
-        stream, preview = bool(fields.stream), self._preview(fields)
-        return PreparedRequest(parsed, fields.model, stream, options, preview, warning)
+        preview = self._preview(fields)
+        return PreparedRequest(parsed, fields.model, made.stream, made.options, preview, warning)
 
     def _preview(self, fields: GenerationRequest) -> str:
         """The beginning of what a request that was parsed asks."""
@@ -260,27 +228,14 @@ class Preparer:
                 HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
             ) from None
 
-    def _check(self, fields: GenerationRequest) -> None:
-        check_model(self._names, fields.model)
-        fields.check_supported()
-        fields.check_num_answers()
-
-    def _tokenize(self, body: bytes) -> bytes:
-        fields = self._fields(TokenizeRequest, body)
-        check_model(self._names, fields.model)
+    def _tokenize(self, fields: TokenizeRequest) -> bytes:
         served = self._served
-        given = [n for n in ("prompt", "content", "messages") if getattr(fields, n) is not None]
-        if len(given) != 1:
-            raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
-        fields.check_supported()
         special = fields.add_special_tokens is not False
         text = fields.content if fields.prompt is None else fields.prompt
         if fields.messages is not None:
-            text = render_chat(
-                served, fields.messages, fields.tools or (), template_options(fields)
-            )
+            text = render_chat(served, fields, fields.tools or ())
             special = bool(fields.add_special_tokens)  # the template writes its own
-        ids = self._parser.encode(text or "", special=special)
+        ids = served.tokenizer.encode(text or "", add_special_tokens=special)
         strings = None
         if fields.return_token_strs:
             strings = [served.tokenizer.convert_ids_to_tokens(token) or "" for token in ids]
@@ -289,11 +244,8 @@ class Preparer:
         )
         return reply.model_dump_json().encode()
 
-    def _detokenize(self, body: bytes) -> bytes:
-        fields = self._fields(DetokenizeRequest, body)
-        check_model(self._names, fields.model)
-        for token in fields.tokens:
-            self._parser.check_token(token, "tokens")
+    def _detokenize(self, fields: DetokenizeRequest) -> bytes:
+        self._parser.check_tokens(fields.tokens, "tokens")
         text = self._parser.decode(fields.tokens)
         return DetokenizeReply(prompt=text, content=text).model_dump_json().encode()
 
@@ -334,10 +286,3 @@ def _place(place: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
             found.append(part)
             value = value[part]
     return tuple(found)
-
-
-def _without_required(parsed: ParsedRequest) -> ParsedRequest:
-    """The same without the tools of which one must be called, as the grammar enforces that."""
-    if parsed.tool_use is None:
-        return parsed
-    return replace(parsed, tool_use=replace(parsed.tool_use, required=()))

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipespec.client.answers import fresh_seed
-from pipespec.client.model_info import ModelInfo
+from pipespec.client.answers import fresh_seed, seeds_from
+from pipespec.client.model_info import ModelInfo, PromptTooLong
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError
-from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
-from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.chat_prompt import render_chat, template_options
-from pipespec.server.reasoning.reasoning_use import ReasoningUse, reasoning_use
+from pipespec.errors import ConfigError, PromptError
+from pipespec.sampling.params import check_sampling, check_vocabulary
+from pipespec.server.api_errors import invalid_field
+from pipespec.server.chat_prompt import render_chat
+from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
 from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
-# Of a text with more characters than this per token of the context, the beginning is tokenized
-# first, as megabytes take seconds.
-CHARACTERS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
 
 
@@ -113,61 +110,43 @@ class RequestParser:
         self._tool_parser = tool_parser
         self._grammars = served.grammars()
 
-    def chat(self, body: ChatRequest, *, clamps: bool = False) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions. With `clamps` a limit of tokens beyond the
-        context is lowered. Raises ApiError."""
-        if body.top_logprobs is not None and not body.logprobs:
-            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
-        if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
-            raise invalid_field(
-                "max_tokens",
-                f"max_tokens is {body.max_tokens}, but max_completion_tokens is "
-                f"{body.max_completion_tokens}; leave one out.",
-            )
+    def parse(self, body: GenerationRequest, *, clamps: bool = False) -> ParsedRequest:
+        """Parse a request. With `clamps` a limit of tokens beyond the context is lowered, and
+        completions have none by default. Raises ApiError."""
+        if isinstance(body, ChatRequest):
+            return self._chat(body, clamps)
+        assert isinstance(body, CompletionRequest)
+        return self._completion(body, clamps)
+
+    def _chat(self, body: ChatRequest, clamps: bool) -> ParsedRequest:
+        newer = body.max_completion_tokens
         tools = offered_tools(body)
-        text = render_chat(self._served, body.messages, tools, template_options(body))
-        prompt = self._encode(text, "messages", special=False)
-        tool_use = tool_use_of(body, self._served, self._tool_parser) if tools else None
-        max_tokens = body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens
-        if clamps:
-            max_tokens = self._clamped(max_tokens, [prompt])
+        text = render_chat(self._served, body, tools)
+        prompt = self._prompt(text, "messages", special=False)
+        tool_use, constraint = None, None
+        if tools:
+            tool_use, constraint = tool_use_of(body, tools, self._served, self._tool_parser)
         parsed = self._parse(
             body,
-            prompts=[prompt],
-            echo_texts=(),
+            [prompt],
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            max_tokens=max_tokens,
-            max_tokens_field="max_completion_tokens"
-            if body.max_completion_tokens
-            else "max_tokens",
+            max_tokens=newer or body.max_tokens or self._defaults.max_tokens,
+            max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+            clamps=clamps,
         )
-        # A required call takes precedence over other constraints.
-        constraint = tool_use.constraint if tool_use else None
         reasoning = reasoning_use(self._served.tokenizer.chat_template or "", text)
         parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
+        # A required call takes precedence over other constraints.
         return self._with_grammar(parsed, body, constraint)
 
     def count_tokens(self, body: ChatRequest) -> int:
         """The number of tokens of a chat's prompt. Raises ApiError."""
-        tools = offered_tools(body)
-        text = render_chat(self._served, body.messages, tools, template_options(body))
-        return len(self.encode(text, special=False))
+        text = render_chat(self._served, body, offered_tools(body))
+        return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
-    def completion(self, body: CompletionRequest, *, clamps: bool = False) -> ParsedRequest:
-        """Parse a request to /v1/completions. With `clamps` a limit of tokens beyond the context
-        is lowered, and there is none by default. Raises ApiError."""
-        if body.max_tokens == 0 and not body.echo:
-            raise invalid_field(
-                "max_tokens",
-                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
-            )
+    def _completion(self, body: CompletionRequest, clamps: bool) -> ParsedRequest:
         special = body.add_special_tokens is not False
-        prompts = [
-            self._encode(prompt, "prompt", special=special)
-            if isinstance(prompt, str)
-            else self._check_prompt(prompt, "prompt")
-            for prompt in body.prompt
-        ]
+        prompts = [self._prompt(prompt, "prompt", special=special) for prompt in body.prompt]
         echo_texts = [
             prompt if isinstance(prompt, str) else self.decode(prompt)
             for prompt in (body.prompt if body.echo else ())
@@ -175,23 +154,17 @@ class RequestParser:
         max_tokens = body.max_tokens
         if max_tokens is None:
             max_tokens = self._defaults.max_tokens or (None if clamps else COMPLETION_TOKENS)
-        if clamps:
-            max_tokens = self._clamped(max_tokens, prompts)
         parsed = self._parse(
             body,
-            prompts=prompts,
+            prompts,
             echo_texts=tuple(echo_texts),
             logprobs=body.logprobs,
             max_tokens=max_tokens,
-            max_tokens_field="max_tokens",
+            clamps=clamps,
         )
         return self._with_grammar(parsed, body, None)
 
     # --- prompts ------------------------------------------------------------------------------
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """The token ids of a text, with the special tokens around it if `special`."""
-        return self._served.tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -199,57 +172,42 @@ class RequestParser:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def check_token(self, token: int, param: str) -> None:
-        """Raise ApiError unless the model has such a token."""
-        if not 0 <= token < self._served.vocab_size:
-            shown = token if abs(token) < 10**20 else "of too many digits"
-            raise invalid_field(
-                param,
-                f"{param} holds the token id {shown}, but they go from 0 to "
-                f"{self._served.vocab_size - 1}.",
-            )
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise ApiError unless the model has all these tokens."""
+        try:
+            self._served.check_tokens(tokens, param)
+        except PromptError as error:
+            raise invalid_field(param, str(error)) from None
 
-    def _encode(self, text: str, param: str, *, special: bool) -> Sequence[int]:
+    def _prompt(
+        self, prompt: str | Sequence[int], param: str, *, special: bool = True
+    ) -> Sequence[int]:
         """The token ids of a prompt that leaves room for an answer. Raises ApiError."""
-        context = self._served.context
-        num_characters = CHARACTERS_PER_TOKEN * context
-        if len(text) > num_characters:
-            beginning = self.encode(text[:num_characters], special=special)
-            if len(beginning) >= 2 * context:
-                raise self._too_long(param, f"more than {len(beginning) // 2}")
-        return self._check_prompt(self.encode(text, special=special), param)
-
-    def _check_prompt(self, ids: Sequence[int], param: str) -> Sequence[int]:
-        """The same ids, if they can be a prompt. Raises ApiError."""
-        if not ids:
-            raise invalid_field(param, f"{param} has no tokens, but must have one at least.")
-        if len(ids) >= self._served.context:
-            raise self._too_long(param, str(len(ids)))
-        for token in ids:
-            self.check_token(token, param)
-        return ids
-
-    def _too_long(self, param: str, num_tokens: str) -> ApiError:
-        return invalid_field(
-            param,
-            f"{param} has {num_tokens} tokens, but the context holds {self._served.context} and "
-            "needs room for an answer; shorten it.",
-            TOO_LONG,
-        )
+        try:
+            if isinstance(prompt, str):
+                return self._served.tokenize(prompt, param, special=special)
+            self._served.check_prompt(prompt, param)
+        except PromptError as error:
+            code = TOO_LONG if isinstance(error, PromptTooLong) else None
+            raise invalid_field(param, str(error), code) from None
+        return prompt
 
     # --- parameters ---------------------------------------------------------------------------
 
     def _parse(
         self,
         body: GenerationRequest,
-        *,
         prompts: Sequence[Sequence[int]],
-        echo_texts: tuple[str, ...],
+        *,
+        echo_texts: tuple[str, ...] = (),
         logprobs: int | None,
         max_tokens: int | None,
-        max_tokens_field: str,
+        max_tokens_field: str = "max_tokens",
+        clamps: bool,
     ) -> ParsedRequest:
         served, defaults = self._served, self._defaults
+        if clamps and max_tokens is not None:
+            max_tokens = min(max_tokens, served.context - max(map(len, prompts)))
         n = body.n or 1
         ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
         eos = () if ignore_eos else served.eos
@@ -260,8 +218,7 @@ class RequestParser:
             prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
         stop_ids = body.stop_token_ids or []
-        for token in stop_ids:
-            self.check_token(token, "stop_token_ids")
+        self.check_tokens(stop_ids, "stop_token_ids")
         try:
             check_sampling(sampling, section="")
             check_vocabulary(sampling, served.vocab_size, section="")
@@ -272,7 +229,11 @@ class RequestParser:
             prompts=tuple(map(tuple, prompts)),
             echo_texts=echo_texts,
             n=n,
-            sampling_params=tuple(one for _ in prompts for one in _with_seeds(sampling, seed, n)),
+            sampling_params=tuple(
+                replace(sampling, seed=each)
+                for _ in prompts
+                for each in seeds_from(fresh_seed() if seed is None else seed, n)
+            ),
             max_tokens=tuple(
                 self._max_tokens(len(prompt), max_tokens, body.min_tokens or 0, max_tokens_field)
                 for prompt in prompts
@@ -283,11 +244,6 @@ class RequestParser:
             prompt_logprobs=body.prompt_logprobs,
             cache_salt=body.cache_salt or "",
         )
-
-    def _clamped(self, wanted: int | None, prompts: Sequence[Sequence[int]]) -> int | None:
-        """A limit of answers that the context has room for."""
-        room = self._served.context - max(map(len, prompts))
-        return None if wanted is None else min(wanted, room)
 
     def _max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str
@@ -359,11 +315,3 @@ def _sampling_params(body: GenerationRequest, default: SamplingParams) -> Sampli
     if body.logit_bias:
         given["logit_bias"] = body.logit_bias
     return replace(default, **given)
-
-
-def _with_seeds(sampling: SamplingParams, seed: int | None, n: int) -> tuple[SamplingParams, ...]:
-    """Parameters of n answers that differ, the first with the given seed. The smallest seed follows
-    the largest."""
-    first = (fresh_seed() if seed is None else seed) - MIN_SEED
-    num_seeds = MAX_SEED - MIN_SEED + 1
-    return tuple(replace(sampling, seed=MIN_SEED + (first + i) % num_seeds) for i in range(n))

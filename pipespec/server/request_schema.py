@@ -7,17 +7,9 @@ fields are ignored. docs/http-api.md has the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    NonNegativeInt,
-    TypeAdapter,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import Field, FiniteFloat, NonNegativeInt, WithJsonSchema, model_validator
 
 from pipespec.limits import MAX_COUNT, MAX_PRIORITY
 from pipespec.sampling.params import (
@@ -31,7 +23,7 @@ from pipespec.sampling.params import (
     MIN_SEED,
 )
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.message_schema import Message, RequestModel, ToolChoice, Tools
+from pipespec.server.message_schema import Accepts, Message, RequestModel, ToolChoice, Tools
 from pipespec.server.response_format import ResponseFormat, StructuredOutputs
 from pipespec.system.validation import is_whole, shown
 
@@ -48,9 +40,10 @@ OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 IN_TEMPLATE = "is not supported in chats: the template writes the special tokens"
-# Fields that would change the text and are not supported: why, and the values without effect, which
-# are accepted, as are null, false and empty ones.
-UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+# Fields that are not supported: why, and the values without effect. These are accepted, as are
+# null, false and empty ones.
+Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
+UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
     "guided_whitespace_pattern": (OLD_STRUCTURED, ()),
@@ -85,9 +78,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 SCHEMA_FIELDS = ("json_schema",)
 
 
-def refuse_fields(
-    given: Mapping[str, Any], refused: Mapping[str, tuple[str, tuple[Any, ...]]]
-) -> None:
+def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
     """Raise ApiError for a field of a table such as `UNSUPPORTED_FIELDS`, unless its value has no
     effect."""
     for name, (why, neutral) in refused.items():
@@ -101,101 +92,45 @@ def refuse_fields(
             raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
 
 
-def _texts(value: Any) -> Any:
-    """A text or a list of texts, as a list."""
-    if value is None:
-        return []
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"is {shown(value)}, but must be a text or a list of texts")
-    if len(texts) > MAX_STOPS:
-        raise ValueError(f"holds {len(texts)} texts, but may hold {MAX_STOPS}")
-    if "" in texts:
-        raise ValueError("holds an empty text, which would end every answer")
-    return texts
-
-
-def _prompts(value: Any) -> Any:
-    """A text, token ids, or a list of either, as a list of prompts."""
-    wrong = ValueError(
-        f"is {shown(value)}, but must be a text, a list of token ids, or a list of either"
-    )
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise wrong
-    if value and all(_is_token(item) for item in value):
-        value = [value]
-    for prompt in value:
-        whole = isinstance(prompt, str) or (
-            isinstance(prompt, list) and all(map(_is_token, prompt))
-        )
-        if not whole:
-            raise wrong
-        if not prompt:
-            raise ValueError("is empty, but must have a token at least")
-    if not value:
-        raise ValueError("is empty, but must have a token at least")
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"holds {len(value)} prompts, but may hold {MAX_PROMPTS}")
-    return value
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int
-
-
-def _biases(value: Any) -> Any:
-    """Token ids and what is added to their logits, as pairs."""
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise ValueError(f"is {shown(value)}, but must be an object of token ids and biases")
-    if len(value) > MAX_BIASED:
-        raise ValueError(f"names {len(value)} tokens, but may name {MAX_BIASED}")
-    pairs = {}
-    for token, bias in value.items():
-        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
-            raise ValueError(f"names {shown(token)}, which is no token id")
-        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise ValueError(
-                f"has {shown(bias)} for {token}, but a bias is from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-            )
-        pairs[int(token)] = float(bias)
-    return tuple(pairs.items())
-
-
-def _accepts(kind: Any) -> WithJsonSchema:
-    """The JSON schema of what a field accepts before its validator converts it."""
-    return WithJsonSchema(TypeAdapter(kind).json_schema())
-
-
 _Text = Annotated[str, Field(min_length=1)]
-_Prompt = Annotated[list[NonNegativeInt], Field(min_length=1)]
-_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+_Texts = Annotated[list[_Text], Field(max_length=MAX_STOPS)]
 Texts = Annotated[
     list[str],
-    BeforeValidator(_texts),
-    _accepts(_Text | Annotated[list[_Text], Field(max_length=MAX_STOPS)] | None),
+    Accepts(
+        _Text | _Texts | None,
+        f"a text or a list of up to {MAX_STOPS} texts, none of them empty",
+        lambda value: [value] if isinstance(value, str) else value or [],
+    ),
+]
+_Prompt = Annotated[list[NonNegativeInt], Field(min_length=1, fail_fast=True)]
+_Prompts = Annotated[
+    list[_Text | _Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 ]
 Prompts = Annotated[
     list[str | list[int]],
-    BeforeValidator(_prompts),
-    _accepts(
-        _Text | _Prompt | Annotated[list[_Text], _Several] | Annotated[list[_Prompt], _Several]
+    Accepts(
+        _Text | _Prompt | _Prompts,
+        f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either, none of them "
+        "empty",
+        lambda value: [value] if isinstance(value, str) or type(value[0]) is int else value,
     ),
 ]
+_TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 # Pydantic would describe the keys by patternProperties, which admits others.
-_BIAS = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
 _BIASES = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": _BIAS,
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
     "maxProperties": MAX_BIASED,
 }
 Biases = Annotated[
     tuple[tuple[int, float], ...],
-    BeforeValidator(_biases),
+    Accepts(
+        Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASED)] | None,
+        f"an object of up to {MAX_BIASED} token ids and biases from {-MAX_BIAS:g} to {MAX_BIAS:g}",
+        lambda value: tuple({int(token): bias for token, bias in (value or {}).items()}.items()),
+    ),
     WithJsonSchema({"anyOf": [_BIASES, {"type": "null"}]}),
 ]
 Penalty = Annotated[FiniteFloat | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -215,6 +150,15 @@ class StreamOptions(RequestModel):
 class RequestBody(RequestModel):
     """A whole request. JSON's escapes can name lone surrogates, which UTF-8 cannot encode: no text
     of a body may hold one."""
+
+    refused: ClassVar[Refused] = UNSUPPORTED_FIELDS
+
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _is_supported(self) -> Self:
+        refuse_fields(self.model_extra or {}, self.refused)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -248,7 +192,6 @@ def _holds_whole_texts(value: Any) -> bool:
 class GenerationRequest(RequestBody):
     """The fields that requests for chats and for completions share. null is the same as none."""
 
-    model: str | None = None
     temperature: Annotated[FiniteFloat | None, Field(ge=0, le=MAX_TEMPERATURE)] = None
     top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
@@ -284,9 +227,8 @@ class GenerationRequest(RequestBody):
         """The number of prompts, each of which gets `n` answers."""
         return 1
 
-    def check_supported(self) -> None:
-        """Raise ApiError for a field that would change the text and is not supported, and for one
-        that would have no effect."""
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid_field(
                 "stream_options", "stream_options is given, but stream is not true."
@@ -297,10 +239,6 @@ class GenerationRequest(RequestBody):
                 f"prompt_logprobs is {self.prompt_logprobs}, but a stream does not report on "
                 "its prompt; leave it or stream out.",
             )
-        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
-
-    def check_num_answers(self) -> None:
-        """Raise ApiError if the request wants too many answers."""
         n = self.n or 1
         if n * self.num_prompts > MAX_ANSWERS:
             raise invalid_field(
@@ -308,22 +246,41 @@ class GenerationRequest(RequestBody):
                 f"n={n} answers to {self.num_prompts} prompts are asked for, but may be "
                 f"{MAX_ANSWERS} in all.",
             )
+        return self
 
 
-class ChatRequest(GenerationRequest):
+class TemplateFields(RequestModel):
+    """How a chat is rendered."""
+
+    tools: Tools = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class ChatRequest(GenerationRequest, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Length = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount = None
-    tools: Tools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: ReasoningEffort | None = None
+
+    @model_validator(mode="after")
+    def _chat_fits(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
+        newer = self.max_completion_tokens
+        if newer and self.max_tokens not in (None, newer):
+            raise invalid_field(
+                "max_tokens",
+                f"max_tokens is {self.max_tokens}, but max_completion_tokens is {newer}; leave one "
+                "out.",
+            )
+        return self
 
 
 class CompletionRequest(GenerationRequest):
@@ -340,38 +297,42 @@ class CompletionRequest(GenerationRequest):
     def num_prompts(self) -> int:
         return len(self.prompt)
 
-    def check_num_answers(self) -> None:
+    @model_validator(mode="after")
+    def _best_fits(self) -> Self:
         n = self.n or 1
         if (self.best_of or n) > n:
             raise invalid_field(
                 "best_of",
                 f"best_of is {self.best_of}, but may not be above n={n}: all answers are given.",
             )
-        super().check_num_answers()
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid_field(
+                "max_tokens",
+                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
+            )
+        return self
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(RequestBody, TemplateFields):
     """POST /tokenize: one of prompt, content and messages."""
 
-    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
-    tools: Tools = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: ReasoningEffort | None = None
     return_token_strs: bool | None = None
 
-    def check_supported(self) -> None:
-        """Raise ApiError for a field that would change the prompt and is not supported."""
-        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        given = (self.prompt, self.content, self.messages)
+        if sum(each is not None for each in given) != 1:
+            raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
+        return self
 
 
 class DetokenizeRequest(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = None
+    refused: ClassVar[Refused] = {}
+
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_COUNT)]

@@ -8,14 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from pipespec.engine.llguidance_backend import (
-    Grammars,
-    grammar_from_choice,
-    grammar_from_json_schema,
-    grammar_from_lark,
-    grammar_from_regex,
-    installed,
-)
+from pipespec.client.request_settings import GRAMMARS
+from pipespec.engine.llguidance_backend import Grammars, grammar_from_json_schema, installed
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import RequestModel, Tool
@@ -123,12 +117,7 @@ class OutputConstraint:
 
 
 # vLLM's older names of what is in structured_outputs now.
-GUIDED: Mapping[str, Callable[[Any], str]] = {
-    "guided_json": grammar_from_json_schema,
-    "guided_regex": grammar_from_regex,
-    "guided_choice": grammar_from_choice,
-    "guided_grammar": grammar_from_lark,
-}
+GUIDED = tuple(f"guided_{kind}" for kind in GRAMMARS)
 
 
 def output_constraint(
@@ -138,34 +127,25 @@ def output_constraint(
 ) -> OutputConstraint | None:
     """The constraint of a request that has these fields, the older ones (`guided`) by their names;
     None: any text. Raises ApiError."""
-    wanted = None if response_format is None or response_format.type == "text" else response_format
-    given = ["response_format"] if wanted is not None else []
-    given += ["structured_outputs"] if outputs is not None else []
-    given += [name for name, value in guided.items() if value is not None]
+    given: dict[str, tuple[str, Any]] = {}  # the kind of a grammar and its value, by field
+    if response_format is not None and response_format.type != "text":
+        given["response_format"] = "json", response_format.effective_schema
+    if outputs is not None:
+        name = outputs.given[0]
+        value = ANY_OBJECT if name == "json_object" else getattr(outputs, name)
+        given["structured_outputs"] = name.partition("_")[0], value
+    for name, value in guided.items():
+        if value is not None:
+            given[name] = name.removeprefix("guided_"), value
     if len(given) > 1:
         raise invalid_field(
-            given[1],
+            [*given][1],
             f"{' and '.join(given)} are given, but an answer matches one of them; leave the others "
             "out.",
         )
-    if wanted is not None:
-        return OutputConstraint(
-            "response_format", grammar_from_json_schema, wanted.effective_schema
-        )
-    for name in given if outputs is None else ():
-        return OutputConstraint(name, GUIDED[name], guided[name])
-    if outputs is None:
-        return None
-    makers: dict[str, Callable[[Any], str]] = {
-        "json_": grammar_from_json_schema,
-        "json_object": grammar_from_json_schema,
-        "regex": grammar_from_regex,
-        "choice": grammar_from_choice,
-        "grammar": grammar_from_lark,
-    }
-    name = outputs.given[0]
-    value = ANY_OBJECT if name == "json_object" else getattr(outputs, name)
-    return OutputConstraint("structured_outputs", makers[name], value)
+    for name, (kind, value) in given.items():
+        return OutputConstraint(name, GRAMMARS[kind], value)
+    return None
 
 
 def tool_calls_constraint(tools: Sequence[Tool], most: int | None) -> OutputConstraint:

@@ -116,54 +116,6 @@ class ChatReply(BaseModel):
     prompt_token_ids: list[int] | None = OMIT_NONE
 
 
-class FunctionDelta(BaseModel):
-    """What a chunk adds to a call: its name at first, then text of its arguments."""
-
-    name: str | None = OMIT_NONE
-    arguments: str
-
-
-class ToolCallDelta(BaseModel):
-    """The same with the call to which it belongs; `id` and `type` come with the name."""
-
-    index: int
-    id: str | None = OMIT_NONE
-    type: Literal["function"] | None = OMIT_NONE
-    function: FunctionDelta
-
-
-class Delta(BaseModel):
-    """What a chunk adds to a message; unchanged fields are left out."""
-
-    role: Literal["assistant"] | None = OMIT_NONE
-    content: str | None = OMIT_NONE
-    reasoning_content: str | None = OMIT_NONE
-    tool_calls: list[ToolCallDelta] | None = OMIT_NONE
-
-
-class ChunkChoice(BaseModel):
-    """The part of a chunk for one answer."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | None = OMIT_NONE
-
-
-class ChatChunk(BaseModel):
-    """A piece of a chat's stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = OMIT_NONE
-    prompt_token_ids: list[int] | None = OMIT_NONE
-
-
 class CompletionLogprobs(BaseModel):
     """The tokens of a text and their log-probabilities, as columns of equal length. A prompt's
     first token has no log-probability."""
@@ -175,33 +127,15 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """What a piece of a stream adds to an answer."""
+    """One answer."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason
     prompt_token_ids: list[int] | None = OMIT_NONE
     token_ids: list[int] | None = OMIT_NONE
-
-
-class CompletionAnswer(CompletionChoice):
-    """One answer."""
-
-    finish_reason: FinishReason
     prompt_logprobs: PromptLogprobs | None = OMIT_NONE
-
-
-class CompletionChunk(BaseModel):
-    """A piece of a completion's stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    system_fingerprint: str | None = OMIT_NONE
 
 
 class CompletionReply(BaseModel):
@@ -211,7 +145,7 @@ class CompletionReply(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionAnswer]
+    choices: list[CompletionChoice]
     usage: Usage
     system_fingerprint: str | None = OMIT_NONE
 

@@ -6,22 +6,24 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient
-from pipespec.controller.log_records import Accepted, Finished, failure_of
+from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
 from pipespec.core import TokenLogprobs
-from pipespec.errors import PipespecError, RankFailed
+from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry
+from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
 from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.dialects.conversations import conversation_name
 from pipespec.server.metric_definitions import ABORTED
@@ -30,8 +32,6 @@ from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
 from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
 
-# Finish reasons that clients know.
-REASONS = ("stop", "length")
 # A connection sends something at least this often while its request waits.
 KEEPALIVE_S = 10.0
 # The status in proxies' logs for a client that has disconnected; no client reads this reply.
@@ -59,13 +59,15 @@ class OutputDelta:
 
 
 class ReplyFormat(ABC):
-    """The replies to one request in one dialect, and what it has to remember of the answers for
-    them.
+    """The replies to one request in one dialect.
 
     Args:
         request: the request.
         tokenizer: of the model.
         model: the name that the client used for it.
+
+    Attributes:
+        answers: what has arrived of each answer, and `ends` its last delta.
     """
 
     media_type = "text/event-stream"
@@ -77,8 +79,11 @@ class ReplyFormat(ABC):
         self.tokenizer = tokenizer
         self.model = model
         self.created = int(time.time())
+        choices = request.sampling_params
+        self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
+        self.ends: list[OutputDelta | None] = [None for _ in choices]
         self.num_tokens = 0
-        self.num_reasoning = 0  # of them, as far as the format tells
+        self.num_reasoning = 0  # of them
         self.num_cached: int | None = None
 
     @property
@@ -91,15 +96,22 @@ class ReplyFormat(ABC):
         """Whether the request asks for log-probabilities of the answer's tokens."""
         return self.request.sampling_params[choice].logprobs is not None
 
-    def count_tokens(self, delta: OutputDelta) -> None:
-        """Add the tokens of a delta to the counts.
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
+        """Add a delta to its answer; what is new in the answer's blocks.
 
         A prompt with several answers counts once, and so do its cached tokens: those of its first
         answer.
         """
+        answer, last = self.answers[delta.index], delta.finish_reason is not None
         self.num_tokens += len(delta.token_ids)
         if delta.num_cached_tokens is not None and not delta.index % self.request.n:
             self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
+        if last:
+            self.ends[delta.index] = delta
+        parts = answer.push(delta.text, last=last)
+        if answer.thinking:
+            self.num_reasoning += len(delta.token_ids)
+        return parts
 
     @property
     def kept(self) -> tuple[str, bytes] | None:
@@ -107,9 +119,9 @@ class ReplyFormat(ABC):
         a later request may continue; None: none may."""
         return None
 
-    @abstractmethod
     def add(self, delta: OutputDelta) -> None:
         """Keep a delta for the whole reply."""
+        self.take(delta)
 
     @abstractmethod
     def response(self) -> BaseModel:
@@ -130,6 +142,12 @@ class ReplyFormat(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that fails, after its status was sent."""
+
+
+def sse(data: Any, event: str = "") -> bytes:
+    """A server-sent event whose data are JSON."""
+    name = f"event: {event}\n".encode() if event else b""
+    return b"%bdata: %b\n\n" % (name, to_json(data))
 
 
 class ResponseStream:
@@ -157,34 +175,37 @@ class ResponseStream:
         self._on_closed = on_closed
         self._client = client
         self._queue_entry = queue_entry
-        self._timers: Sequence[RequestTimer] = metrics.request_arrived(request)
         self._following = AsyncExitStack()
-        self._answer: AsyncAnswer | None = None
-        self._choice: dict[int, int] = {}  # by number of the request in the log
-        self._texts = _texts(client.served.tokenizer, request)
-        self._started = [False for _ in request.sampling_params]
+        self._events: AsyncAnswer | None = None
+        timers = metrics.request_arrived(request)
+        texts = _texts(client.served.tokenizer, request)
+        self._answers = [
+            _Answer(i, request.max_tokens[i // request.n], *each)
+            for i, each in enumerate(zip(texts, timers, strict=True))
+        ]
+        self._by_number: dict[int, _Answer] = {}  # of the request in the log
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the answers in the cluster's log, once they are submitted."""
-        return tuple(self._choice)
+        return tuple(self._by_number)
 
     async def submit(self) -> None:
         """Put every answer in the cluster's queue. Raises Unreachable."""
-        self._answer = await self._following.enter_async_context(self._client.follow())
+        self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request
-        for choice, sampling in enumerate(request.sampling_params):
-            number = await self._answer.submit(
-                request.prompt_of(choice),
+        for answer, sampling in zip(self._answers, request.sampling_params, strict=True):
+            number = await self._events.submit(
+                request.prompt_of(answer.index),
                 sampling,
                 # The cluster decodes one token at least, also if only the prompt is wanted.
-                max_new_tokens=self._max_tokens(choice) or 1,
+                max_new_tokens=answer.max_tokens or 1,
                 stop=request.stop,
                 eos=request.eos,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
-            self._choice[number] = choice
+            self._by_number[number] = answer
 
     async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
         """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
@@ -192,20 +213,17 @@ class ResponseStream:
 
         Raises RankFailed or Unreachable if the cluster is gone.
         """
-        answer = self._answer
-        assert answer is not None
-        while len(answer):
-            events = await answer.next(heartbeat)
+        assert self._events is not None
+        while len(self._events):
+            events = await self._events.next(heartbeat)
             if not events:
                 yield None
             for number, event in events:
-                choice = self._choice[number]
-                if isinstance(event, Accepted):
-                    yield self._accepted(choice, event)
-                elif isinstance(event, Finished):
-                    yield self._finished(choice, event)
-                else:
-                    yield OutputDelta(choice, "", prompt_logprobs=event.logprobs)
+                answer = self._by_number[number]
+                if isinstance(event, Accepted) and not answer.started:
+                    answer.started = True
+                    self._queue_entry.started(len(self.request.prompt_of(answer.index)))
+                yield answer.delta(event)
 
     async def keep(self, kept: tuple[str, bytes] | None) -> None:
         """Keep what a reply says that a later request may continue. Raises Unreachable."""
@@ -216,48 +234,49 @@ class ResponseStream:
 
     def fail(self, error: PipespecError) -> None:
         """Let `deltas` raise an error."""
-        if self._answer is not None:
-            self._answer.interrupt(error)
+        if self._events is not None:
+            self._events.interrupt(error)
 
     async def close(self) -> None:
         """Cancel answers that have not finished."""
         await self._following.aclose()
         self._queue_entry.release()
-        for timer in self._timers:
-            timer.finished(ABORTED)
+        for answer in self._answers:
+            answer.timer.finished(ABORTED)
         self._on_closed(self)
 
-    def _accepted(self, choice: int, event: Accepted) -> OutputDelta:
-        if not self._started[choice]:
-            self._started[choice] = True
-            self._queue_entry.started(len(self.request.prompt_of(choice)))
-        wanted = self._max_tokens(choice) > 0
-        self._timers[choice].add_tokens(len(event.tokens) if wanted else 0)
-        if not wanted:
-            return OutputDelta(choice, "")
-        text = self._texts[choice].push(event.tokens)
-        return OutputDelta(choice, text, event.tokens, event.logprobs)
 
-    def _finished(self, choice: int, event: Finished) -> OutputDelta:
-        reason = event.reason
-        if failure := failure_of(reason):
-            raise failure
-        if reason not in REASONS:
-            raise RankFailed(f"The request was {reason} by another client; send it again.")
-        if not self._max_tokens(choice):
-            reason = "length"
-        self._timers[choice].finished(reason, event.prefill_ns)
+@dataclass
+class _Answer:
+    """One answer as it arrives. With `max_tokens` 0 the one token that the cluster decodes is
+    dropped."""
+
+    index: int
+    max_tokens: int
+    text: FinalText
+    timer: RequestTimer
+    started: bool = False
+
+    def delta(self, event: Event) -> OutputDelta:
+        """What an event adds. Raises what has ended the request without an answer."""
+        if isinstance(event, Accepted):
+            tokens = event.tokens if self.max_tokens else ()
+            self.timer.add_tokens(len(tokens))
+            if not self.max_tokens:
+                return OutputDelta(self.index, "")
+            return OutputDelta(self.index, self.text.push(tokens), tokens, event.logprobs)
+        if not isinstance(event, Finished):
+            return OutputDelta(self.index, "", prompt_logprobs=event.logprobs)
+        check_answered(event)
+        reason = event.reason if self.max_tokens else "length"
+        self.timer.finished(reason, event.prefill_ns)
         return OutputDelta(
-            choice,
-            self._texts[choice].flush(),
+            self.index,
+            self.text.flush(),
             finish_reason=cast(FinishReason, reason),
-            stop_string=self._texts[choice].found,
+            stop_string=self.text.found,
             num_cached_tokens=event.cached,
         )
-
-    def _max_tokens(self, choice: int) -> int:
-        """The limit of an answer; with 0 the one token that the cluster decodes is dropped."""
-        return self.request.max_tokens[choice // self.request.n]
 
 
 def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:

@@ -11,10 +11,10 @@ from typing import Any
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.core import SamplingParams
-from pipespec.server.dialects.routes import DIALECTS
 from pipespec.server.preparation import PreparedRequest, Preparer
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_stream import OutputDelta
+from pipespec.server.routes import ROUTES
 
 DEFAULTS = RequestDefaults(
     SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
@@ -76,17 +76,17 @@ def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
 
 def unlisted_fields(path: str, sent: Any) -> set[str]:
     """The fields of an SDK's own type of a request that no table of a dialect has."""
-    dialect = DIALECTS[path]
+    dialect: Any = ROUTES[path].body
     listed = {*dialect.passed, *dialect.ignored, *dialect.refused}
-    for name, info in dialect.body.model_fields.items():
+    for name, info in dialect.model_fields.items():
         listed.add(info.alias or name)
     return {*typing.get_type_hints(sent, include_extras=True)} - listed
 
 
 def contradictions(path: str) -> set[str]:
     """The fields that more than one table of a dialect has."""
-    dialect = DIALECTS[path]
-    declared = {*dialect.body.model_fields, *dialect.passed}
+    dialect: Any = ROUTES[path].body
+    declared = {*dialect.model_fields, *dialect.passed}
     return {
         *(declared & dialect.ignored),
         *(declared & {*dialect.refused}),

@@ -14,15 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipespec.client import registry
+from pipespec.client import async_client, registry
 from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
-from pipespec.client.async_client import attach
+from pipespec.client.async_client import MOST_ENTRIES, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller import request_log
-from pipespec.controller.async_request_log import MOST_ENTRIES
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
@@ -107,6 +106,28 @@ def test_a_slow_reader_loses_no_event_and_delays_no_other(
             assert followed.waiting(slow) <= MOST_EVENTS + MOST_ENTRIES
             received = [event for _, event in await all_of(followed)]
             assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
+
+    asyncio.run(story())
+
+
+def test_request_submitted_during_a_read_is_followed_at_once(
+    head: Controller, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_client, "HEARTBEAT_S", LONG_S)
+
+    async def story() -> None:
+        async with attach(running, LONG_S) as client, client.follow() as followed:
+            await ask(followed)
+            for _ in range(3):  # each time the read that waits is another
+                request, began = await ask(followed), time.monotonic()
+                accept(head, request, 3, [20])
+                head.finish(request, "stop")
+                head.tokens(request)
+                received: list[tuple[int, Event]] = []
+                while len(received) < 2:
+                    received += await followed.next(LONG_S)
+                assert received == [(request, Accepted(3, (20,))), (request, Finished("stop"))]
+                assert time.monotonic() - began < LONG_S / 2
 
     asyncio.run(story())
 
@@ -336,7 +357,7 @@ async def end_while_room_is_made() -> None:
     """The cluster ends while the client reads on for a reader who was slow."""
 
     class EndingClient:
-        async def release(self, request: int) -> None:
+        async def wake(self) -> None:
             answer.fail(2, RankFailed("the cluster ended"))
 
     answer = AsyncAnswer(EndingClient())  # type: ignore[arg-type]

@@ -437,33 +437,33 @@ SERVE = """
 import sys
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
 with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
-    epoch_control.begin_epoch(server.url, "n")
+    with Controller(
+        server.url, namespace="n", epoch=epoch_control.begin_epoch(server.url, "n"), rank=0
+    ) as head:
+        head.enqueue(prompt=(1,), max_new_tokens=1)
     print(server.url_at(sys.argv[1]), flush=True)
     sys.stdin.read()
 """
 LISTEN = """
-import asyncio
 import sys
-from pipespec.controller.async_request_log import AsyncRequestLog, AsyncStreams
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import prune
 from pipespec.errors import Unreachable
+from tools.rig.log import client_of
 url, kind = input(), sys.argv[1]
-async def read():
-    log = AsyncRequestLog(url, namespace="n", patience=0)
-    streams = AsyncStreams(url, log, namespace="n")
-    await streams.add(await log.enqueue(prompt=(1,), max_new_tokens=1))
-    print("listening", flush=True)
-    while True:
-        await streams.next(60.0)
 try:
     if kind == "rank":
         with Controller(url, namespace="n", epoch=1, rank=1) as rank:
             print("listening", flush=True)
             rank.wait(prune(1, 0))
     else:
-        asyncio.run(read())
+        with client_of(url, "n", patience=0) as client, client.follow() as followed:
+            followed.add(1)
+            print("listening", flush=True)
+            while True:
+                followed.next()
 except Unreachable as error:
     print(error)
 """

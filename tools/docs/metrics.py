@@ -13,13 +13,7 @@ from prometheus_client import Metric
 
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.server.metric_definitions import (
-    CLUSTER_METRICS,
-    OURS,
-    VLLM,
-    RequestMetrics,
-    cluster_metrics,
-)
+from pipespec.server.metric_definitions import OURS, VLLM, RequestMetrics, cluster_metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 HEAD = """\
@@ -65,10 +59,8 @@ def request_rows() -> Iterable[Row]:
 
 
 def cluster_rows() -> Iterable[Row]:
-    """The metrics of the whole cluster; AssertionError if the sample leaves one without value."""
+    """The metrics of the whole cluster."""
     found = {metric.name: metric for metric in cluster_metrics(sample_status(), {})}
-    missing = [each.name for each in CLUSTER_METRICS if OURS + each.name not in found]
-    assert not missing, f"sample_status lacks what {missing} are computed from"
     for name, metric in found.items():
         if name.startswith(OURS):
             metric.name = name.removeprefix(OURS)

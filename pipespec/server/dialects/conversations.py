@@ -28,7 +28,6 @@ class KeptResponse:
     messages: bytes
 
     def packed(self) -> bytes:
-        """As one value of the log."""
         return self.response + b"\n" + self.messages
 
     @classmethod

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, PrivateAttr, Tag
+from pydantic import Discriminator, Tag
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
-from pipespec.server.message_schema import media_refusal
-from pipespec.server.request_schema import RequestBody, refuse_fields
+from pipespec.server.request_schema import Refused, RequestBody
 
+# Messages of a conversation, as OpenAI's chats have them.
+Messages: TypeAlias = Sequence[dict[str, Any]]
 # Fields of ours that no dialect but OpenAI's has, and that mean the same in every one.
 OWN_FIELDS = frozenset(
     (
@@ -47,53 +48,31 @@ class Translation:
 
 
 class DialectBody(RequestBody):
-    """A request that may continue an earlier one.
+    """A request of another dialect.
 
-    `earlier` are the messages of what it continues, as OpenAI's chats have them; they are set
-    before the request is translated.
+    Declared fields and `passed` ones are honoured, except for `ignored` ones, which change no
+    text, and `refused` ones (as in `UNSUPPORTED_FIELDS`). All others are unknown, and ignored.
+    `names` are the names here, by ours, of fields that have another one in error messages.
     """
 
-    _earlier: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+    passed: ClassVar[frozenset[str]] = OWN_FIELDS
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[Refused] = {}
+    names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def continues(self) -> str | None:
         """The id of the response that it continues."""
         return None
 
-    @property
-    def earlier(self) -> list[dict[str, Any]]:
-        """The messages of the conversation that it continues."""
-        return self._earlier
+    def translate(self, earlier: Messages) -> Translation:
+        """The request without `passed` fields, which continues these messages."""
+        raise NotImplementedError
 
-    def set_earlier(self, messages: list[dict[str, Any]]) -> None:
-        """Set the messages of the conversation that it continues."""
-        self._earlier = messages
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """The requests to one route, and how they are translated.
-
-    Fields that the model `body` declares, and `passed` ones, are honoured, except for `ignored`
-    ones, which change no text, and `refused` ones (as in `UNSUPPORTED_FIELDS`). Fields that are in
-    none of these are unknown, and ignored.
-
-    Attributes:
-        names: of our fields that have another one here, by their own, for error messages.
-    """
-
-    body: type[DialectBody]
-    translate: Callable[[Any], Translation]
-    passed: frozenset[str] = OWN_FIELDS
-    ignored: frozenset[str] = frozenset()
-    refused: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-
-    def translated(self, body: DialectBody) -> Translation:
-        """A request in OpenAI's words. Raises ApiError."""
-        extra = body.model_extra or {}
-        refuse_fields(extra, self.refused)
-        made = self.translate(body)
+    def translated(self, earlier: Messages = ()) -> Translation:
+        """The request in OpenAI's words. Raises ApiError."""
+        extra = self.model_extra or {}
+        made = self.translate(earlier)
         passed = {name: extra[name] for name in self.passed if name in extra}
         translated = {name: value for name, value in made.fields.items() if value is not None}
         return replace(made, fields=passed | translated)
@@ -109,25 +88,18 @@ class Dialect:
         return error
 
 
-def joined(parts: list[str]) -> str:
-    """The text of several parts, as in OpenAI's chats."""
-    return "\n".join(parts)
-
-
 def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
     """A call in a message of the model, whose arguments are JSON."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_of(name: str, parameters: dict[str, Any] | None, description: str | None) -> Any:
-    """A tool as OpenAI's chats have it."""
     given = {"name": name, "parameters": parameters, "description": description}
     function = {field: value for field, value in given.items() if value is not None}
     return {"type": "function", "function": function}
 
 
 def named_function(name: str | None) -> dict[str, Any]:
-    """The choice of one function as OpenAI's chats have it."""
     return {"type": "function", "function": {"name": name}}
 
 
@@ -145,21 +117,11 @@ def add_turn(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
         return
     for name in ("content", "reasoning_content"):
         if parts := [part for part in (last.get(name), message.get(name)) if part]:
-            last[name] = joined(parts)
+            last[name] = "\n".join(parts)
     if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
         last["tool_calls"] = calls
-
-
-def _readable(value: Any) -> Any:
-    """Parts of a message, unless one holds what the model cannot read."""
-    for part in value if isinstance(value, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and (why := media_refusal(kind)):
-            raise ValueError(why)
-    return value
 
 
 # For fields that hold a text or a list of parts, so that an error is about what is there.
 TEXT, PARTS = Tag("text"), Tag("parts")
 TEXT_OR_PARTS = Discriminator(lambda value: "parts" if isinstance(value, list) else "text")
-READABLE = BeforeValidator(_readable)

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from string import ascii_letters, digits
 
 from pipespec.server.tool_parsers.abstract_tool_parser import ToolParser
-from pipespec.server.tool_parsers.hermes import Hermes
 from pipespec.server.tool_parsers.incremental_json import Characters, NotAToolCall
-from pipespec.server.tool_parsers.llama3_json import Llama3Json
-from pipespec.server.tool_parsers.mistral import Mistral
+from pipespec.server.tool_parsers.json_calls import DeepSeekV3, Hermes, KimiK2, Llama3Json, Mistral
 from pipespec.server.tool_parsers.pythonic import Pythonic
 from pipespec.server.tool_parsers.tagged_arguments import Glm45, MiniMaxM2, Qwen3Coder, SeedOss
-from pipespec.server.tool_parsers.tokenized_sections import DeepSeekV3, KimiK2
 
 # The length of ids, letters and digits, that Mistral's templates accept.
 MISTRAL_ID = 9

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.message_schema import Message, Tool
+from pipespec.server.message_schema import Message, NamedTool, Tool, ToolsChoice
 from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_format import OutputConstraint, tool_calls_constraint
 from pipespec.server.tool_parsers.parser_families import (
@@ -23,22 +23,14 @@ from pipespec.system.validation import shown
 class ToolUse:
     """How calls are parsed out of an answer; one at most unless `parallel`.
 
-    `required` are the tools of which one must be called; with `named` the client chose which.
-    `strings` are the parameters that are texts, by function.
+    With `named` the client chose the function. `strings` are the parameters that are texts, by
+    function.
     """
 
     family: ParserFamily
     parallel: bool
-    required: Sequence[Tool] = ()
     named: bool = False
     strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @property
-    def constraint(self) -> OutputConstraint | None:
-        """What the answer must match, if a call is required."""
-        if not self.required:
-            return None
-        return tool_calls_constraint(self.required, None if self.parallel else 1)
 
 
 def offered_tools(body: ChatRequest) -> Sequence[Tool]:
@@ -51,43 +43,36 @@ def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     if not tools and choice not in (None, "auto"):
         raise invalid_field("tool_choice", f"tool_choice is {shown(choice)}, but tools holds none.")
     known = [tool.function.name for tool in tools]
-    named, allowed = _named_function(body), _allowed_functions(body)
-    for name in (named,) if allowed is None else allowed:
-        if name is not None and name not in known:
+    chosen = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, ToolsChoice):
+        chosen = choice.allowed_tools.tools
+    names = [tool.function.name for tool in chosen]
+    for name in names:
+        if name not in known:
             raise invalid_field(
                 "tool_choice", f"tool_choice names {shown(name)}, which is not in tools."
             )
-    return tools if allowed is None else [tool for tool in tools if tool.function.name in allowed]
+    if isinstance(choice, ToolsChoice):
+        return [tool for tool in tools if tool.function.name in names]
+    return tools
 
 
-def _named_function(body: ChatRequest) -> str | None:
-    """The function that `tool_choice` names."""
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice["type"] == "function":
-        return str(choice["function"]["name"])
-    return None
-
-
-def _allowed_functions(body: ChatRequest) -> list[str] | None:
-    """The functions to which `tool_choice` limits the tools; None: to none."""
-    choice = body.tool_choice
-    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
-        return [tool["function"]["name"] for tool in choice["allowed_tools"]["tools"]]
-    return None
-
-
-def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> ToolUse:
-    """How the calls of a chat are parsed: as forced JSON where a call is required, else by
-    `parser` or, if that is None, as the chat template has it. Raises ApiError."""
+def tool_use_of(
+    body: ChatRequest, offered: Sequence[Tool], served: ModelInfo, parser: str | None
+) -> tuple[ToolUse, OutputConstraint | None]:
+    """How the calls of a chat are parsed, and what the answer must match if one is required: as
+    forced JSON then, else by `parser` or, if that is None, as the chat template has it. Raises
+    ApiError."""
     name = parser or family_for_template(served.tokenizer.chat_template or "")
-    parallel = body.parallel_tool_calls is not False
-    choice, offered = body.tool_choice, offered_tools(body)
-    if (named := _named_function(body)) is not None:
-        required = [tool for tool in offered if tool.function.name == named]
-        return ToolUse(forced_json_family(name), False, required, named=True)
-    mode = choice["allowed_tools"]["mode"] if isinstance(choice, dict) else choice
+    parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
+    if isinstance(choice, NamedTool):
+        required = [tool for tool in offered if tool.function.name == choice.function.name]
+        use = ToolUse(forced_json_family(name), False, named=True)
+        return use, tool_calls_constraint(required, 1)
+    mode = choice.allowed_tools.mode if isinstance(choice, ToolsChoice) else choice
     if mode == "required":
-        return ToolUse(forced_json_family(name), parallel, offered)
+        use = ToolUse(forced_json_family(name), parallel)
+        return use, tool_calls_constraint(offered, None if parallel else 1)
     if name is None:
         raise invalid_field(
             "tools",
@@ -95,7 +80,7 @@ def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> Too
             f"call; start the server with --tool-call-parser {'|'.join(FAMILIES)}.",
             "unsupported_field",
         )
-    return ToolUse(FAMILIES[name], parallel, strings=string_parameters(offered))
+    return ToolUse(FAMILIES[name], parallel, strings=string_parameters(offered)), None
 
 
 def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:

@@ -102,7 +102,7 @@ def test_a_form_becomes_the_grammar_of_the_request(form: dict[str, Any], matches
     [
         ({}, "has nothing, but takes one of json, regex, choice and grammar"),
         ({"regex": "a", "choice": ["a"]}, "has regex and choice, but takes one"),
-        ({"json": "{"}, "json is no JSON schema"),
+        ({"json": "{"}, "json cannot be followed"),
         ({"json": {"type": "nothing"}}, "json cannot be followed"),
         ({"regex": "("}, "regex cannot be followed"),
         ({"choice": []}, "choice is empty"),

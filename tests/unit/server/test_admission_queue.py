@@ -10,30 +10,25 @@ from pipespec.server.api_errors import ApiError
 
 def test_queue_refuses_requests_beyond_a_limit_until_others_start() -> None:
     queue = AdmissionQueue(max_requests=3, max_tokens=100)
-    first = queue.admit(2)
-    first.reserve_tokens(60)
+    first = queue.admit(2, 60)
     with pytest.raises(ApiError, match="2 requests wait and 3 may") as refused:
         queue.admit(2)
     assert refused.value.status == 429
-    with queue.admit(1) as second, pytest.raises(ApiError, match="prompts of 60 tokens wait"):
-        second.reserve_tokens(41)
+    with pytest.raises(ApiError, match="prompts of 60 tokens wait"):
+        queue.admit(1, 41)
     assert (queue.requests, queue.tokens) == (2, 60)
     first.started(30)
-    with queue.admit(2) as third:
-        third.reserve_tokens(70)
+    with queue.admit(2, 70):
         assert (queue.requests, queue.tokens) == (3, 100)
-    first.release()
-    first.release()
-    assert (queue.requests, queue.tokens) == (0, 0)
+    for _ in range(2):
+        first.release()
+        assert (queue.requests, queue.tokens) == (0, 0)
 
 
 def test_empty_queue_admits_one_request_of_any_size() -> None:
     queue = AdmissionQueue(max_requests=1, max_tokens=10)
-    with queue.admit(5) as place:
-        place.reserve_tokens(1000)
-        later = place.transfer()
-    assert (queue.requests, queue.tokens) == (5, 1000)
-    with pytest.raises(ApiError):
-        queue.admit(1)
-    later.release()
+    with queue.admit(5, 1000):
+        assert (queue.requests, queue.tokens) == (5, 1000)
+        with pytest.raises(ApiError):
+            queue.admit(1)
     assert (queue.requests, queue.tokens) == (0, 0)

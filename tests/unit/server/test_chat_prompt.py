@@ -9,7 +9,7 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
-from pipespec.server.chat_prompt import render_chat, template_options
+from pipespec.server.chat_prompt import render_chat
 from pipespec.server.request_schema import ChatRequest
 from tests.helpers import dialects
 from tests.helpers.calling import calling
@@ -31,7 +31,7 @@ def served(demo: ModelInfo) -> ModelInfo:
 
 def rendered(served: ModelInfo, messages: list[dict[str, Any]], **fields: Any) -> str:
     body = ChatRequest.model_validate({"messages": messages} | fields)
-    return render_chat(served, body.messages, (), template_options(body))
+    return render_chat(served, body)
 
 
 def test_prompt_ends_where_the_fields_say(served: ModelInfo) -> None:

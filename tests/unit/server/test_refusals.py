@@ -173,7 +173,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": 3}, "presence_penalty", "less than"),
     ({"n": 1000}, "n", "128"),
     ({"seed": 2**63}, "seed", "less than or equal"),
-    ({"stop": ["x"] * 1000}, "stop", "holds 1000 texts, but may hold 64"),
+    ({"stop": ["x"] * 1000}, "stop", "up to 64 texts"),
     ({"stop": [""]}, "stop", "empty"),
     ({"stop": 3}, "stop", "is 3, but must be a text"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "0 to 2047"),
@@ -184,9 +184,10 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
 ]
 OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "empty"),
-    ({"prompt": [-1]}, "prompt", "0 to 2047"),
+    ({"prompt": [-1]}, "prompt", "token ids"),
+    ({"prompt": [5000]}, "prompt", "0 to 2047"),
     ({"prompt": ["a", 1]}, "prompt", "must be a text"),
-    ({"prompt": ["a"] * 2000}, "prompt", "2000 prompts"),
+    ({"prompt": ["a"] * 2000}, "prompt", "up to 256"),
     ({"prompt": ["a"] * 20, "n": 100}, "n", "may be 1024 in all"),
     ({"prompt": [1] * 600}, "prompt", f"has 600 tokens, but the context holds {CONTEXT}"),
     ({"suffix": "b"}, "suffix", "not supported"),

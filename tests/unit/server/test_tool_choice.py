@@ -51,7 +51,7 @@ def running(demo: ModelInfo) -> RunningCluster:
 
 def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
     asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return RequestParser(running.served, RequestDefaults.of_cluster(running)).chat(asked)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).parse(asked)
 
 
 def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:
@@ -81,7 +81,7 @@ def test_tokenizer_without_backend_renders_tools_too(tmp_path: Path) -> None:
     served = ModelInfo(str(tmp_path), len(theirs), 2000, (1,), None)
     assert not isinstance(served.tokenizer, BackendTokenizer)
     asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
-    assert render_chat(served, asked.messages, asked.tools or ()) == (
+    assert render_chat(served, asked, asked.tools or ()) == (
         theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
     )
 
@@ -196,9 +196,8 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     ]
     ask = chat(running, logprobs=True)
     shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
-    chunks = [json.loads(event) for piece in pieces for event in shape.stream_events(piece)]
     end = OutputDelta(0, "", finish_reason="stop")
-    chunks += [json.loads(event) for event in shape.stream_events(end)]
+    chunks = [chunk for piece in (*pieces, end) for chunk in shape.chunks(piece)]
     for piece in (*pieces, end):
         whole.add(piece)
     reply = whole.response().model_dump()

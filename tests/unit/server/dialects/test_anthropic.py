@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.anthropic_format import AnthropicFormat
-from pipespec.server.dialects.anthropic_schema import MESSAGES, MessagesRequest
+from pipespec.server.dialects.anthropic import AnthropicFormat, MessagesRequest
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, calling
@@ -36,7 +35,7 @@ def served(demo: ModelInfo) -> ModelInfo:
 
 
 def fields(**body: Any) -> dict[str, Any]:
-    return MESSAGES.translated(MessagesRequest.model_validate(ASKED | body)).fields
+    return MessagesRequest.model_validate(ASKED | body).translated().fields
 
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:

@@ -13,9 +13,9 @@ from ollama._types import ChatRequest, GenerateRequest, Options
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects import ollama_schema
+from pipespec.server.dialects import ollama
 from pipespec.server.dialects.error_replies import error_reply
-from pipespec.server.dialects.ollama_schema import OllamaOptions
+from pipespec.server.dialects.ollama import OllamaOptions
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 
@@ -50,7 +50,7 @@ def test_every_field_of_the_package_is_in_one_table(path: str, sent: Any) -> Non
 
 def test_every_option_of_ollamas_package_is_in_one_table() -> None:
     known = {*OllamaOptions.model_fields}
-    ignored, refused = ollama_schema.IGNORED_OPTIONS, {*ollama_schema.REFUSED_OPTIONS}
+    ignored, refused = ollama.IGNORED_OPTIONS, {*ollama.REFUSED_OPTIONS}
     assert {*typing.get_type_hints(Options)} - {"model_config"} <= known | ignored | refused
     assert not (known & ignored or known & refused or ignored & refused)
 

@@ -11,9 +11,12 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
-from pipespec.server.dialects import ollama_schema
-from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
-from pipespec.server.dialects.ollama_models import tags_reply
+from pipespec.server.dialects.ollama import (
+    OllamaChatFormat,
+    OllamaChatRequest,
+    OllamaGenerateFormat,
+    tags_reply,
+)
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER
@@ -73,8 +76,8 @@ def test_formats_and_thinking_are_translated(preparer: Preparer) -> None:
         .grammar
     )
     for think, effort in ((True, "medium"), (False, "none"), ("low", "low")):
-        body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"think": think})
-        assert ollama_schema.CHAT.translated(body).fields["reasoning_effort"] == effort
+        body = OllamaChatRequest.model_validate(ASKED | {"think": think})
+        assert body.translated().fields["reasoning_effort"] == effort
 
 
 def test_results_name_the_calls_before_them() -> None:
@@ -86,8 +89,8 @@ def test_results_name_the_calls_before_them() -> None:
         {"role": "tool", "tool_name": "g", "content": "two"},
         {"role": "tool", "content": "one"},
     ]
-    body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"messages": messages})
-    _, spoken, *results = ollama_schema.CHAT.translated(body).fields["messages"]
+    body = OllamaChatRequest.model_validate(ASKED | {"messages": messages})
+    _, spoken, *results = body.translated().fields["messages"]
     ids = [each["id"] for each in spoken["tool_calls"]]
     assert [len(each) for each in ids] == [9, 9]
     assert spoken["reasoning_content"] == "Hm."

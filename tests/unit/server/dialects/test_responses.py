@@ -13,8 +13,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.conversations import KeptResponse, conversation_name
-from pipespec.server.dialects.responses_format import ResponsesFormat
-from pipespec.server.dialects.responses_schema import RESPONSES, ResponsesRequest
+from pipespec.server.dialects.responses import ResponsesFormat, ResponsesRequest
 from pipespec.server.preparation import ConversationWanted, Preparer
 from tests.helpers import dialects
 
@@ -31,9 +30,7 @@ CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_ca
 
 
 def fields(earlier: Any = (), **body: Any) -> dict[str, Any]:
-    asked = ResponsesRequest.model_validate(ASKED | body)
-    asked.set_earlier([*earlier])
-    return RESPONSES.translated(asked).fields
+    return ResponsesRequest.model_validate(ASKED | body).translated(earlier).fields
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:

@@ -19,8 +19,7 @@ from pipespec.server.answer_blocks import AnswerBlocks
 from pipespec.server.api_errors import ApiError
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
-from pipespec.server.reasoning.harmony import SPECIAL
-from pipespec.server.reasoning.reasoning_use import Family, ReasoningUse, reasoning_use
+from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.tool_parsers.parser_families import FAMILIES
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects

@@ -1,0 +1,505 @@
+"""Ollama's routes: requests and replies. Streams are lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.clock import monotonic_ns
+from pipespec.limits import MAX_COUNT
+from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
+from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
+from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.server.dialects.translation import (
+    DialectBody,
+    Messages,
+    Translation,
+    call_of,
+    schema_format,
+)
+from pipespec.server.message_schema import RequestModel, Tools
+from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.reasoning import reasoning_use
+from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
+from pipespec.server.response_schema import OMIT_NONE
+from pipespec.server.response_stream import OutputDelta, ReplyFormat
+from pipespec.text import Tokenizer
+
+# Ollama's clients look for the context under the name of the architecture, which a server does not
+# know.
+ARCHITECTURE = "pipespec"
+
+
+class ModelDetails(BaseModel):
+    """What is known of a model's weights: nothing, as hosts may hold them in different formats."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] | None = None
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class ListedModel(BaseModel):
+    """A served name."""
+
+    name: str
+    model: str
+    modified_at: str
+    details: ModelDetails
+
+
+class TagsReply(BaseModel):
+    """The reply of GET /api/tags."""
+
+    models: list[ListedModel]
+
+
+class ShowReply(BaseModel):
+    """The reply of POST /api/show."""
+
+    template: str
+    parameters: str = ""
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+class ShowRequest(DialectBody):
+    """POST /api/show."""
+
+    passed, ignored = frozenset[str](), frozenset(("verbose",))
+
+    model: Annotated[str, Field(min_length=1)]
+
+    def translate(self, earlier: Messages) -> Translation:
+        return Translation({"model": self.model}, reply=_show_reply)
+
+
+def tags_reply(names: Sequence[str], started: float) -> TagsReply:
+    """The served names; the cluster has started at this time."""
+    modified = rfc3339(started)
+    return TagsReply(
+        models=[
+            ListedModel(name=name, model=name, modified_at=modified, details=ModelDetails())
+            for name in names
+        ]
+    )
+
+
+def _show_reply(served: ModelInfo) -> bytes:
+    template = served.tokenizer.chat_template or ""
+    able = {"tools": "tools" in template, "thinking": reasoning_use(template, "") is not None}
+    reply = ShowReply(
+        template=template,
+        details=ModelDetails(),
+        model_info={
+            "general.architecture": ARCHITECTURE,
+            f"{ARCHITECTURE}.context_length": served.context,
+        },
+        capabilities=["completion", *(name for name, is_able in able.items() if is_able)],
+    )
+    return reply.model_dump_json().encode()
+
+
+def rfc3339(seconds: float) -> str:
+    """A time since 1970 as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+NO_SEARCH = "is not supported: tokens are sampled, not searched for"
+UNUSED = "is not supported; leave it at its default"
+# Options of the model's loading and computing, which change no text.
+IGNORED_OPTIONS = frozenset(
+    (
+        *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv"),
+        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
+        *("num_keep", "mirostat_tau", "mirostat_eta"),
+    )
+)
+REFUSED_OPTIONS: Refused = {
+    "tfs_z": (UNUSED, (1,)),
+    "typical_p": (UNUSED, (1,)),
+    "mirostat": (UNUSED, (0,)),
+    "penalize_newline": (UNUSED, (True,)),
+    "repeat_last_n": ("is not supported: penalties are for all tokens of the answer", (-1, 64)),
+}
+
+
+class OllamaOptions(RequestModel):
+    """How tokens are drawn, and when the answer ends."""
+
+    temperature: Annotated[FiniteFloat | None, Field(ge=0)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
+    top_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
+    min_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=MIN_SEED, le=MAX_SEED)] = None
+    num_predict: Annotated[int | None, Field(ge=-2, le=MAX_COUNT)] = None
+    repeat_penalty: FiniteFloat | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    stop: Texts = Field(default_factory=list)
+
+
+class CalledFunction(RequestModel):
+    """The function that was called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(RequestModel):
+    """A call in an earlier message of the model."""
+
+    function: CalledFunction
+
+
+class OllamaMessage(RequestModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> OllamaMessage:
+        if self.images:
+            raise ValueError(
+                "has images, but they are not read: of a multimodal model the text part alone is "
+                "loaded"
+            )
+        return self
+
+
+IGNORED = frozenset(("keep_alive",))
+REFUSED: Refused = {
+    "template": (FIXED, ()),
+    "suffix": ("is not supported: the model writes what follows a prompt", ()),
+    "context": ("is not supported: send the conversation to /api/chat", ()),
+    "images": (NO_MEDIA, ()),
+    "width": (NO_MEDIA, ()),
+    "height": (NO_MEDIA, ()),
+    "steps": (NO_MEDIA, ()),
+}
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    "reasoning_effort": "think",
+    **{
+        name: f"options.{name}"
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    },
+}
+
+
+class OllamaRequest(DialectBody):
+    """The fields that both kinds of requests share. A reply is a stream unless it is declined."""
+
+    ignored, refused, names = IGNORED, REFUSED, NAMES
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: Tools = None
+
+    def translate(self, earlier: Messages) -> Translation:
+        if not self.messages:
+            return _load_reply(self.model, {"message": {"role": "assistant", "content": ""}})
+        fields = shared_fields(self) | chat_only_fields(self)
+        fields["messages"] = translated_messages(self.messages)
+        fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        return Translation(fields, self.stream is not False, clamps=True)
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+    def translate(self, earlier: Messages) -> Translation:
+        if not self.prompt:
+            return _load_reply(self.model, {"response": ""})
+        fields = shared_fields(self)
+        if not self.raw:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            fields |= {"messages": [*system, {"role": "user", "content": self.prompt}]}
+            fields |= chat_only_fields(self)
+        elif self.system:
+            raise invalid_field(
+                "system", "system is given, but raw is true, so no template is used; leave one out."
+            )
+        else:
+            fields["prompt"] = self.prompt
+            fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return Translation(fields, self.stream is not False, clamps=True)
+
+
+# --- translation ------------------------------------------------------------------------------
+
+
+def shared_fields(body: OllamaRequest) -> dict[str, Any]:
+    """The fields that both kinds of requests share, as ours. Raises ApiError."""
+    options = body.options or OllamaOptions()
+    try:
+        refuse_fields(options.model_extra or {}, REFUSED_OPTIONS)
+    except ApiError as error:
+        name = f"options.{error.param}"
+        raise invalid_field(name, f"options.{error.message}", error.code) from None
+    names = ("temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    fields: dict[str, Any] = {name: getattr(options, name) for name in names}
+    fields["model"] = body.model
+    if options.top_p == 0:  # the most probable token remains
+        fields["top_k"] = 1
+    else:
+        fields["top_p"] = options.top_p
+    fields["repetition_penalty"] = options.repeat_penalty
+    fields["stop"] = options.stop
+    if options.num_predict is not None and options.num_predict > 0:  # others: no limit
+        fields["max_tokens"] = options.num_predict
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        fields["response_format"] = schema_format(body.format)
+    return fields
+
+
+def chat_only_fields(body: OllamaRequest) -> dict[str, Any]:
+    """The fields of a prompt in the chat template, as ours."""
+    fields: dict[str, Any] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    if body.think is not None:
+        switched = "medium" if body.think else "none"
+        fields["reasoning_effort"] = body.think if isinstance(body.think, str) else switched
+    return fields
+
+
+def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI has them, in which calls have ids and results name them."""
+    made: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # id and name of those without a result
+    count = 0
+    for message in messages:
+        translated: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            translated["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            translated["tool_calls"] = []
+            open_calls = []
+            for call in message.tool_calls:
+                id_, count = call_id(count), count + 1
+                open_calls.append((id_, call.function.name))
+                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+                translated["tool_calls"].append(call_of(id_, call.function.name, arguments))
+        if message.role == "tool":
+            found = [each for each in open_calls if message.tool_name in (None, each[1])]
+            if not found:
+                raise invalid_field(
+                    "messages", "messages hold a result of a tool that was not called before it."
+                )
+            open_calls.remove(found[0])
+            translated["tool_call_id"] = found[0][0]
+        made.append(translated)
+    return made
+
+
+def call_id(number: int) -> str:
+    """The id of a call: nine letters and digits, which all templates accept."""
+    return f"call{number:05d}"
+
+
+def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
+    """The reply to a request without a prompt, with which clients have a model loaded."""
+    made = {"model": model, "created_at": rfc3339(time.time()), **empty}
+    reply = json.dumps(made | {"done": True, "done_reason": "load"}).encode()
+    return Translation({"model": model}, reply=lambda _: reply)
+
+
+_ASCII = json.JSONEncoder(separators=(",", ":"))
+
+
+class OllamaFunction(BaseModel):
+    """The function to call."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(BaseModel):
+    """A call of a tool."""
+
+    function: OllamaFunction
+
+
+class OllamaAnswer(BaseModel):
+    """An answer of the model."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | None = OMIT_NONE
+    tool_calls: list[OllamaToolCall] | None = OMIT_NONE
+
+
+class OllamaReply(BaseModel):
+    """The fields that all replies share. Durations are in nanoseconds; `load_duration` is 0, as the
+    model is loaded before."""
+
+    model: str
+    created_at: str
+    done: Literal[True] = True
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int | None = OMIT_NONE
+    load_duration: int | None = OMIT_NONE
+    prompt_eval_count: int | None = OMIT_NONE
+    prompt_eval_duration: int | None = OMIT_NONE
+    eval_count: int | None = OMIT_NONE
+    eval_duration: int | None = OMIT_NONE
+    logprobs: list[dict[str, Any]] | None = OMIT_NONE
+
+
+class OllamaChatReply(OllamaReply):
+    """The reply of POST /api/chat."""
+
+    message: OllamaAnswer
+
+
+class OllamaGenerateReply(OllamaReply):
+    """The reply of POST /api/generate."""
+
+    response: str
+    thinking: str | None = OMIT_NONE
+
+
+class OllamaFormat(ReplyFormat):
+    """What the replies of both routes share."""
+
+    media_type = "application/x-ndjson"
+    reply: ClassVar[type[OllamaReply]]
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
+        super().__init__(request, tokenizer, model)
+        self._shared = {"model": model, "created_at": rfc3339(time.time())}
+        self._logprobs: list[dict[str, Any]] = []
+        self._num_sent = 0  # log-probabilities that lines have had
+        self._began_ns = monotonic_ns()
+        self._first_ns: int | None = None
+        # Lines hold nothing but JSON, so one that adds nothing keeps a connection alive.
+        self.keepalive = self._line(self.part(""))
+
+    @abstractmethod
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        """What a line adds to the answer."""
+
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
+        if delta.token_ids and self._first_ns is None:
+            self._first_ns = monotonic_ns()
+        self._logprobs += [token_logprob(self.tokenizer, *each) for each in scored_tokens(delta)]
+        return super().take(delta)
+
+    def response(self) -> BaseModel:
+        answer = self.answers[0]
+        whole = self.part(answer.text_of("text"), answer.calls, answer.text_of("reasoning"))
+        return self.reply.model_validate(self._shared | whole | self._end())
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        for part in self.take(delta):
+            if part.begins and part.index:
+                yield from self._whole_call(part.index - 1)
+            if part.block.kind == "reasoning":
+                yield self._line(self.part("", thought=part.text))
+            elif part.block.kind == "text":
+                yield self._line(self.part(part.text) | self._new_logprobs())
+
+    def last_events(self) -> Iterator[bytes]:
+        if blocks := self.answers[0].blocks:
+            yield from self._whole_call(len(blocks) - 1)
+        yield self._line(self.part("") | self._end())
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield _json({"error": error.message})
+
+    def _whole_call(self, index: int) -> Iterator[bytes]:
+        block = self.answers[0].blocks[index]
+        if block.kind == "call":
+            yield self._line(self.part("", [block]))
+
+    def _new_logprobs(self) -> dict[str, Any]:
+        """The log-probabilities that no line has had."""
+        new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
+        return {"logprobs": new} if new else {}
+
+    def _end(self) -> dict[str, Any]:
+        end_ns, (end,) = monotonic_ns(), self.ends
+        first_ns = self._first_ns or end_ns
+        return {
+            "done": True,
+            "done_reason": "stop" if end and end.finish_reason == "stop" else "length",
+            "total_duration": end_ns - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": self.request.prompt_tokens,
+            "prompt_eval_duration": first_ns - self._began_ns,
+            "eval_count": self.num_tokens,
+            "eval_duration": end_ns - first_ns,
+            **self._new_logprobs(),
+        }
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return _json({**self._shared, "done": False, **fields})
+
+
+class OllamaChatFormat(OllamaFormat):
+    """The replies of /api/chat."""
+
+    reply = OllamaChatReply
+
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            made = [{"name": call.name, "arguments": arguments_of(call)} for call in calls]
+            message["tool_calls"] = [{"function": function} for function in made]
+        return {"message": message}
+
+
+class OllamaGenerateFormat(OllamaFormat):
+    """The replies of /api/generate."""
+
+    reply = OllamaGenerateReply
+
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        return {"response": text} | ({"thinking": thought} if thought else {})
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    # In ASCII: the clients split lines at separators of Unicode too.
+    return _ASCII.encode(fields).encode() + b"\n"

@@ -1,0 +1,589 @@
+"""OpenAI's /v1/responses: requests and replies."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag, model_validator
+from pydantic_core import to_json
+
+from pipespec.limits import MAX_COUNT
+from pipespec.sampling.params import MAX_LOGPROBS
+from pipespec.server.answer_blocks import Block, BlockDelta
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects.conversations import KeptResponse
+from pipespec.server.dialects.translation import (
+    OWN_FIELDS,
+    PARTS,
+    TEXT,
+    TEXT_OR_PARTS,
+    DialectBody,
+    Messages,
+    Translation,
+    add_turn,
+    call_of,
+    named_function,
+    schema_format,
+    tool_of,
+)
+from pipespec.server.message_schema import (
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    READABLE,
+    Accepts,
+    RequestModel,
+    contents,
+)
+from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
+from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
+from pipespec.text import Tokenizer
+
+NO_SERVICE = "is not supported: this server has no such service"
+LOGPROBS = "message.output_text.logprobs"
+# What else replies of this server could include: nothing of it is there, so nothing is left out.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+MAX_ID = 128
+MAX_METADATA = 16
+
+# --- input ------------------------------------------------------------------------------------
+
+
+class InputText(RequestModel):
+    """Text of a message, of a result or of reasoning."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+Contents = Annotated[str, contents(str | list[InputText], "'input_text' and the like"), READABLE]
+
+
+class InputMessage(RequestModel):
+    """A message of the conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Contents
+
+
+class FunctionCallItem(RequestModel):
+    """A call in an earlier answer of the model."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(RequestModel):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Contents
+
+
+class ReasoningItem(RequestModel):
+    """What the model has thought before an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
+
+
+def _kind_of_item(item: Any) -> str | None:
+    if isinstance(item, dict):
+        kind = item.get("type") or "message"
+        return kind if isinstance(kind, str) else None
+    return getattr(item, "type", None) or "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="kind_of_item",
+        custom_error_message=(
+            "should be an item of type message, function_call, function_call_output or reasoning"
+        ),
+    ),
+]
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class FunctionTool(RequestModel):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(RequestModel):
+    """What the answer must match: nothing, any JSON object, or a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError(
+                f"is of type '{self.type}', but the type 'json_schema' alone has a schema, and "
+                "needs it"
+            )
+        return self
+
+
+class TextConfig(RequestModel):
+    """How the text of the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(RequestModel):
+    """How much the model thinks. It is not summarised."""
+
+    effort: ReasoningEffort | None = None
+
+
+class NamedFunction(RequestModel):
+    """A function that must or may be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(RequestModel):
+    """The functions of which one may or must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1)]
+
+
+_AnyChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
+ToolChoice = Annotated[
+    _AnyChoice,
+    Accepts(
+        _AnyChoice,
+        "'none', 'auto', 'required', {'type': 'function', 'name': ...} or "
+        "{'type': 'allowed_tools', 'mode': 'auto' or 'required', 'tools': [...]}",
+    ),
+]
+
+IGNORED = frozenset(
+    (
+        *("user", "safety_identifier", "service_tier", "prompt_cache_key", "stream_options"),
+        *("prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
+    )
+)
+REFUSED: Refused = {
+    "background": (NO_SERVICE, ()),
+    "background_options": (NO_SERVICE, ()),
+    "image": (NO_MEDIA, ()),
+    "conversation": (LATER, ()),
+    "prompt": (NO_SERVICE, ()),
+    "truncation": ("is not supported: a prompt that is too long is refused", ("disabled",)),
+    "context_management": (LATER, ()),
+    "moderation": (NO_SERVICE, ()),
+    "access_programs": (NO_SERVICE, ()),
+}
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class ResponsesRequest(DialectBody):
+    """POST /v1/responses."""
+
+    passed = OWN_FIELDS | {"top_k", "stop"}
+    ignored, refused, names = IGNORED, REFUSED, NAMES
+
+    input: Annotated[
+        Annotated[str, TEXT] | Annotated[list[Item], PARTS],
+        TEXT_OR_PARTS,
+    ]
+    instructions: str | None = None
+    previous_response_id: Annotated[str | None, Field(min_length=1, max_length=MAX_ID)] = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_COUNT)] = None
+    temperature: Annotated[FiniteFloat | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    include: list[Literal[INCLUDABLE]] | None = None  # type: ignore[valid-type]
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA)] = None
+    stream: bool | None = None
+
+    @property
+    def continues(self) -> str | None:
+        return self.previous_response_id
+
+    def translate(self, earlier: Messages) -> Translation:
+        conversation = [*earlier]
+        items = self.input
+        if isinstance(items, str):
+            items = [InputMessage(role="user", content=items)]
+        for item in items:
+            add_turn(conversation, message_of(item))
+        # Those of the response that is continued are not carried over.
+        rules = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*rules, *conversation],
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool_of(t.name, t.parameters, t.description) for t in self.tools or ()],
+            "tool_choice": choice_of(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "response_format": format_of(self.text.format if self.text else None),
+            "logprobs": wanted,
+            "top_logprobs": self.top_logprobs if wanted else None,
+        }
+        # The messages to which the answer is added for a later request.
+        kept = None if self.store is False else to_json(conversation)
+        return Translation(fields, bool(self.stream), {"echo": echo_of(self), "conversation": kept})
+
+
+# --- translation ------------------------------------------------------------------------------
+
+
+def message_of(item: Any) -> dict[str, Any]:
+    """A message as OpenAI's chats have it; one of the model may be only a part of one."""
+    if isinstance(item, FunctionCallItem):
+        call = call_of(item.call_id, item.name, item.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if isinstance(item, FunctionOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+    if isinstance(item, ReasoningItem):
+        return {"role": "assistant", "content": "", "reasoning_content": item.content or ""}
+    return {"role": item.role, "content": item.content}
+
+
+def choice_of(choice: str | NamedFunction | AllowedTools | None) -> Any:
+    if isinstance(choice, NamedFunction):
+        return named_function(choice.name)
+    if isinstance(choice, AllowedTools):
+        tools = [named_function(tool.name) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
+def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
+    if wanted is None or wanted.type != "json_schema":
+        return None if wanted is None else {"type": wanted.type}
+    return schema_format(wanted.schema_, wanted.name or "output")
+
+
+def echo_of(body: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a request that its response repeats."""
+    tools = [
+        {"type": "function", "strict": None, "parameters": None}
+        | tool.model_dump(exclude_unset=True)
+        for tool in body.tools or ()
+    ]
+    text = body.text or TextConfig(format=TextFormat(type="text"))
+    effort = body.reasoning.effort if body.reasoning else None
+    choice = body.tool_choice or "auto"
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": effort},
+        "text": text.model_dump(exclude_none=True, by_alias=True),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": tools,
+        "top_logprobs": body.top_logprobs,
+    }
+
+
+# Of the ids of items, by the kinds of their blocks.
+PREFIXES = {"call": "fc", "text": "msg", "reasoning": "rs"}
+# The events of their texts, without what has happened to them.
+EVENTS = {
+    "call": "response.function_call_arguments",
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+}
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class InputTokensDetails(BaseModel):
+    """How many tokens of the prompt were in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """How many tokens of the answer are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponsesReply(BaseModel):
+    """The reply of POST /v1/responses. `output` are items of type reasoning, message and
+    function_call."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: Literal[False] = False
+    error: ResponseFailure | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None
+
+
+class ResponsesFormat(ReplyFormat):
+    """The replies of /v1/responses.
+
+    Args:
+        echo: the fields of the request that the reply repeats.
+        conversation: the messages before the answer, as a JSON list; None: a later request does not
+            continue this one.
+    """
+
+    def __init__(
+        self,
+        request: ParsedRequest,
+        tokenizer: Tokenizer,
+        model: str,
+        *,
+        echo: Mapping[str, Any],
+        conversation: bytes | None,
+    ):
+        super().__init__(request, tokenizer, model)
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self._echo = echo
+        self._conversation = conversation
+        self._completed_at: int | None = None
+        self._number = 0  # of the next event
+        self._ids: list[str] = []  # of the items, each of which is a block
+        self._logprobs: list[list[dict[str, Any]]] = []  # of each item's tokens
+        self._waiting: list[dict[str, Any]] = []  # of tokens whose text has not come
+        self._num_sent = 0  # log-probabilities of the open item that were sent
+
+    @property
+    def kept(self) -> tuple[str, bytes] | None:
+        if self._conversation is None:
+            return None
+        answer = json.dumps(self.answers[0].message(), ensure_ascii=False).encode()
+        earlier = self._conversation.removesuffix(b"]")
+        messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
+        return self.id, KeptResponse(to_json(self.response()), messages).packed()
+
+    def response(self) -> BaseModel:
+        return self._reply(self._end_status)
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def first_events(self) -> Iterator[bytes]:
+        reply = self._reply("in_progress")
+        yield self._event("response.created", response=reply)
+        yield self._event("response.in_progress", response=reply)
+
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        for part in self.take(delta):
+            if part.begins:
+                if part.index:
+                    yield from self._close(part.index - 1, "completed")
+                yield from self._begin(part)
+            if part.text:
+                yield self._delta_event(part)
+
+    def last_events(self) -> Iterator[bytes]:
+        status = self._end_status
+        if blocks := self.answers[0].blocks:
+            yield from self._close(len(blocks) - 1, status)
+        yield self._event(f"response.{status}", response=self._reply(status))
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        code = "server_error"
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            code = "invalid_prompt"
+        failure = ResponseFailure(code=code, message=error.message)
+        yield self._event("response.failed", response=self._reply("failed", failure))
+
+    # --- items --------------------------------------------------------------------------------
+
+    def take(self, delta: OutputDelta) -> list[BlockDelta]:
+        if delta.finish_reason is not None:
+            self._completed_at = int(time.time())
+        self._waiting += [token_logprob(self.tokenizer, *each) for each in scored_tokens(delta)]
+        parts = super().take(delta)
+        for part in parts:
+            if part.begins:
+                self._ids.append(f"{PREFIXES[part.block.kind]}_{secrets.token_hex(24)}")
+                self._logprobs.append([])
+            if part.block.kind == "text":
+                self._logprobs[part.index] += self._waiting
+            self._waiting = []
+        return parts
+
+    def _place(self, index: int, block: Block) -> dict[str, Any]:
+        """The fields by which events name an item."""
+        place = {"item_id": self._ids[index], "output_index": index}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def _begin(self, part: BlockDelta) -> Iterator[bytes]:
+        block, self._num_sent = part.block, 0
+        empty = Block(block.kind, block.number, block.id, block.name)
+        item = self._item(part.index, empty, "in_progress")
+        if block.kind != "call":
+            item["content"] = []
+        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        if block.kind != "call":
+            place, content = self._place(part.index, block), _content(empty, [])
+            yield self._event("response.content_part.added", **place, part=content)
+
+    def _delta_event(self, part: BlockDelta) -> bytes:
+        fields = {**self._place(part.index, part.block), "delta": part.text}
+        if part.block.kind == "text":
+            new = self._logprobs[part.index][self._num_sent :]
+            self._num_sent += len(new)
+            fields["logprobs"] = [*map(_event_logprob, new)]
+        return self._event(f"{EVENTS[part.block.kind]}.delta", **fields)
+
+    def _close(self, index: int, status: Status) -> Iterator[bytes]:
+        block = self.answers[0].blocks[index]
+        place = self._place(index, block)
+        whole: dict[str, Any] = {"arguments" if block.kind == "call" else "text": block.text}
+        if block.kind == "text":
+            whole["logprobs"] = [*map(_event_logprob, self._logprobs[index])]
+        yield self._event(f"{EVENTS[block.kind]}.done", **place, **whole)
+        if block.kind != "call":
+            content = _content(block, self._logprobs[index])
+            yield self._event("response.content_part.done", **place, part=content)
+        item = self._item(index, block, status)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _item(self, index: int, block: Block, status: Status) -> dict[str, Any]:
+        item = {"id": self._ids[index], "status": status}
+        if block.kind == "call":
+            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", **item, **call}
+        content = [_content(block, self._logprobs[index])]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": content}
+        return {"type": "message", **item, "role": "assistant", "content": content}
+
+    # --- the response -------------------------------------------------------------------------
+
+    @property
+    def _end_status(self) -> Status:
+        (end,) = self.ends
+        return "incomplete" if end and end.finish_reason == "length" else "completed"
+
+    def _reply(self, status: Status, failure: ResponseFailure | None = None) -> ResponsesReply:
+        blocks = self.answers[0].blocks
+        statuses: list[Status] = ["completed" for _ in blocks]
+        if blocks and status == "incomplete":
+            statuses[-1] = status
+        sampling = self.request.sampling_params[0]
+        ended = status in ("completed", "incomplete")
+        return ResponsesReply(
+            id=self.id,
+            created_at=self.created,
+            completed_at=self._completed_at if status == "completed" else None,
+            status=status,
+            error=failure,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            model=self.model,
+            output=[self._item(i, blocks[i], statuses[i]) for i in range(len(blocks))],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            usage=self._usage() if ended else None,
+            **self._echo,
+        )
+
+    def _usage(self) -> ResponsesUsage:
+        prompt = self.request.prompt_tokens
+        return ResponsesUsage(
+            input_tokens=prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
+            output_tokens=self.num_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning),
+            total_tokens=prompt + self.num_tokens,
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+
+
+def _content(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+
+def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
+    """A token's log-probabilities as events have them: without bytes."""
+    top = [
+        {"token": each["token"], "logprob": each["logprob"]} for each in reported["top_logprobs"]
+    ]
+    return {"token": reported["token"], "logprob": reported["logprob"], "top_logprobs": top}

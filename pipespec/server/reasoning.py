@@ -1,0 +1,277 @@
+"""What a model thinks before its answer: whether and how it marks that, and parsers which divide an
+answer into thoughts, text and calls."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipespec.engine.llguidance_backend import grammar_after
+from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
+from pipespec.text import Tokenizer, special_markers
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Text of the reasoning before an answer."""
+
+    text: str
+
+
+# What is new in an answer.
+SplitDelta = ParsedDelta | Thought
+
+
+class Splitter(ABC):
+    """Splits one answer as it arrives, and never takes back what it has returned."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[SplitDelta]:
+        """Split the next part of the text; what is certain now."""
+
+    @abstractmethod
+    def finish(self) -> list[SplitDelta]:
+        """End the text; what was held back."""
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """The length of the longest end of a text that may begin one of the markers."""
+    longest = max(map(len, markers)) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
+
+
+class Tagged(Splitter):
+    """`<think>...</think>` and then the answer. White space around the reasoning is left out.
+
+    Args:
+        opening, closing: the tags.
+        begun: whether the prompt ends with the opening tag. Otherwise an answer without it has no
+            reasoning.
+    """
+
+    def __init__(self, opening: str, closing: str, *, begun: bool):
+        self._opening, self._closing = opening, closing
+        self._inside = begun
+        self._before = not begun  # whether the opening tag may still come
+        self._held = ""  # what may belong to a tag, or is blank at an edge
+        self._trims = begun  # whether blanks that come next are left out
+
+    def push(self, text: str) -> list[SplitDelta]:
+        self._held += text
+        if self._before and not self._find_opening():
+            return []
+        if self._inside:
+            return self._push_thought()
+        return self._push_text()
+
+    def finish(self) -> list[SplitDelta]:
+        rest, self._held = self._held, ""
+        if self._inside:
+            thought = rest.rstrip()
+            return [Thought(thought)] if thought else []
+        return [rest] if rest and not self._trims else []
+
+    def _find_opening(self) -> bool:
+        """Look for the opening tag; whether it is known if it is there."""
+        begins = self._held.lstrip()
+        if begins.startswith(self._opening):
+            self._held = begins[len(self._opening) :]
+            self._inside = self._trims = True
+        elif self._opening.startswith(begins):
+            return False
+        self._before = False
+        return True
+
+    def _push_thought(self) -> list[SplitDelta]:
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+        thought, tag, rest = self._held.partition(self._closing)
+        if tag:
+            self._inside, self._trims, self._held = False, True, rest
+            shown = thought.rstrip()
+            return [*([Thought(shown)] if shown else []), *self._push_text()]
+        certain = thought[: len(thought) - held_back(thought, (self._closing,))].rstrip()
+        self._held = thought[len(certain) :]
+        return [Thought(certain)] if certain else []
+
+    def _push_text(self) -> list[SplitDelta]:
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+        text, self._held = self._held, ""
+        return [text] if text else []
+
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+SPECIAL = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+_MARKER = re.compile("|".join(map(re.escape, SPECIAL)))
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTION = re.compile(r"\bto=functions\.([\w-]+)")
+
+
+def continues_message(prompt: str) -> bool:
+    """Whether a prompt ends within the text of a message."""
+    return MESSAGE in prompt and not _MARKER.search(prompt, prompt.rindex(MESSAGE) + len(MESSAGE))
+
+
+class Harmony(Splitter):
+    """`<|channel|>analysis<|message|>...<|end|>` and so on: the channel analysis is reasoning, what
+    is for a function a call, all else text.
+
+    With `calls` False a call is text, as no tool was offered. With `begun` the prompt ends within
+    a message, which the answer continues.
+    """
+
+    def __init__(self, *, calls: bool, begun: bool = False):
+        self._calls = calls
+        self._num_calls = 0
+        self._held = ""
+        # Of the message that begins; None: its text has begun.
+        self._header: str | None = None if begun else ""
+        self._in_messages = begun
+        self._kind = "text"
+
+    def push(self, text: str) -> list[SplitDelta]:
+        self._held += text
+        made: list[SplitDelta] = []
+        while found := _MARKER.search(self._held):
+            made += self._text(self._held[: found.start()])
+            self._held = self._held[found.end() :]
+            made += self._marker(found[0])
+        certain = len(self._held) - held_back(self._held, SPECIAL)
+        made += self._text(self._held[:certain])
+        self._held = self._held[certain:]
+        return made
+
+    def finish(self) -> list[SplitDelta]:
+        made = self._text(self._held)
+        self._held = ""
+        return made + self._without_messages()
+
+    def _text(self, text: str) -> list[SplitDelta]:
+        if self._header is not None:
+            self._header += text
+            return []
+        if not text:
+            return []
+        if self._kind == "call":
+            return [CallDelta(self._num_calls - 1, arguments=text)]
+        return [Thought(text) if self._kind == "reasoning" else text]
+
+    def _without_messages(self) -> list[SplitDelta]:
+        """The text of an answer that ends without ever having begun a message."""
+        text, self._header = self._header, ""
+        return [text] if text and not self._in_messages else []
+
+    def _marker(self, marker: str) -> list[SplitDelta]:
+        if marker in ENDS:
+            made, self._in_messages = self._without_messages(), True
+            return made
+        self._in_messages = True
+        if marker == START:
+            self._header = ""
+            return []
+        if marker != MESSAGE or self._header is None:
+            self._header = (self._header or "") + marker
+            return []
+        channel, function = _CHANNEL.search(self._header), _FUNCTION.search(self._header)
+        self._header = None
+        self._kind = "reasoning" if channel and channel[1] == "analysis" else "text"
+        if function is None or not self._calls:
+            return []
+        self._kind = "call"
+        self._num_calls += 1
+        return [CallDelta(self._num_calls - 1, function[1])]
+
+
+Family = Literal["think", "mistral", "seed", "gpt_oss"]
+TAGS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
+}
+
+
+@dataclass(frozen=True)
+class ReasoningUse:
+    """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag, or for
+    gpt-oss ends within the message that the answer continues."""
+
+    family: Family
+    begun: bool = False
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """Texts of the format that are special tokens in some vocabularies."""
+        return TAGS.get(self.family, SPECIAL)
+
+    def splitter(self, *, calls: bool) -> Splitter:
+        """The splitter of one answer; `calls`: tools may be called."""
+        if self.family == "gpt_oss":
+            return Harmony(calls=calls, begun=self.begun)
+        opening, closing = TAGS[self.family]
+        return Tagged(opening, closing, begun=self.begun)
+
+    def grammar(self, tokenizer: Tokenizer, grammar: str) -> str:
+        """The grammar of an answer that begins after the reasoning."""
+        ids = {text: token for token, text in special_markers(tokenizer, self.special).items()}
+
+        def terminal(text: str) -> str:
+            """A tag in Lark's notation."""
+            return f"<[{ids[text]}]>" if text in ids else f'"{text}"'
+
+        if self.family == "gpt_oss" and self.begun:
+            return grammar
+        if self.family == "gpt_oss":
+            return grammar_after(
+                _harmony_prefix({text: terminal(text) for text in self.special}), grammar
+            )
+        opening, closing = TAGS[self.family]
+        lines = ["blank: /[ \\t\\r\\n]*/"]
+        if closing in ids:
+            lines += [f"thought: any {terminal(closing)} blank", "any: /(.|\\n)*/"]
+        else:  # the first closing tag ends it
+            pattern = closing.replace("/", "\\/").replace("[", "\\[").replace("]", "\\]")
+            lines += ["thought: tagged blank", f"tagged[lazy]: /(.|\\n)*{pattern}/"]
+        if self.begun:
+            lines.insert(0, "start: thought @answer")
+        else:
+            lines.insert(0, "start: reasoning? @answer")
+            lines.append(f"reasoning: {terminal(opening)} thought")
+        return grammar_after("\n".join(lines), grammar)
+
+
+def _harmony_prefix(marks: Mapping[str, str]) -> str:
+    """The messages before the answer's text, in Lark's notation."""
+    channel, message = marks[CHANNEL], marks[MESSAGE]
+    end, start = marks["<|end|>"], marks[START]
+    return "\n".join(
+        (
+            f'start: thought? {channel} "final" {message} @answer',
+            f'thought: {channel} "analysis" {message} any {end} {start} "assistant"',
+            "any: /(.|\\n)*/",
+        )
+    )
+
+
+def reasoning_use(template: str, prompt: str) -> ReasoningUse | None:
+    """How the answer to a prompt in a chat template is split; None: it has no reasoning."""
+    if CHANNEL in template and "analysis" in template:
+        return ReasoningUse("gpt_oss", begun=continues_message(prompt))
+    end = prompt.rstrip()
+    families: tuple[Family, ...] = ("think", "mistral", "seed")
+    for family in families:
+        opening, closing = TAGS[family]
+        if closing in template or opening in template:
+            if end.endswith(closing):  # it was switched off
+                return None
+            return ReasoningUse(family, begun=end.endswith(opening))
+    return None
