@@ -1,62 +1,72 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-    launcher ─┬─ weight_host on beta  ─┐
-              │                        ├─ each reads from the hub and from the others
-              └─ weight_host on gamma ─┘
+The launcher, one of the hosts itself, runs a `weight_host` on each of the others. It learns which
+blocks of the weight files each host needs and has, and decides in rounds who gets what from where
+(`weight_plan`). Hosts read from one another (`weight_server`), and from the hub at URLs that the
+launcher has resolved. What a host cannot read itself passes through the launcher.
 
-The launcher, one of the hosts itself, learns which pieces of the weight files (`parts_file`) each
-host needs and has, decides who gets what from where (`weight_plan`), and names the sources'
-addresses. Bytes go from host to host (`weight_links`), or from the hub, at URLs that the launcher
-has resolved. What a host cannot read itself comes through the launcher's SSH connection to it.
-
-At the end each host states the hashes of what it got. Where they differ from those of the host
-that has them from the hub, or had them before, their source is named and left out, and the pieces
-come from another one.
+A source's record has the hash of each block. A host that gets other bytes from it drops them, and
+the source is left out.
 """
 
 from __future__ import annotations
 
+import base64
+import os
 import random
 import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment import Deployment
-from pipespec.cluster.host_weights import parts_needed, shares_caches
+from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.running_work import RunningWork
-from pipespec.cluster.weight_host import LAUNCHER_NAME
-from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
-from pipespec.cluster.weight_plan import HUB, Key, Transfer, by_file, plan_transfers
-from pipespec.config.hosts import Host
+from pipespec.cluster.weight_host import url_of
+from pipespec.cluster.weight_peer import (
+    LocalPeer,
+    OnProgress,
+    Peer,
+    at_once,
+    connected,
+    on_this_machine,
+)
+from pipespec.cluster.weight_plan import HUB, Block, parts_needed, plan_round
+from pipespec.config.hosts import Host, HostsFile
+from pipespec.config.schema import Config
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import missing
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint, repository_of
-from pipespec.engine.checkpoint_parts.hub_client import HubClient
-from pipespec.engine.checkpoint_parts.repository import (
+from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
+from pipespec.engine.checkpoint.parts.folder import (
     Repository,
-    cached_commit,
+    StoredFile,
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.errors import ModelError, PipespecError, RankFailed
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES
+from pipespec.engine.checkpoint.parts.range_source import HubSource
+from pipespec.errors import ModelError, RankFailed
+from pipespec.system.validation import home_expanded
 
-# Seconds within which the end of a host's process is known once its connections have broken.
-ENDED_S = 1.0
+LAUNCHER_NAME = "the launcher"
 # Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
 # for good.
 PAUSE_S = (0.2, 1.0)
-# Called with a host's name, the bytes that it has of those it needs, and how many it needs.
-OnProgress = Callable[[str, int, int], None]
+# Seconds within which it is known of a host that cannot be read from that its process has ended.
+ENDED_S = 1.0
 # Called with a sentence on a host that is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
+# The parts that a host needs of each model.
+Needs = Mapping[str, set[str]]
 
 
 class Distribute(Protocol):
@@ -69,36 +79,43 @@ class SourceModel:
     """A model as the launcher has it.
 
     Attributes:
-        client: of its repository on the hub; None: it is a folder of a host.
         shared: what other hosts call it; None: this host lacks files, so that they cannot get
             theirs from here.
     """
 
-    def __init__(self, kind: str, path: Path) -> None:
-        self.kind, self.path = kind, path
-        self.folder = folder_of_checkpoint(path)
-        found = cached_commit(self.folder)
-        self.client = HubClient(found.repo) if found is not None and found.on_hub else None
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     @cached_property
     def shared(self) -> Repository | None:
         try:
-            return replace(repository_of(self.path), weights={})
+            return repository_of(self.path)
         except ModelError:
             return None
 
+    @property
+    def files(self) -> Mapping[str, StoredFile]:
+        """Its weight files. Raises ModelError if it cannot be shared."""
+        return self.shared.weights if self.shared is not None else {}
+
     @cached_property
-    def blueprint(self) -> Blueprint:
-        """For hosts without its folder. Raises ModelError."""
-        return Blueprint.of(self.path)
+    def hub(self) -> HubSource | None:
+        """Its commit on the hub; None: it is a folder of a host."""
+        of = self.shared
+        return None if of is None or not of.on_hub else HubSource(of.repo, of.commit)
+
+    @cached_property
+    def blueprint(self) -> dict[str, Any]:
+        """For hosts without its folder, as JSON. Raises ModelError."""
+        return Blueprint.of(self.path).as_json()
 
 
 def shared_names(deployment: Deployment) -> dict[str, Repository]:
     """What other hosts call the models that they can get from here."""
     if deployment.open_to is None and all(map(shares_caches, deployment.hosts)):
         return {}
-    models = [SourceModel(kind, info.path) for kind, info in deployment.models]
-    return {each.kind: each.shared for each in models if each.shared is not None}
+    found = {kind: SourceModel(info.path).shared for kind, info in deployment.models}
+    return {kind: replace(each, weights={}) for kind, each in found.items() if each is not None}
 
 
 def distribute_weights(
@@ -114,51 +131,48 @@ def distribute_weights(
     """
     if deployment.fetched:
         return deployment
-    models = {kind: SourceModel(kind, info.path) for kind, info in deployment.models}
-    own: dict[str, set[str]] = {kind: set() for kind in models}
-    far: list[tuple[Host, Mapping[str, set[str]]]] = []
+    models = {kind: SourceModel(info.path) for kind, info in deployment.models}
+    own: dict[str, set[str]] = {}
+    far: list[tuple[Host, Needs]] = []
     here: Host | None = None
     for host in deployment.hosts:
         needs = _needs(deployment, host, models)
         if shares_caches(host):
             here = host
             for kind, parts in needs.items():
-                own[kind] |= parts
-        elif not host.by_hand:
-            needs = {kind: parts for kind, parts in needs.items() if models[kind].shared}
-            far += [(host, needs)] if needs else []
+                own.setdefault(kind, set()).update(parts)
+        elif not host.by_hand and needs:
+            far.append((host, needs))
     with ExitStack() as stack:
-        work = _Distribution(models, on_progress, on_warning)
+        work = _Distribution(models, on_warning)
         if running is not None:
             stack.enter_context(running.holding(work))
         name = LAUNCHER_NAME if here is None else here.name
-        launcher = stack.enter_context(on_this_machine(name, here, work.handlers(name)))
-        work.add(launcher)
-        for host, _ in far:
-            work.add(stack.enter_context(connected(host, work.handlers(host.name))))
-        asked = [(work.peers[host.name], needs) for host, needs in far]
-        with ThreadPoolExecutor(max(len(work.peers), 1)) as pool, work.stopped_by_errors():
-            list(pool.map(lambda each: each[0].require_version(), asked))
-            held = list(pool.map(lambda each: work.holds(*each), asked))
-            offered = {
-                kind
-                for kind, model in models.items()
-                if read_repository(model.folder) is not None and missing(model.path, own[kind])
-            }
-            if offered or not all(held):
-                offered |= {kind for _, needs in far for kind in needs}
-                asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
-                blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
-                list(pool.map(lambda each: work.prepare(each[0], each[1], blueprints), asked))
-                owned = lock_folders(asked, on_warning)
-                list(pool.map(lambda name: work.offer(name, owned[name]), owned))
-                work.connect(pool)
-                work.run()
+        work.add(stack.enter_context(on_this_machine(name, here, on_progress)), own)
+        for host, needs in far:
+            work.add(stack.enter_context(connected(host, on_progress)), needs)
+        work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
+def _needs(deployment: Deployment, host: Host, models: Mapping[str, SourceModel]) -> Needs:
+    """The parts of each model that a host is asked about."""
+    needs = dict(parts_needed(deployment, host))
+    for kind, model in models.items():
+        given, of = getattr(host, kind), model.shared
+        if given is not None or of is None:  # the model is there, or none can be got
+            needs.pop(kind, None)
+        # Every host reads the target's config, and one that has the folder may send it.
+        if of is not None and (
+            (kind == "target" and given is None)
+            or (of.path is not None and given in (None, of.path))
+        ):
+            needs.setdefault(kind, set())
+    return needs
+
+
 def lock_folders(
-    asked: Sequence[tuple[WeightPeer, Mapping[str, set[str]]]],
+    asked: Sequence[tuple[Peer, Needs]],
     on_warning: OnWarning,
     pause: Callable[[float], object] = time.sleep,
 ) -> dict[str, dict[str, set[str]]]:
@@ -169,18 +183,16 @@ def lock_folders(
     Two starts may have folders in common, under different names of hosts and in any order. So a
     start that holds some locks waits for no other one: it gives them back, and tries again later.
     """
-    run = secrets.token_hex(8)
-    warned = False
+    run, warned = secrets.token_hex(8), False
     while True:
         owned: dict[str, dict[str, set[str]]] = {}
         taken = None
-        for peer, kind in [(peer, kind) for peer, needs in asked for kind in needs]:
+        for peer, kind, parts in [(peer, *each) for peer, of in asked for each in of.items()]:
             found = peer.call("lock", kind=kind, run=run, host=peer.name)
             if found["owner"] is None:
                 taken = f"{peer.name}: {found['holder']}"
                 break
-            owned.setdefault(found["owner"], {}).setdefault(kind, set())
-            owned[found["owner"]][kind] |= dict(asked)[peer][kind]
+            owned.setdefault(found["owner"], {}).setdefault(kind, set()).update(parts)
         if taken is None:
             return owned
         for peer, _ in asked:
@@ -191,268 +203,260 @@ def lock_folders(
         pause(random.uniform(*PAUSE_S))
 
 
-def _needs(
-    deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
-) -> dict[str, set[str]]:
-    """The parts of each model that a host is asked about."""
-    needs = {kind: set(parts) for kind, parts in parts_needed(deployment, host).items()}
-    for kind, model in models.items():
-        given, found = getattr(host, kind), read_repository(model.folder)
-        if given is not None:  # the model is there
-            needs.pop(kind, None)
-        elif kind == "target":  # whose config every host reads
-            needs.setdefault(kind, set())
-        # It may have all of it to send.
-        if found is not None and found.path is not None and given in (None, found.path):
-            needs.setdefault(kind, set())
-    return needs
-
-
 class _Distribution:
-    """Decides where each tensor comes from, and passes on what hosts cannot read themselves."""
+    """Moves the weights of some models to hosts."""
 
-    def __init__(
-        self, models: Mapping[str, SourceModel], on_progress: OnProgress, on_warning: OnWarning
-    ) -> None:
-        self.peers: dict[str, WeightPeer] = {}  # the launcher is the first
-        self._models = models
-        self._on_progress, self._on_warning = on_progress, on_warning
+    def __init__(self, models: Mapping[str, SourceModel], on_warning: OnWarning) -> None:
+        self._models, self._on_warning = models, on_warning
+        self._asked: list[tuple[Peer, Needs]] = []  # the launcher's own machine is the first
         self._left_out: set[str] = set()
-        self._unreachable: set[tuple[str, str]] = set()
-        self._hashes: dict[Key, str] = {}  # the right ones
-        self._failed = False
-        self._stopping = threading.Lock()
+        self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
+        self._stopping, self._failed = threading.Lock(), False
 
-    def add(self, peer: WeightPeer) -> None:
+    def add(self, peer: Peer, needs: Needs) -> None:
         """Another host takes part. Raises RankFailed if all of it was stopped."""
         with self._stopping:
             if self._failed:
                 raise RankFailed("The cluster has ended.")
-            self.peers[peer.name] = peer
-
-    def handlers(self, host: str) -> dict[str, Any]:
-        """What a host may ask."""
-        return {
-            "locate": self._locate,
-            "read": self._read,
-            "progress": partial(self._progress, host),
-            "unreachable": partial(self._cannot_reach, host),
-        }
-
-    def holds(self, peer: WeightPeer, needs: Mapping[str, set[str]]) -> bool:
-        """Whether a host has all that it needs of the models."""
-        for kind, parts in needs.items():
-            model = self._models[kind]
-            assert model.shared is not None, "only such models are offered"
-            arguments = {"path": str(model.path), "parts": sorted(parts)}
-            if not peer.call("holds", shared=model.shared.as_json(), **arguments):
-                return False
-        return True
-
-    def prepare(
-        self, peer: WeightPeer, needs: Mapping[str, set[str]], blueprints: Mapping[str, Any]
-    ) -> None:
-        """Have a host find the folders of the models. `blueprints`: as JSON."""
-        for kind, parts in needs.items():
-            arguments = {"path": str(self._models[kind].path), "parts": sorted(parts)}
-            peer.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
-
-    def offer(self, name: str, needs: Mapping[str, set[str]]) -> None:
-        """Learn what a host has and lacks of the models."""
-        peer = self.peers[name]
-        for kind, parts in needs.items():
-            found = peer.call("offer", kind=kind, parts=sorted(parts))
-            peer.has |= _hashes(kind, found["has"])
-            peer.lacks += [
-                (kind, file, *each) for file, some in found["lacks"].items() for each in some
-            ]
-
-    def connect(self, pool: ThreadPoolExecutor) -> None:
-        """Let the hosts read from one another, if one lacks what another may have."""
-        if len(self.peers) == 1 or not any(peer.lacks for peer in self.peers.values()):
-            return
-        certificate = Certificate.make()
-
-        def listen(peer: WeightPeer) -> None:
-            try:
-                peer.listen(certificate)
-            except ModelError as error:
-                assert peer.host is not None
-                self._on_warning(
-                    f"{peer.name} cannot listen at {peer.host.address} ({error}), so what other "
-                    "hosts get from it passes through the launcher; correct its address or "
-                    "interface in the hosts file."
-                )
-
-        list(pool.map(listen, self.peers.values()))
-
-    def run(self) -> None:
-        """Fetch for all hosts until all that they got is right."""
-        while lacking := [peer for peer in self.peers.values() if peer.lacks]:
-            transfers = self._plan()
-            tasks = {peer: partial(self._fetch_for, peer, transfers) for peer in lacking}
-            self._compare(transfers, self._at_once(tasks))
-        self._at_once({peer: partial(self._check, peer) for peer in self.peers.values()})
-
-    def _at_once(
-        self, tasks: Mapping[WeightPeer, Callable[[], dict[Key, str]]]
-    ) -> dict[str, dict[Key, str]]:
-        """The result of each host's task, by its name. Raises what the first one raised, and ends
-        all others."""
-        with ThreadPoolExecutor(max(len(tasks), 1)) as pool:
-            futures = {peer.name: pool.submit(task) for peer, task in tasks.items()}
-            try:
-                done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            except PipespecError as error:
-                # The host that has ended comes before those that wait for it.
-                ended = [why for peer in self.peers.values() if (why := peer.failure) is not None]
-                self.stop()
-                raise (ended[0] if ended else error) from error
-            except BaseException:
-                self.stop()
-                raise
-        return {name: task.result() for name, task in futures.items()}
-
-    @contextmanager
-    def stopped_by_errors(self) -> Iterator[None]:
-        """An exception in the block, a signal too, ends what the hosts do: threads wait for it."""
-        try:
-            yield
-        except BaseException:
-            self.stop()
-            raise
+            self._asked.append((peer, needs))
 
     def stop(self) -> None:
         """End what the hosts do; whoever waits for them gets an error."""
         with self._stopping:
             self._failed = True
-            peers = list(self.peers.values())
-        for model in self._models.values():
-            if model.client is not None:
-                model.client.stopped.set()
-        for peer in peers:
-            peer.end()
+            for model in self._models.values():
+                if model.hub is not None:
+                    model.hub.stopped.set()
+            for peer, _ in self._asked:
+                peer.end()
 
-    def _plan(self) -> list[Transfer]:
-        """The transfers of what the hosts lack. Raises ModelError if a piece has no source."""
-        holders = {
-            name: [key for key, sha in peer.has.items() if self._agrees(key, sha)]
-            for name, peer in self.peers.items()
-            if name not in self._left_out
+    def run(self) -> None:
+        """Fetch for all hosts what they lack."""
+        far, needs = [peer for peer, _ in self._asked[1:]], {p.name: n for p, n in self._asked}
+        launcher, own = self._asked[0]
+        at_once(far, lambda peer: peer.require_version())
+        whole = at_once(far, lambda peer: self._prepare(peer, needs[peer.name]))
+        kinds = {
+            kind
+            for kind, parts in own.items()
+            if read_repository(folder_of_checkpoint(self._models[kind].path)) is not None
+            and missing(self._models[kind].path, parts)
         }
-        lacks = {name: peer.lacks for name, peer in self.peers.items() if peer.lacks}
-        on_hub = {kind for kind, model in self._models.items() if model.client is not None}
-        return plan_transfers(lacks, holders, on_hub)
+        if not kinds and all(whole):
+            return
+        kinds |= {kind for _, of in self._asked[1:] for kind in of}
+        self._asked[0] = launcher, {kind: own.get(kind, set()) for kind in sorted(kinds)}
+        self._prepare(*self._asked[0])
+        owned = lock_folders(self._asked, self._on_warning)
+        peers = {peer.name: peer for peer, _ in self._asked if peer.name in owned}
+        at_once([*peers.values()], lambda peer: self._offer(peer, owned[peer.name]))
+        if len(peers) > 1 and any(peer.lacks for peer in peers.values()):
+            certificate = Certificate.make()
+            at_once([*peers.values()], lambda peer: self._listen(peer, certificate))
+        while any(peer.lacks for peer in peers.values()):
+            self._round(peers)
+        at_once([*peers.values()], lambda peer: self._end(peer, owned[peer.name]))
 
-    def _agrees(self, key: Key, sha: str | None) -> bool:
-        """Whether a host states the hash of a piece that the first one has stated."""
-        return sha is None or self._hashes.setdefault(key, sha) == sha
+    def _prepare(self, peer: Peer, needs: Needs) -> bool:
+        """Have a host find the folders of the models; whether it has all that it needs."""
+        whole = True
+        for kind, parts in needs.items():
+            model = self._models[kind]
+            assert model.shared is not None, "only such models are offered"
+            known = {"path": str(model.path), "repository": model.shared.as_json()}
+            whole &= peer.call("prepare", kind=kind, parts=sorted(parts), **known)
+        return whole
 
-    def _fetch_for(self, peer: WeightPeer, transfers: list[Transfer]) -> dict[Key, str]:
-        """Have a host fetch what it lacks; the hashes."""
-        found: dict[Key, str] = {}
-        own = [each for each in transfers if each.to == peer.name]
-        # The same order everywhere, as hosts wait for what others fetch.
-        for kind in (kind for kind in self._models if any(each.kind == kind for each in own)):
-            sources = [
-                {
-                    "from": each.source,
-                    "at": self.peers[each.source].address if each.source in self.peers else None,
-                    "wanted": by_file(each.keys),
-                }
-                for each in own
-                if each.kind == kind
-            ]
-            found |= _hashes(kind, peer.call("fetch", kind=kind, sources=sources))
-        return found
+    def _offer(self, peer: Peer, needs: Needs) -> None:
+        """Learn what a host has and lacks of the models."""
+        for kind, parts in needs.items():
+            blueprint = self._models[kind].blueprint
+            found = peer.call("offer", kind=kind, blueprint=blueprint, parts=sorted(parts))
+            peer.lacks |= {
+                (kind, file, number) for file, some in found["lacks"].items() for number in some
+            }
+            peer.note(kind, found["records"])
+        for kind, file, number in peer.lacks:
+            size = self._models[kind].files[file].size
+            peer.wanted += min(BLOCK_BYTES, size - BLOCK_BYTES * number)
+        if peer.lacks:
+            peer.on_moved(0)
 
-    def _check(self, peer: WeightPeer) -> dict[Key, str]:
-        for kind in {kind for kind, *_ in peer.has}:
-            peer.call("check", kind=kind)
-        return {}
-
-    def _compare(self, transfers: list[Transfer], found: Mapping[str, Mapping[Key, str]]) -> None:
-        """Compare the hashes of what each host got with the right ones, and have it drop the
-        pieces that differ."""
-        wrong: defaultdict[tuple[str, str], list[Key]] = defaultdict(list)
-        # By depth: those that pass a piece on come before those that get it.
-        for each, key in ((some, key) for some in transfers for key in some.keys):
-            got = found[each.to][key]
-            if each.source == HUB:
-                self._hashes[key] = got
-            if self._agrees(key, got):
-                self.peers[each.to].has[key] = got
-                continue
-            wrong[each.to, each.kind].append(key)
-            if key in self.peers[each.source].has:
-                self._leave_out(each.source, each.to, each.kind)
-        for peer in self.peers.values():
-            peer.lacks = []
-        for (name, kind), keys in wrong.items():
-            self.peers[name].call("forget", kind=kind, wrong=by_file(keys))
-            self.peers[name].lacks += keys
-
-    def _leave_out(self, source: str, to: str, kind: str) -> None:
-        if source not in self._left_out:
-            self._left_out.add(source)
+    def _listen(self, peer: Peer, certificate: Certificate) -> None:
+        try:
+            peer.listen(certificate)
+        except ModelError as error:
+            assert peer.host is not None
             self._on_warning(
-                f"{source} sends wrong bytes of the {kind} (to {to}), so it is left out; check its "
-                "disk, and remove its folder of that model with `pipespec cache prune` there."
+                f"{peer.name} cannot listen at {peer.host.address} ({error}), so what other hosts "
+                "get from it passes through the launcher; correct its address or interface in the "
+                "hosts file."
             )
 
-    # --- what hosts ask -----------------------------------------------------------------------
+    def _round(self, peers: Mapping[str, Peer]) -> None:
+        """Have each host get what others have now, and the hub. Raises ModelError."""
+        senders = [peer for peer in peers.values() if peer.name not in self._left_out]
+        lacks = {peer.name: peer.lacks for peer in peers.values() if peer.lacks}
+        wanted = set[Block]().union(*lacks.values())
+        holders = {peer.name: [*filter(peer.has, wanted)] for peer in senders}
+        on_hub = {kind for kind, model in self._models.items() if model.hub is not None}
+        transfers: defaultdict[str, dict[tuple[str, str], list[Block]]] = defaultdict(dict)
+        for (to, source), blocks in plan_round(lacks, holders, on_hub).items():
+            for kind in {kind for kind, *_ in blocks}:
+                transfers[to][kind, source] = [each for each in blocks if each[0] == kind]
+        at_once(
+            [peers[name] for name in transfers],
+            lambda peer: self._get(peer, transfers[peer.name], peers),
+        )
 
-    def _locate(self, kind: str, file: str, fresh: bool) -> str | None:
-        repository, client = self._on_hub(kind, file)
-        return client.signed_url(repository.commit, file, fresh=fresh)
+    def _get(
+        self,
+        peer: Peer,
+        transfers: Mapping[tuple[str, str], Sequence[Block]],
+        peers: Mapping[str, Peer],
+    ) -> None:
+        """Have a host get blocks of models from sources."""
+        for kind in {kind for kind, _ in transfers}:
+            direct = []
+            for name in [name for of, name in transfers if of == kind]:
+                blocks, source = transfers[kind, name], peers.get(name)
+                urls = self._urls(peer, kind, source, {file for _, file, _ in blocks})
+                if urls is None or (peer.name, name) in self._relayed:
+                    self._relay(peer, source, blocks)
+                    continue
+                wanted = defaultdict(list)
+                for block in blocks:
+                    wanted[block[1]].append((block[2], source and source.hash_of(block)))
+                direct.append({"name": name, "urls": urls, "host": name != HUB, "wanted": wanted})
+            before = len(peer.lacks)
+            found = peer.call("fetch", kind=kind, sources=direct)
+            peer.note(kind, found["records"])
+            for name, why in found["failed"].items():
+                if (source := peers.get(name)) is None:
+                    self._hub_failed(peer, why, progress=len(peer.lacks) < before)
+                elif why["wrong"]:
+                    self._leave_out(source, peer, kind)
+                else:
+                    self._cannot_reach(peer, source, why)
 
-    def _read(self, kind: str, source: str, file: str, start: int, stop: int) -> Iterator[bytes]:
-        if source != HUB:
-            return self._peer(source).read(kind=kind, file=file, start=start, stop=stop)
-        repository, client = self._on_hub(kind, file)
-        size = repository.weights[file].size
-        return client.read(repository.commit, file, (start, stop), size)
+    def _urls(
+        self, peer: Peer, kind: str, source: Peer | None, files: set[str]
+    ) -> dict[str, str] | None:
+        """Where a host reads files from a source, or the hub; none: with the token, as this process
+        has it; None: it cannot, but the launcher."""
+        if source is not None:
+            return (source.url and {file: url_of(source.url, kind, file) for file in files}) or None
+        if isinstance(peer, LocalPeer):
+            return {}
+        hub = self._models[kind].hub
+        assert hub is not None, "as planned"
+        signed = {file: hub.signed_url(file) for file in files}
+        found = {file: url for file, url in signed.items() if url is not None}
+        return found if len(found) == len(files) else None
 
-    def _on_hub(self, kind: str, file: str) -> tuple[Repository, HubClient]:
-        """Where the hub has a weight file of a model. Raises ModelError for any other file: the
-        token may open more than the models of this start."""
-        model = self._models.get(kind)
-        if model is None or model.client is None or file not in model.blueprint.repository.weights:
-            raise ModelError(f"{file!r} of the {kind} is no weight file that the hub has")
-        return model.blueprint.repository, model.client
+    def _relay(self, peer: Peer, source: Peer | None, blocks: Sequence[Block]) -> None:
+        """Read blocks for a host that cannot, from another one or the hub."""
+        for kind, file, number in blocks:
+            model = self._models[kind]
+            start, size = number * BLOCK_BYTES, model.files[file].size
+            part = start, min(start + BLOCK_BYTES, size)
+            if source is None:
+                assert model.hub is not None, "as planned"
+                data = b"".join(model.hub.read(file, part, size))
+            else:
+                told = source.call("read", kind=kind, file=file, start=part[0], stop=part[1])
+                data = base64.b64decode(told)
+                if source.hash_of((kind, file, number)) not in (None, sha256(data).hexdigest()):
+                    self._leave_out(source, peer, kind)
+                    return
+            peer.call(
+                "put", kind=kind, file=file, number=number, data=base64.b64encode(data).decode()
+            )
 
-    def _peer(self, name: str) -> WeightPeer:
-        if name not in self.peers:
-            raise ModelError(f"{name!r} is no host of this start")
-        return self.peers[name]
+    def _hub_failed(self, peer: Peer, why: Mapping[str, Any], *, progress: bool) -> None:
+        """A host could not read from the hub. It gets a new URL where one has expired."""
+        if isinstance(peer, LocalPeer):
+            raise ModelError(why["error"])
+        if not progress:
+            self._relayed.add((peer.name, HUB))
 
-    def _progress(self, host: str, done: int, total: int) -> None:
-        self._on_progress(host, done, total)
-
-    def _cannot_reach(self, host: str, source: str, why: str, reached: bool) -> None:
-        peer = self._peer(source)
-        if peer.channel.closed.wait(ENDED_S) or self._failed:
-            return  # that host has ended, which is reported by itself
+    def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
         with self._stopping:
-            if (host, source) in self._unreachable:
-                return
-            self._unreachable.add((host, source))
-        at = "" if peer.address is None else f" at {peer.address[0]}"
+            known = source.name in self._left_out
+            self._left_out.add(source.name)
+        if not known:
+            self._on_warning(
+                f"{source.name} sends wrong bytes of the {kind} (to {to.name}), so it is left out; "
+                "check its disk, and remove its folder of that model with `pipespec cache prune` "
+                "there."
+            )
+
+    def _cannot_reach(self, peer: Peer, source: Peer, why: Mapping[str, Any]) -> None:
+        if (failure := source.failure(ENDED_S)) is not None:
+            raise failure
+        self._relayed.add((peer.name, source.name))
+        at = "" if source.url is None else f" at {urlsplit(source.url).hostname}"
         advice = (
             "look at the network between them"
-            if reached
+            if why["reached"]
             else "let the firewall admit TCP between the hosts"
         )
         self._on_warning(
-            f"{host} cannot read weights from {source}{at} ({why}), so they pass through the "
-            f"launcher; {advice}."
+            f"{peer.name} cannot read weights from {source.name}{at} ({why['why']}), so they pass "
+            f"through the launcher; {advice}."
         )
 
+    def _end(self, peer: Peer, kinds: Collection[str]) -> None:
+        for kind in kinds:
+            peer.call("check", kind=kind)
+        peer.call("unlock")
 
-def _hashes(kind: str, pieces: Mapping[str, Sequence[Sequence[Any]]]) -> dict[Key, Any]:
-    """The hashes of pieces, as a host states them."""
-    return {
-        (kind, file, start, stop): sha for file, each in pieces.items() for start, stop, sha in each
+
+def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
+    """Checkpoints without their tensors, in the parts cache here, of the models that another host
+    has whole at the path that the settings or its entry name, by their names in `model.`.
+
+    Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
+    host cannot be asked; ModelError if no host has all files of one.
+    """
+    needed = {
+        "target": config.model.target,
+        "draft": config.model.draft if config.proposer.needs_draft else None,
+        "mid": config.model.mid if config.needs_mid else None,
     }
+    absent = {
+        kind: path
+        for kind, path in needed.items()
+        if path and not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
+    }
+    others = [host for host in hosts_file.hosts if not (host.by_hand or shares_caches(host))]
+    if not absent or not others:
+        return {}
+
+    def describe(peer: Peer) -> dict[str, Blueprint | ModelError | None]:
+        peer.require_version()
+        return {kind: _description(peer, kind, path) for kind, path in absent.items()}
+
+    with ExitStack() as stack:
+        answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
+    found = {}
+    for kind in absent:
+        told = [each[kind] for each in answers if each[kind] is not None]
+        plan = next((each for each in told if isinstance(each, Blueprint)), None)
+        if plan is not None:
+            found[kind] = plan.build()
+        elif told:
+            raise next(each for each in told if isinstance(each, ModelError))
+    return found
+
+
+def _description(peer: Peer, kind: str, path: str) -> Blueprint | ModelError | None:
+    """The blueprint of a model on a host; None: it is not there; or why it is of no use."""
+    try:
+        told = peer.call("describe", path=getattr(peer.host, kind) or path)
+    except ModelError as error:
+        return error
+    try:
+        return None if told is None else Blueprint.of_other_host(told)
+    except ModelError as error:
+        return ModelError(f"{peer.name}: {error}")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.deployment import decide
-from pipespec.cluster.weight_distribution import OnProgress, distribute_weights
+from pipespec.cluster.weight_distribution import distribute_weights
+from pipespec.cluster.weight_peer import OnProgress
 from pipespec.config.compose import compose
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile, ranges_of
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from tests.helpers.models import build
 from tools.rig import testbed
 from tools.rig.testbed import Testbed
@@ -65,7 +66,7 @@ class Hosts:
         found: dict[str, str] = {}
         for file in self.hosts.cache(host).glob("pipespec/parts/*/*/*.safetensors"):
             own = PartsFile(file)
-            found |= {name: own.hash(own.ranges[name]) for name in own.tensors}
+            found |= {name: own.hash(own.ranges[name]).hex() for name in own.tensors}
         return found
 
 
@@ -83,7 +84,7 @@ def right_hashes(model: Path) -> dict[str, str]:
     found = {}
     for file in model.glob("*.safetensors"):
         for name, part in ranges_of(file).items():
-            found[name] = PartsFile.hash(_Whole(file), part)  # type: ignore[arg-type]
+            found[name] = PartsFile.hash(_Whole(file), part).hex()  # type: ignore[arg-type]
     return found
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint
-from pipespec.engine.checkpoint_parts.cache_listing import entries
+from pipespec.engine.checkpoint.parts.blueprint import Blueprint
+from pipespec.engine.checkpoint.parts.folder import entries
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -26,7 +26,7 @@ def test_a_described_checkpoint_is_built_in_the_parts_cache(
 ) -> None:
     plan = Blueprint.of_other_host(described)
     path = plan.build()
-    assert path == plan.path
+    assert path == plan.repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
     assert plan.repository.path == str(TARGET.absolute())
@@ -60,7 +60,7 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
         {"repo": "org/target"},
         {"repo": "../../elsewhere"},
         {"path": None},  # a commit of the hub
-        {"weights": {"../../x/m.safetensors": {"size": 1, "sha256": None}}},
+        {"weights": {"../../x/m.safetensors": [1, None]}},
     ],
     ids=str,
 )
