@@ -1,68 +1,72 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-The launcher, one of the hosts itself, runs a `weight_host` on each of the others. It learns which
-blocks of the weight files each host needs and has, and decides in rounds who gets what from where
-(`weight_plan`). Hosts read from one another (`weight_server`), and from the hub at URLs that the
-launcher has resolved. What a host cannot read itself passes through the launcher.
+The launcher runs a `weight_host` on each host, its own too. It learns which blocks of the weight
+files each host needs and has, and decides in rounds who gets what from where (`weight_plan`). Hosts
+read from one another (`weight_server`), and from the hub at URLs that the launcher has resolved.
+What a host cannot read itself passes through the launcher.
 
-A source's record has the hash of each block. A host that gets other bytes from it drops them, and
-the source is left out.
+The record of a source has the hash of each block. A host that gets other bytes from it drops them,
+and the source is left out.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import random
 import secrets
+import subprocess
+import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.running_work import RunningWork
-from pipespec.cluster.weight_host import url_of
-from pipespec.cluster.weight_peer import (
-    LocalPeer,
-    OnProgress,
-    Peer,
-    at_once,
-    connected,
-    on_this_machine,
-)
+from pipespec.cluster.weight_host import ALIVE_S, SILENCE_S
 from pipespec.cluster.weight_plan import HUB, Block, parts_needed, plan_round
-from pipespec.config.hosts import Host, HostsFile
+from pipespec.cluster.weight_server import url_of
+from pipespec.config.hosts import LOCAL, Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import missing
 from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
+from pipespec.engine.checkpoint.parts.fetching import NUM_CONNECTIONS
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
-    StoredFile,
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES
+from pipespec.engine.checkpoint.parts.parts_file import ABSENT, BLOCK_BYTES, DIGEST_BYTES
 from pipespec.engine.checkpoint.parts.range_source import HubSource
-from pipespec.errors import ModelError, RankFailed
+from pipespec.errors import HostFailed, ModelError, RankFailed
+from pipespec.system.network_interfaces import resolve
 from pipespec.system.validation import home_expanded
+from pipespec.system.versions import has_own_protocol, own_version
 
+T = TypeVar("T")
+MODULE = "pipespec.cluster.weight_host"
 LAUNCHER_NAME = "the launcher"
+# Seconds that a host's process may take to end, and within which it is known that it has.
+ENDING_S, ENDED_S = 5.0, 1.0
 # Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
 # for good.
 PAUSE_S = (0.2, 1.0)
-# Seconds within which it is known of a host that cannot be read from that its process has ended.
-ENDED_S = 1.0
+# Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
+OnProgress = Callable[[str, int, int], None]
 # Called with a sentence on a host that is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
 # The parts that a host needs of each model.
@@ -75,28 +79,141 @@ class Distribute(Protocol):
     def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
 
 
-class SourceModel:
-    """A model as the launcher has it.
+class Peer:
+    """The process of a host.
 
     Attributes:
-        shared: what other hosts call it; None: this host lacks files, so that they cannot get
-            theirs from here.
+        needs: the parts that it fetches of each model.
+        records: of each weight file, by model and name: that of its blocks; None: it is whole.
+        lacks: the blocks that it is to get.
+        url: where other hosts can read from it; None: through the launcher.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(
+        self, host: Host, process: subprocess.Popen[bytes], errors: IO[bytes], on: OnProgress
+    ) -> None:
+        self.name, self.host = host.name, host
+        self.needs: Needs = {}
+        self.records: dict[tuple[str, str], bytes | None] = {}
+        self.lacks: set[Block] = set()
+        self.url: str | None = None
+        self.over = threading.Event()
+        self._process, self._errors, self._on_progress = process, errors, on
+        self._calling, self._writing = threading.Lock(), threading.Lock()
+        self._heard_at = time.monotonic()
+        self._moved = self.wanted = 0
+        threading.Thread(target=self._show_life, daemon=True).start()
 
-    @cached_property
-    def shared(self) -> Repository | None:
+    def call(self, do: str, **arguments: Any) -> Any:
+        """What a function of the host returns. Raises ModelError, HostFailed."""
+        with self._calling:
+            self._write(json.dumps({"do": do, **arguments}))
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                self._heard_at = time.monotonic()
+                found = json.loads(line) if line.strip() else {}
+                if "moved" in found:
+                    self._moved += found["moved"]
+                    self._on_progress(self.name, self._moved, self.wanted)
+                elif "error" in found:
+                    prefix = "" if shares_caches(self.host) else f"{self.name}: "
+                    raise ModelError(f"{prefix}{found['error']}")
+                elif found:
+                    return found["result"]
+            raise self.failure(ENDING_S) or HostFailed(f"{self.name}: {MODULE} answers no more")
+
+    def require_version(self) -> None:
+        """Raise HostFailed unless the host's pipespec and this one understand each other."""
+        if not has_own_protocol(version := self.call("hello")):
+            raise HostFailed(
+                f"{self.name}: pipespec there is {version}, but that of the launcher is "
+                f"{own_version()}; install the same on all hosts"
+            )
+
+    def end(self) -> None:
+        """End its process; who waits for it gets an error."""
+        self._process.kill()
+
+    def failure(self, within_s: float) -> HostFailed | None:
+        """Why its process ends within so many seconds; None: it does not."""
         try:
-            return repository_of(self.path)
-        except ModelError:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
             return None
+        self._errors.seek(0)
+        return ssh.failure(self.host, MODULE, code, self._errors.read())
 
-    @property
-    def files(self) -> Mapping[str, StoredFile]:
-        """Its weight files. Raises ModelError if it cannot be shared."""
-        return self.shared.weights if self.shared is not None else {}
+    def hash_of(self, block: Block) -> str | None:
+        """The recorded hash of a block of a file that is here; None: it is whole."""
+        record, at = self.records[block[:2]], DIGEST_BYTES * block[2]
+        return None if record is None else record[at : at + DIGEST_BYTES].hex()
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is here."""
+        return block[:2] in self.records and self.hash_of(block) != ABSENT.hex()
+
+    def note(self, kind: str, records: Mapping[str, str | None]) -> None:
+        """The records of files of a model."""
+        for name, record in records.items():
+            self.records[kind, name] = None if record is None else bytes.fromhex(record)
+        self.lacks = {each for each in self.lacks if not self.has(each)}
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _show_life(self) -> None:
+        while not self.over.wait(ALIVE_S):
+            self._write("")
+            if self._calling.locked() and time.monotonic() - self._heard_at > SILENCE_S:
+                self.end()
+
+
+@contextmanager
+def connected(host: Host, on_progress: OnProgress = lambda *_: None) -> Iterator[Peer]:
+    """The process of a host, which ends with the block. Raises HostFailed."""
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryFile() as errors:
+        process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=errors)
+        assert process.stdin is not None and process.stdout is not None
+        peer = Peer(host, process, errors, on_progress)
+        try:
+            yield peer
+        finally:
+            peer.over.set()
+            with suppress(OSError):
+                process.stdin.close()
+            if peer.failure(ENDING_S) is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def at_once(peers: Sequence[Peer], task: Callable[[Peer], T]) -> list[T]:
+    """What a task returns for each host. Raises what the first one raised, also a signal, and then
+    ends what all hosts do."""
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        futures = [pool.submit(task, peer) for peer in peers]
+        try:
+            for each in wait(futures, return_when=FIRST_EXCEPTION).done:
+                each.result()
+            return [each.result() for each in futures]
+        except BaseException:
+            for peer in peers:
+                peer.end()
+            raise
+
+
+class SourceModel:
+    """A model as the launcher has it. `shared`: what other hosts call it; None: this host lacks
+    files, so that they cannot get theirs from here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.shared = path, None
+        with suppress(ModelError):
+            self.shared = repository_of(path)
 
     @cached_property
     def hub(self) -> HubSource | None:
@@ -108,6 +225,17 @@ class SourceModel:
     def blueprint(self) -> dict[str, Any]:
         """For hosts without its folder, as JSON. Raises ModelError."""
         return Blueprint.of(self.path).as_json()
+
+    def place(self, block: Block) -> tuple[int, int, int]:
+        """Where the bytes of a block are, and the size of their file."""
+        assert self.shared is not None, "only such models are offered"
+        start, size = block[2] * BLOCK_BYTES, self.shared.weights[block[1]].size
+        return start, min(start + BLOCK_BYTES, size), size
+
+    def lacks(self, parts: set[str]) -> bool:
+        """Whether some of these parts can be fetched to this machine."""
+        own = read_repository(folder_of_checkpoint(self.path))
+        return own is not None and bool(missing(self.path, parts))
 
 
 def shared_names(deployment: Deployment) -> dict[str, Repository]:
@@ -132,26 +260,28 @@ def distribute_weights(
     if deployment.fetched:
         return deployment
     models = {kind: SourceModel(info.path) for kind, info in deployment.models}
-    own: dict[str, set[str]] = {}
-    far: list[tuple[Host, Needs]] = []
-    here: Host | None = None
-    for host in deployment.hosts:
-        needs = _needs(deployment, host, models)
-        if shares_caches(host):
-            here = host
-            for kind, parts in needs.items():
-                own.setdefault(kind, set()).update(parts)
-        elif not host.by_hand and needs:
-            far.append((host, needs))
+    needs = {host.name: _needs(deployment, host, models) for host in deployment.hosts}
+    far = [each for each in deployment.hosts if not (each.by_hand or shares_caches(each))]
+    here = next(filter(shares_caches, deployment.hosts), Host(LAUNCHER_NAME, "", LOCAL))
     with ExitStack() as stack:
         work = _Distribution(models, on_warning)
         if running is not None:
             stack.enter_context(running.holding(work))
-        name = LAUNCHER_NAME if here is None else here.name
-        work.add(stack.enter_context(on_this_machine(name, here, on_progress)), own)
-        for host, needs in far:
-            work.add(stack.enter_context(connected(host, on_progress)), needs)
-        work.run()
+        for host in far:
+            if needs[host.name]:
+                work.add(stack.enter_context(connected(host, on_progress)), needs[host.name])
+        whole = at_once(work.peers, work.prepare)
+        own: dict[str, set[str]] = {}
+        for host in filter(shares_caches, deployment.hosts):
+            for kind, parts in needs[host.name].items():
+                own.setdefault(kind, set()).update(parts)
+        lacking = {kind for kind, parts in own.items() if models[kind].lacks(parts)}
+        if lacking or not all(whole):
+            asked = lacking.union(*(peer.needs for peer in work.peers))
+            launcher = stack.enter_context(connected(here, on_progress))
+            work.add(launcher, {kind: own.get(kind, set()) for kind in sorted(asked)})
+            work.prepare(launcher)
+            work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
@@ -160,153 +290,140 @@ def _needs(deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
     needs = dict(parts_needed(deployment, host))
     for kind, model in models.items():
         given, of = getattr(host, kind), model.shared
-        if given is not None or of is None:  # the model is there, or none can be got
+        if given is not None or of is None:  # the model is there, or cannot be got from here
             needs.pop(kind, None)
         # Every host reads the target's config, and one that has the folder may send it.
-        if of is not None and (
-            (kind == "target" and given is None)
-            or (of.path is not None and given in (None, of.path))
-        ):
+        sends = of is not None and of.path is not None and given in (None, of.path)
+        if of is not None and (sends or (kind == "target" and given is None)):
             needs.setdefault(kind, set())
     return needs
 
 
 def lock_folders(
-    asked: Sequence[tuple[Peer, Needs]],
+    peers: Sequence[Peer],
     on_warning: OnWarning,
     pause: Callable[[float], object] = time.sleep,
-) -> dict[str, dict[str, set[str]]]:
-    """Be the only start that fetches into the folders of these models, by host; the parts of each
-    model that a host fetches into its own, also for hosts that share it. A sentence says what is
-    waited for. Raises ModelError, HostFailed.
+) -> None:
+    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
+    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
 
     Two starts may have folders in common, under different names of hosts and in any order. So a
     start that holds some locks waits for no other one: it gives them back, and tries again later.
     """
     run, warned = secrets.token_hex(8), False
     while True:
-        owned: dict[str, dict[str, set[str]]] = {}
+        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
         taken = None
-        for peer, kind, parts in [(peer, *each) for peer, of in asked for each in of.items()]:
-            found = peer.call("lock", kind=kind, run=run, host=peer.name)
-            if found["owner"] is None:
-                taken = f"{peer.name}: {found['holder']}"
+        for peer in peers:
+            found = peer.call("lock", run=run, host=peer.name)
+            if taken := found.get("holder"):
+                taken = f"{peer.name}: {taken}"
                 break
-            owned.setdefault(found["owner"], {}).setdefault(kind, set()).update(parts)
+            for kind, owner in found["owners"].items():
+                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
         if taken is None:
-            return owned
-        for peer, _ in asked:
+            break
+        for peer in peers:
             peer.call("unlock")
         if not warned:
             on_warning(f"{taken}; waiting until it has ended.")
             warned = True
         pause(random.uniform(*PAUSE_S))
+    for peer in peers:
+        peer.needs = needs[peer.name]
 
 
 class _Distribution:
     """Moves the weights of some models to hosts."""
 
     def __init__(self, models: Mapping[str, SourceModel], on_warning: OnWarning) -> None:
+        self.peers: list[Peer] = []
         self._models, self._on_warning = models, on_warning
-        self._asked: list[tuple[Peer, Needs]] = []  # the launcher's own machine is the first
         self._left_out: set[str] = set()
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
-        self._stopping, self._failed = threading.Lock(), False
+        self._changing, self._failed = threading.Lock(), False
 
     def add(self, peer: Peer, needs: Needs) -> None:
         """Another host takes part. Raises RankFailed if all of it was stopped."""
-        with self._stopping:
+        peer.needs = needs
+        with self._changing:
             if self._failed:
                 raise RankFailed("The cluster has ended.")
-            self._asked.append((peer, needs))
+            self.peers.append(peer)
 
     def stop(self) -> None:
         """End what the hosts do; whoever waits for them gets an error."""
-        with self._stopping:
+        with self._changing:
             self._failed = True
             for model in self._models.values():
                 if model.hub is not None:
                     model.hub.stopped.set()
-            for peer, _ in self._asked:
+            for peer in self.peers:
                 peer.end()
 
-    def run(self) -> None:
-        """Fetch for all hosts what they lack."""
-        far, needs = [peer for peer, _ in self._asked[1:]], {p.name: n for p, n in self._asked}
-        launcher, own = self._asked[0]
-        at_once(far, lambda peer: peer.require_version())
-        whole = at_once(far, lambda peer: self._prepare(peer, needs[peer.name]))
-        kinds = {
-            kind
-            for kind, parts in own.items()
-            if read_repository(folder_of_checkpoint(self._models[kind].path)) is not None
-            and missing(self._models[kind].path, parts)
-        }
-        if not kinds and all(whole):
-            return
-        kinds |= {kind for _, of in self._asked[1:] for kind in of}
-        self._asked[0] = launcher, {kind: own.get(kind, set()) for kind in sorted(kinds)}
-        self._prepare(*self._asked[0])
-        owned = lock_folders(self._asked, self._on_warning)
-        peers = {peer.name: peer for peer, _ in self._asked if peer.name in owned}
-        at_once([*peers.values()], lambda peer: self._offer(peer, owned[peer.name]))
-        if len(peers) > 1 and any(peer.lacks for peer in peers.values()):
-            certificate = Certificate.make()
-            at_once([*peers.values()], lambda peer: self._listen(peer, certificate))
-        while any(peer.lacks for peer in peers.values()):
-            self._round(peers)
-        at_once([*peers.values()], lambda peer: self._end(peer, owned[peer.name]))
-
-    def _prepare(self, peer: Peer, needs: Needs) -> bool:
+    def prepare(self, peer: Peer) -> bool:
         """Have a host find the folders of the models; whether it has all that it needs."""
-        whole = True
-        for kind, parts in needs.items():
+        peer.require_version()
+        whole = []
+        for kind, parts in peer.needs.items():
             model = self._models[kind]
             assert model.shared is not None, "only such models are offered"
             known = {"path": str(model.path), "repository": model.shared.as_json()}
-            whole &= peer.call("prepare", kind=kind, parts=sorted(parts), **known)
-        return whole
+            whole.append(peer.call("prepare", kind=kind, parts=sorted(parts), **known))
+        return all(whole)
 
-    def _offer(self, peer: Peer, needs: Needs) -> None:
+    def run(self) -> None:
+        """Fetch for all hosts what they lack."""
+        lock_folders(self.peers, self._on_warning)
+        peers = [peer for peer in self.peers if peer.needs]
+        at_once(peers, self._offer)
+        if len(peers) > 1 and any(peer.lacks for peer in peers):
+            certificate = Certificate.make()
+            at_once(peers, lambda peer: self._listen(peer, certificate))
+        while any(peer.lacks for peer in peers):
+            self._round({peer.name: peer for peer in peers})
+        at_once(peers, lambda peer: peer.call("end"))
+
+    def _offer(self, peer: Peer) -> None:
         """Learn what a host has and lacks of the models."""
-        for kind, parts in needs.items():
+        for kind, parts in peer.needs.items():
             blueprint = self._models[kind].blueprint
             found = peer.call("offer", kind=kind, blueprint=blueprint, parts=sorted(parts))
-            peer.lacks |= {
-                (kind, file, number) for file, some in found["lacks"].items() for number in some
-            }
+            peer.lacks |= {(kind, file, each) for file, of in found["lacks"].items() for each in of}
             peer.note(kind, found["records"])
-        for kind, file, number in peer.lacks:
-            size = self._models[kind].files[file].size
-            peer.wanted += min(BLOCK_BYTES, size - BLOCK_BYTES * number)
-        if peer.lacks:
-            peer.on_moved(0)
+        for block in peer.lacks:
+            start, stop, _ = self._models[block[0]].place(block)
+            peer.wanted += stop - start
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
+        """Let other hosts read from a host, and it from them."""
+        address = peer.host.address or None
+        with suppress(OSError):
+            address = address and resolve(address)
+        pem = {"cert": certificate.cert, "key": certificate.key}
         try:
-            peer.listen(certificate)
+            where = {"address": address, "interface": peer.host.interface}
+            peer.url = peer.call("listen", **where, **pem)
         except ModelError as error:
-            assert peer.host is not None
             self._on_warning(
-                f"{peer.name} cannot listen at {peer.host.address} ({error}), so what other hosts "
-                "get from it passes through the launcher; correct its address or interface in the "
-                "hosts file."
+                f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
+                "it passes through the launcher; correct its address or interface in the hosts "
+                "file."
             )
 
     def _round(self, peers: Mapping[str, Peer]) -> None:
         """Have each host get what others have now, and the hub. Raises ModelError."""
-        senders = [peer for peer in peers.values() if peer.name not in self._left_out]
-        lacks = {peer.name: peer.lacks for peer in peers.values() if peer.lacks}
+        lacks = {name: peer.lacks for name, peer in peers.items() if peer.lacks}
         wanted = set[Block]().union(*lacks.values())
+        senders = [peer for peer in peers.values() if peer.name not in self._left_out]
         holders = {peer.name: [*filter(peer.has, wanted)] for peer in senders}
         on_hub = {kind for kind, model in self._models.items() if model.hub is not None}
-        transfers: defaultdict[str, dict[tuple[str, str], list[Block]]] = defaultdict(dict)
+        plan: defaultdict[str, dict[tuple[str, str], list[Block]]] = defaultdict(dict)
         for (to, source), blocks in plan_round(lacks, holders, on_hub).items():
-            for kind in {kind for kind, *_ in blocks}:
-                transfers[to][kind, source] = [each for each in blocks if each[0] == kind]
+            for block in blocks:
+                plan[to].setdefault((block[0], source), []).append(block)
         at_once(
-            [peers[name] for name in transfers],
-            lambda peer: self._get(peer, transfers[peer.name], peers),
+            [peers[name] for name in plan], lambda peer: self._get(peer, plan[peer.name], peers)
         )
 
     def _get(
@@ -316,72 +433,87 @@ class _Distribution:
         peers: Mapping[str, Peer],
     ) -> None:
         """Have a host get blocks of models from sources."""
+        direct, lacked = defaultdict(list), len(peer.lacks)
+        for (kind, name), blocks in transfers.items():
+            source = peers.get(name)
+            urls = self._urls(peer, kind, source, {file for _, file, _ in blocks})
+            if urls is None or (peer.name, name) in self._relayed:
+                self._relay(peer, source, blocks)
+                continue
+            wanted = defaultdict(list)
+            for block in blocks:
+                wanted[block[1]].append((block[2], source and source.hash_of(block)))
+            host = source is not None
+            direct[kind].append({"name": name, "urls": urls, "host": host, "wanted": wanted})
         for kind in {kind for kind, _ in transfers}:
-            direct = []
-            for name in [name for of, name in transfers if of == kind]:
-                blocks, source = transfers[kind, name], peers.get(name)
-                urls = self._urls(peer, kind, source, {file for _, file, _ in blocks})
-                if urls is None or (peer.name, name) in self._relayed:
-                    self._relay(peer, source, blocks)
-                    continue
-                wanted = defaultdict(list)
-                for block in blocks:
-                    wanted[block[1]].append((block[2], source and source.hash_of(block)))
-                direct.append({"name": name, "urls": urls, "host": name != HUB, "wanted": wanted})
-            before = len(peer.lacks)
-            found = peer.call("fetch", kind=kind, sources=direct)
+            found = peer.call("fetch", kind=kind, sources=direct[kind])
             peer.note(kind, found["records"])
-            for name, why in found["failed"].items():
-                if (source := peers.get(name)) is None:
-                    self._hub_failed(peer, why, progress=len(peer.lacks) < before)
-                elif why["wrong"]:
-                    self._leave_out(source, peer, kind)
-                else:
-                    self._cannot_reach(peer, source, why)
+            for name, failed in found["failed"].items():
+                self._give_up(peer, peers.get(name), kind, failed, some=len(peer.lacks) < lacked)
 
     def _urls(
         self, peer: Peer, kind: str, source: Peer | None, files: set[str]
     ) -> dict[str, str] | None:
-        """Where a host reads files from a source, or the hub; none: with the token, as this process
-        has it; None: it cannot, but the launcher."""
+        """Where a host reads files from a source, or the hub; none: with the token, which is its
+        own too; None: it cannot, but the launcher."""
         if source is not None:
             return (source.url and {file: url_of(source.url, kind, file) for file in files}) or None
-        if isinstance(peer, LocalPeer):
+        if shares_caches(peer.host):
             return {}
         hub = self._models[kind].hub
         assert hub is not None, "as planned"
-        signed = {file: hub.signed_url(file) for file in files}
-        found = {file: url for file, url in signed.items() if url is not None}
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            signed = zip(files, pool.map(hub.signed_url, files), strict=True)
+            found = {file: url for file, url in signed if url is not None}
         return found if len(found) == len(files) else None
 
     def _relay(self, peer: Peer, source: Peer | None, blocks: Sequence[Block]) -> None:
         """Read blocks for a host that cannot, from another one or the hub."""
-        for kind, file, number in blocks:
+        for block in blocks:
+            kind, file, number = block
             model = self._models[kind]
-            start, size = number * BLOCK_BYTES, model.files[file].size
-            part = start, min(start + BLOCK_BYTES, size)
-            if source is None:
-                assert model.hub is not None, "as planned"
-                data = b"".join(model.hub.read(file, part, size))
-            else:
-                told = source.call("read", kind=kind, file=file, start=part[0], stop=part[1])
+            start, stop, size = model.place(block)
+            if source is not None:
+                told = source.call("read", kind=kind, file=file, start=start, stop=stop)
                 data = base64.b64decode(told)
-                if source.hash_of((kind, file, number)) not in (None, sha256(data).hexdigest()):
+                if source.hash_of(block) not in (None, sha256(data).hexdigest()):
                     self._leave_out(source, peer, kind)
                     return
-            peer.call(
-                "put", kind=kind, file=file, number=number, data=base64.b64encode(data).decode()
-            )
+            else:
+                assert model.hub is not None, "as planned"
+                data = b"".join(model.hub.read(file, (start, stop), size))
+            text = base64.b64encode(data).decode()
+            peer.call("put", kind=kind, file=file, number=number, data=text)
 
-    def _hub_failed(self, peer: Peer, why: Mapping[str, Any], *, progress: bool) -> None:
-        """A host could not read from the hub. It gets a new URL where one has expired."""
-        if isinstance(peer, LocalPeer):
-            raise ModelError(why["error"])
-        if not progress:
-            self._relayed.add((peer.name, HUB))
+    def _give_up(
+        self, peer: Peer, source: Peer | None, kind: str, failed: Mapping[str, Any], *, some: bool
+    ) -> None:
+        """A host could not read from a source, or could `some`."""
+        if source is None:
+            if shares_caches(peer.host):
+                raise ModelError(failed["error"])
+            hub = self._models[kind].hub
+            if some and hub is not None:  # its URLs may have expired
+                hub.located.clear()
+            else:
+                self._relayed.add((peer.name, HUB))
+            return
+        if failed["why"] is None:
+            self._leave_out(source, peer, kind)
+            return
+        if (ended := source.failure(ENDED_S)) is not None:
+            raise ended
+        self._relayed.add((peer.name, source.name))
+        why, reached = failed["why"]
+        at = "" if source.url is None else f" at {urlsplit(source.url).hostname}"
+        firewall = "let the firewall admit TCP between the hosts"
+        self._on_warning(
+            f"{peer.name} cannot read weights from {source.name}{at} ({why}), so they pass through "
+            f"the launcher; {'look at the network between them' if reached else firewall}."
+        )
 
     def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
-        with self._stopping:
+        with self._changing:
             known = source.name in self._left_out
             self._left_out.add(source.name)
         if not known:
@@ -390,26 +522,6 @@ class _Distribution:
                 "check its disk, and remove its folder of that model with `pipespec cache prune` "
                 "there."
             )
-
-    def _cannot_reach(self, peer: Peer, source: Peer, why: Mapping[str, Any]) -> None:
-        if (failure := source.failure(ENDED_S)) is not None:
-            raise failure
-        self._relayed.add((peer.name, source.name))
-        at = "" if source.url is None else f" at {urlsplit(source.url).hostname}"
-        advice = (
-            "look at the network between them"
-            if why["reached"]
-            else "let the firewall admit TCP between the hosts"
-        )
-        self._on_warning(
-            f"{peer.name} cannot read weights from {source.name}{at} ({why['why']}), so they pass "
-            f"through the launcher; {advice}."
-        )
-
-    def _end(self, peer: Peer, kinds: Collection[str]) -> None:
-        for kind in kinds:
-            peer.call("check", kind=kind)
-        peer.call("unlock")
 
 
 def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
@@ -441,12 +553,13 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
     found = {}
     for kind in absent:
-        told = [each[kind] for each in answers if each[kind] is not None]
+        told = [each[kind] for each in answers]
         plan = next((each for each in told if isinstance(each, Blueprint)), None)
+        error = next((each for each in told if isinstance(each, ModelError)), None)
         if plan is not None:
             found[kind] = plan.build()
-        elif told:
-            raise next(each for each in told if isinstance(each, ModelError))
+        elif error is not None:
+            raise error
     return found
 
 

@@ -1,9 +1,9 @@
 """`python -m pipespec.cluster.weight_host`: fetches the weights that a host computes, on that host.
 
-The launcher starts it over SSH, and calls the functions in CALLS one after the other: each call is
-a line of JSON on its standard input, and its result one on its standard output, before which there
-may be lines with the number of bytes that were fetched. An empty line is a sign of life. The
-process ends with its standard input. The launcher's own host is a `WeightHost` of its process.
+The launcher starts it over SSH and calls the functions of `WeightHost` one after the other: a call
+is a line of JSON on its standard input, the result one on its standard output, before which come
+lines with numbers of bytes that were fetched. Empty lines are signs of life. The process ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from pipespec.cluster.weight_server import WeightServer, own_address, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path
 from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
-from pipespec.engine.checkpoint.parts.fetching import fetch, lacking_blocks, room_for
+from pipespec.engine.checkpoint.parts.fetching import fetch, lacking_blocks
 from pipespec.engine.checkpoint.parts.folder import (
     FolderLock,
     Repository,
@@ -41,23 +40,14 @@ from pipespec.errors import ModelError, PipespecError
 from pipespec.system.validation import home_expanded
 from pipespec.system.versions import own_version
 
-# What the launcher calls.
-CALLS = (
-    *("hello", "describe", "prepare", "lock", "unlock", "offer", "listen", "fetch", "read"),
-    *("put", "check"),
-)
 # Seconds between two signs of life, and without any after which the other side has ended.
 ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
 @dataclass
 class _Model:
-    """A model of which this host has, or fetches, parts.
-
-    Attributes:
-        own: it is in a folder of its own, and whole for its purpose.
-        files: the weight files of which blocks may be absent.
-    """
+    """A model of which this host has, or fetches, parts; `own`: in a folder of its own, and whole
+    for its purpose. `files` are those of which blocks may be absent."""
 
     path: Path
     repository: Repository
@@ -70,6 +60,11 @@ class _Model:
             raise ModelError(f"{name!r} is no weight file of {self.path}")
         return folder_of_checkpoint(self.path) / name
 
+    def records(self) -> dict[str, str | None]:
+        """The record of each file that is here; None: it is whole."""
+        here = [name for name in self.repository.weights if self.file(name).is_file()]
+        return {**dict.fromkeys(here), **{n: each.record.hex() for n, each in self.files.items()}}
+
 
 class WeightHost:
     """What the launcher may ask of a host. `moved` is called with numbers of bytes that were
@@ -78,10 +73,8 @@ class WeightHost:
     def __init__(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
         self._models: dict[str, _Model] = {}
-        self._server: WeightServer | None = None
         self._context: ssl.SSLContext | None = None
         self._locks: list[FolderLock] = []
-        self._stopped = threading.Event()
 
     def hello(self) -> str:
         """The version of pipespec."""
@@ -101,45 +94,39 @@ class WeightHost:
         shared = Repository.from_json(repository)
         found = own_path(Path(path), None, shared, parts)
         whole = found is not None and not missing(found, parts)
-        if found is not None and whole and not found.is_relative_to(parts_cache()):
-            self._models[kind] = _Model(found, shared, own=True)
-        else:
-            self._models[kind] = _Model(shared.folder, shared, own=False)
+        own = found is not None and whole and not found.is_relative_to(parts_cache())
+        self._models[kind] = _Model(found if found and own else shared.folder, shared, own)
         return whole
 
-    def lock(self, kind: str, run: str, host: str) -> dict[str, Any]:
-        """The "owner" that fetches into the folder of a model in this `run`: this `host`, or
-        another that shares the file system; None: a process of another run does, which "holder"
-        says. Raises ModelError."""
-        model = self._models[kind]
-        if model.own:
-            return {"owner": host}
-        self._locks.append(FolderLock(model.path, run, host))
-        return {"owner": self._locks[-1].owner, "holder": self._locks[-1].holder}
+    def lock(self, run: str, host: str) -> dict[str, Any]:
+        """Which of the hosts of this `run` fetches each model in "owners": this `host`, or another
+        that shares the file system; or the process of another run that does, in "holder"."""
+        owners = {kind: host for kind, model in self._models.items() if model.own}
+        for kind, model in self._models.items():
+            if not model.own:
+                self._locks.append(FolderLock(model.path, run, host))
+                if self._locks[-1].owner is None:
+                    return {"holder": self._locks[-1].holder}
+                owners[kind] = self._locks[-1].owner
+        return {"owners": owners}
 
     def unlock(self) -> None:
         """Let other runs fetch into the folders of this host."""
         while self._locks:
             self._locks.pop().release()
 
-    def offer(
-        self, kind: str, blueprint: Mapping[str, Any] | None, parts: Sequence[str]
-    ) -> dict[str, Any]:
-        """What of a model is here: by file its "records" (null: it is whole), and the blocks that
-        it "lacks" of these parts. Raises ModelError."""
+    def offer(self, kind: str, blueprint: Mapping[str, Any], parts: Sequence[str]) -> Any:
+        """The "records" of the files of a model that are here, and the blocks that it "lacks" of
+        these parts. Raises ModelError."""
         model = self._models[kind]
         if model.own:
-            names = model.repository.weights if self._is_same(model) else ()
-            here = [name for name in names if model.file(name).is_file()]
-            return {"records": dict.fromkeys(here), "lacks": {}}
-        assert blueprint is not None, "only folders of their own need none"
+            return {"records": model.records() if _is_same(model) else {}, "lacks": {}}
         model.path = Blueprint.from_json(blueprint).build()
         _, lacks = lacking_blocks(model.path, parts)
-        for name in model.repository.weights:
-            if is_partial(model.file(name)):
-                model.files[name] = PartsFile(model.file(name))
-        whole = [name for name in model.repository.weights if model.file(name).is_file()]
-        return {"records": {**dict.fromkeys(whole), **_records(model)}, "lacks": lacks}
+        for path in map(model.file, model.repository.weights):
+            if is_partial(path):
+                model.files[path.name] = PartsFile(path)
+        return {"records": model.records(), "lacks": lacks}
 
     def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
         """Let the other hosts of this run read what is here, at an address if it has one, and read
@@ -150,47 +137,35 @@ class WeightHost:
             return None
         try:
             ip = own_address(address, interface)
-            self._server = WeightServer(
-                ip, certificate, lambda kind, file: self._models[kind].file(file)
-            )
+            return WeightServer(ip, certificate, lambda of, file: self._models[of].file(file)).url
         except OSError as error:
             raise ModelError(error.strerror or str(error)) from error
-        at = f"[{ip}]" if ":" in ip else ip
-        return f"https://{at}:{self._server.address[1]}"
 
     def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Fetch blocks of a model, from all sources at once: the "records" of its files then, and
         in "failed" why each source was given up.
 
         Args:
-            sources: of each its "name", the URLs of its files in "urls" (none: this process has the
-                hub's token), whether it is a "host", and "wanted": by file the numbers of blocks,
-                each with its hash or null.
+            sources: of each its "name", the "urls" of its files (none: this process has the hub's
+                token), whether it is a "host", and "wanted": by file the numbers of blocks, each
+                with its hash or null.
         """
-        model = self._models[kind]
-        asked, total = [], {name: set[int]() for name in model.files}
+        model, asked = self._models[kind], []
         for each in sources:
+            source = HubSource(model.repository.repo, model.repository.commit)
+            if each["urls"]:
+                context = self._context if each["host"] else None
+                source = RangeSource(each["name"], each["urls"], context)
             wanted = {
                 name: {number: sha and bytes.fromhex(sha) for number, sha in blocks}
                 for name, blocks in each["wanted"].items()
             }
-            asked.append((each["name"], self._source(model, each), wanted))
-            for name, blocks in wanted.items():
-                total[name] |= blocks.keys()
-        room_for(model.files, total)
-        failed = fetch(model.files, asked, self._moved, self._stopped)
-        if self._stopped.is_set():
-            raise Unavailable("fetching was stopped")
-        why = {
-            name: {
-                "error": str(error),
-                "wrong": not isinstance(error, Unavailable),
-                "why": getattr(error, "why", ""),
-                "reached": getattr(error, "reached", True),
-            }
-            for name, error in failed.items()
-        }
-        return {"records": _records(model), "failed": why}
+            asked.append((each["name"], source, wanted))
+        failed = {}
+        for name, error in fetch(model.files, asked, self._moved).items():
+            why = (error.why, error.reached) if isinstance(error, Unavailable) else None
+            failed[name] = {"error": str(error), "why": why}  # none: it sends wrong bytes
+        return {"records": model.records(), "failed": failed}
 
     def read(self, kind: str, file: str, start: int, stop: int) -> str:
         """Bytes of a file of this host, in base 64. Raises ModelError."""
@@ -206,44 +181,24 @@ class WeightHost:
             own.write(number, block)
         self._moved(len(block))
 
-    def check(self, kind: str) -> None:
-        """Have what was fetched on the disk. Raises ModelError if a whole file has another hash
-        than the hub states."""
-        model = self._models[kind]
-        for name, file in model.files.items():
-            file.sync()
-            file.compare(model.repository.weights[name].sha256)
-
-    def stop(self) -> None:
-        """End all reading soon, and listen no more. The locks stay, as threads may still write."""
-        self._stopped.set()
-        if self._server is not None:
-            self._server.close()
-
-    def _is_same(self, model: _Model) -> bool:
-        """Whether a folder of this host is what the launcher means."""
-        if model.repository.on_hub:
-            return True
-        with suppress(ModelError):
-            found = repository_of(model.path, as_folder=True)
-            return found.folder_name == model.repository.folder_name
-        return False
-
-    def _source(self, model: _Model, of: Mapping[str, Any]) -> RangeSource:
-        stopped, found = self._stopped, model.repository
-        if not of["urls"]:
-            return HubSource(found.repo, found.commit, stopped=stopped)
-        context = self._context if of["host"] else None
-        return RangeSource(of["name"], of["urls"], context, stopped=stopped)
+    def end(self) -> None:
+        """What was fetched is on the disk, and no longer locked. Raises ModelError if a whole file
+        has another hash than the hub states."""
+        for model in self._models.values():
+            for name, file in model.files.items():
+                file.sync()
+                file.compare(model.repository.weights[name].sha256)
+        self.unlock()
 
 
-def url_of(address: str, kind: str, file: str) -> str:
-    """Where a host that listens at an address has a weight file of a model."""
-    return f"{address}/{kind}/{quote(file, safe='')}"
-
-
-def _records(model: _Model) -> dict[str, str]:
-    return {name: file.record.hex() for name, file in model.files.items()}
+def _is_same(model: _Model) -> bool:
+    """Whether a folder of this host is what the launcher means."""
+    if model.repository.on_hub:
+        return True
+    with suppress(ModelError):
+        found = repository_of(model.path, as_folder=True)
+        return found.folder_name == model.repository.folder_name
+    return False
 
 
 def main() -> None:
@@ -252,7 +207,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     writing, calls, heard_at = threading.Lock(), queue.SimpleQueue[str](), [time.monotonic()]
 
-    def write(found: Mapping[str, Any] | None) -> None:
+    def write(found: Mapping[str, Any] | None = None) -> None:
         with writing, suppress(BrokenPipeError):
             writer.write(("" if found is None else json.dumps(found)) + "\n")
             writer.flush()
@@ -266,7 +221,7 @@ def main() -> None:
 
     def show_life() -> None:
         while time.monotonic() - heard_at[0] < SILENCE_S:
-            write(None)
+            write()
             time.sleep(ALIVE_S)
         os._exit(1)
 

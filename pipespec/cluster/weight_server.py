@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ModelError
@@ -41,61 +41,38 @@ def own_address(address: str, interface: str | None) -> str:
     """The IP address of this host at which others reach it: `address`, or that of an interface,
     if it is named and has another. Raises OSError."""
     ip = resolve(address)
-    named = next((each for each in interfaces() if each.name == interface), None)
-    if named is None or ip in named.addresses or not named.addresses:
-        return ip
-    return named.addresses[0]
+    found = next((each.addresses for each in interfaces() if each.name == interface), ())
+    return ip if ip in found or not found else found[0]
+
+
+def url_of(url: str, kind: str, file: str) -> str:
+    """Where a server has a weight file of a model."""
+    return f"{url}/{kind}/{quote(file, safe='')}"
 
 
 class WeightServer(ThreadingHTTPServer):
-    """Answers at one address of this host, in threads, until it is closed. Raises OSError if it
-    cannot listen there.
+    """Answers at one address of this host, in threads, until the process ends. Raises OSError if
+    it cannot listen there. `find` names the path of a file of a model, or raises ModelError."""
 
-    Args:
-        find: the path of a file of a model; raises ModelError.
-    """
-
-    block_on_close, request_queue_size = False, 64
+    request_queue_size = 64
 
     def __init__(self, ip: str, certificate: Certificate, find: Callable[[str, str], Path]) -> None:
-        self.find, self._connections = find, set[socket.socket]()
+        self.find = find
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
-        self.address = ip, int(self.server_address[1])
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
-        self._thread.start()
+        self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """A connection, whose handshake its own thread makes."""
         plain, client = super().get_request()
         plain.settimeout(HANDSHAKE_S)
-        secured = self._context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-        self._connections.add(secured)
-        return secured, client
-
-    def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
-        self._connections.discard(request)
-        super().shutdown_request(request)
+        options = {"server_side": True, "do_handshake_on_connect": False}
+        return self._context.wrap_socket(plain, **options), client
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
-
-    def close(self) -> None:
-        """Listen no more, and end all connections."""
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-        for each in list(self._connections):
-            shut_down(each)
-
-
-def shut_down(connection: socket.socket) -> None:
-    """End a connection that another thread uses. The method of an `SSLSocket` would first take the
-    encryption away, under which that thread may be sending."""
-    with suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,18 +92,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         found = re.fullmatch(r"/([^/]+)/([^/]+)", self.path)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if found is None or wanted is None:
-            self.send_error(400)
-            return
-        start, stop = int(wanted[1]), int(wanted[2]) + 1
-        try:
-            path = self.server.find(found[1], unquote(found[2]))
-            size = path.stat().st_size
-        except (ModelError, OSError):
-            self.send_error(404)
-            return
-        if not start < stop <= size:
-            self.send_error(416)
+        path, size = Path(), 0
+        with suppress(ModelError, OSError, KeyError):
+            path = self.server.find(found[1], unquote(found[2])) if found else path
+            size = path.stat().st_size if path.is_file() else 0
+        if wanted is None or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= size:
+            self.send_error(416 if size else 404)
             return
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
@@ -136,3 +107,10 @@ class _Handler(BaseHTTPRequestHandler):
             stream.seek(start)
             while chunk := stream.read(min(stop - stream.tell(), CHUNK_BYTES)):
                 self.wfile.write(chunk)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection that another thread uses. The method of an `SSLSocket` would first take the
+    encryption away, under which that thread may be sending."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.weight_host import url_of
-from pipespec.cluster.weight_server import HANDSHAKE_S, WeightServer, tls_context
+from pipespec.cluster.weight_server import WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.parts.range_source import RangeSource, Unavailable
 from pipespec.errors import ModelError
@@ -39,11 +38,12 @@ def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
 
     server = WeightServer(ADDRESS, certificate, find)
     yield server
-    server.close()
+    server.shutdown()
+    server.server_close()
 
 
 def source(server: WeightServer, certificate: Certificate, kind: str = "target") -> RangeSource:
-    url = url_of(f"https://{ADDRESS}:{server.address[1]}", kind, NAME)
+    url = url_of(server.url, kind, NAME)
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
     return RangeSource("beta", {NAME: url}, context, wait=lambda _: None)
 
@@ -92,7 +92,7 @@ def test_a_client_without_the_key_is_refused(
         key = certificate if how == "the certificate" else Certificate.make()
         files = key.write(tmp_path)
         context.load_cert_chain(files.cert, files.key)
-    with context.wrap_socket(socket.create_connection(server.address, 30)) as client:
+    with context.wrap_socket(socket.create_connection(server.server_address, 30)) as client:
         if how != "the certificate":
             with pytest.raises(ssl.SSLError, match="ALERT"):
                 client.recv(1)  # what it asks for might find the connection closed
@@ -103,18 +103,11 @@ def test_a_client_without_the_key_is_refused(
         assert client.cipher()[:2] == ("TLS_AES_256_GCM_SHA384", "TLSv1.3")  # type: ignore[index]
 
 
-def test_closing_ends_a_handshake(server: WeightServer) -> None:
-    with socket.create_connection(server.address, HANDSHAKE_S / 2) as client:
-        server.close()
-        with suppress(ConnectionResetError):
-            assert client.recv(1) == b""
-
-
 @pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)])
 def test_other_protocols_are_closed_and_disturb_nothing(
     message: bytes, server: WeightServer, certificate: Certificate
 ) -> None:
-    with socket.create_connection(server.address) as client:
+    with socket.create_connection(server.server_address) as client:
         client.sendall(message)
         with suppress(OSError):  # it may be closed by now
             client.shutdown(socket.SHUT_WR)
@@ -124,14 +117,16 @@ def test_other_protocols_are_closed_and_disturb_nothing(
     assert read(source(server, certificate), 0, 5) == BLOB[:5]
 
 
-def test_it_listens_at_one_address_until_it_is_closed(
-    server: WeightServer, certificate: Certificate
-) -> None:
+def test_it_listens_at_one_address(server: WeightServer, certificate: Certificate) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", server.address[1]))
-    beta = source(server, certificate)
-    read(beta)
-    server.close()
-    with pytest.raises(Unavailable, match="Connection refused") as failed:
+        socket.create_connection(("127.0.0.1", server.server_address[1]))
+    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+
+
+def test_a_host_that_cannot_be_reached_is_a_clause(certificate: Certificate) -> None:
+    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context, wait=lambda _: None)
+    with pytest.raises(Unavailable) as failed:
         read(beta)
+    assert "Connection refused" in failed.value.why
     assert not failed.value.reached

@@ -65,14 +65,9 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Peer]]:
     monkeypatch.setattr(Peer, "asked", threading.Event(), raising=False)
 
     @contextmanager
-    def here(name: str, *_: object) -> Iterator[Peer]:
-        yield Peer(name)
-
-    @contextmanager
     def far(host: Any, *_: object) -> Iterator[Peer]:
         yield kinds.get(host.name, Peer)(host.name)
 
-    monkeypatch.setattr(weight_distribution, "on_this_machine", here)
     monkeypatch.setattr(weight_distribution, "connected", far)
     return kinds
 

@@ -9,14 +9,27 @@ from typing import Any
 import pytest
 
 from pipespec.cluster.weight_distribution import lock_folders
-from pipespec.cluster.weight_peer import LocalPeer, Peer, on_this_machine
+from pipespec.cluster.weight_host import WeightHost
 from pipespec.engine.checkpoint.parts.blueprint import Blueprint
 from pipespec.engine.checkpoint.parts.folder import FolderLock
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
-NEEDS = {"target": {"0"}}
 ABSENT = "/models/nowhere"
+
+
+class Host:
+    """A host of this process, which lacks a model."""
+
+    def __init__(self, name: str, described: dict[str, Any], *parts: str) -> None:
+        self.name, self.needs = name, {kind: set(parts) for kind in ("target", "draft")}
+        self.own = WeightHost(lambda count: None)
+        for kind in self.needs:
+            known = {"path": ABSENT, "repository": described["repository"]}
+            assert not self.own.prepare(kind, parts=["0"], **known)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        return getattr(self.own, do)(**arguments)
 
 
 @pytest.fixture
@@ -32,32 +45,25 @@ def described(plan: Blueprint) -> dict[str, Any]:
     return found
 
 
-def prepare(peer: Peer, described: dict[str, Any], *kinds: str) -> None:
-    for kind in kinds or ("target",):
-        known = {"path": ABSENT, "repository": described["repository"]}
-        assert not peer.call("prepare", kind=kind, parts=["0"], **known)
-
-
 @pytest.fixture
-def peers(
+def hosts(
     described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[LocalPeer]]:
-    """Two hosts with a cache each, which lack the model."""
+) -> Iterator[list[Any]]:
+    """Two hosts with a cache each; both models are in one folder there."""
     found = []
-    for name in ("beta", "the launcher"):
+    for number, name in enumerate(("beta", "the launcher")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        found.append(LocalPeer(name, None, lambda *_: None))
-        prepare(found[-1], described)
+        found.append(Host(name, described, str(number)))
     yield found
-    for peer in found:
-        peer.own.unlock()
+    for host in found:
+        host.own.unlock()
 
 
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_start_that_waits_holds_nothing_and_says_so_once(
-    taken: int, peers: list[LocalPeer], plan: Blueprint, tmp_path: Path
+    taken: int, hosts: list[Any], plan: Blueprint, tmp_path: Path
 ) -> None:
-    caches = (tmp_path / name / "pipespec" / "parts" for name in ("beta", "the launcher"))
+    caches = (tmp_path / host.name / "pipespec" / "parts" for host in hosts)
     own = [cache / plan.repository.folder_name for cache in caches]
     other = FolderLock(own[taken], "other", "gamma")
     assert other.owner == "gamma"
@@ -72,44 +78,26 @@ def test_a_start_that_waits_holds_nothing_and_says_so_once(
         if len(pauses) == 3:
             other.release()
 
-    owned = lock_folders([(peer, NEEDS) for peer in peers], sentences.append, pause)
+    needs = [host.needs for host in hosts]
+    lock_folders(hosts, sentences.append, pause)
     assert len(pauses) == len(set(pauses)) == 3
     (sentence,) = sentences
-    assert sentence.startswith(f"{peers[taken].name}: process ")
+    assert sentence.startswith(f"{hosts[taken].name}: process ")
     assert sentence.endswith(f" fetches into {own[taken]}; waiting until it has ended.")
-    assert owned == {peer.name: NEEDS for peer in peers}
+    assert [host.needs for host in hosts] == needs
     assert [FolderLock(each, "other", "gamma").owner for each in own] == [None, None]
 
 
 def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(
-    peers: list[LocalPeer],
-    plan: Blueprint,
-    described: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for peer in peers:
-        prepare(peer, described, "target", "draft")  # two models in one folder
-    asked = [
-        (peer, {kind: {str(at)} for kind in ("target", "draft")}) for at, peer in enumerate(peers)
-    ]
-    parts = {"0", "1"}
-    assert lock_folders(asked, pytest.fail) == {"beta": {"target": parts, "draft": parts}}
-    assert not (plan.repository.folder / "config.json").exists()  # nobody has written before
-    found = peers[0].call("offer", kind="target", blueprint=described, parts=["0", "1"])
-    assert found["records"].keys() == found["lacks"].keys() == plan.headers.keys()
-
-
-def test_the_locks_of_the_launcher_end_after_what_it_fetches(
     plan: Blueprint, described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ending it only tells its threads to end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = plan.repository.folder
-    with on_this_machine("alpha", None, lambda *_: None) as peer:
-        prepare(peer, described)
-        assert peer.call("lock", kind="target", run="run", host="alpha")["owner"] == "alpha"
-        peer.end()
-        assert FolderLock(folder, "other", "gamma").owner is None
-    assert FolderLock(folder, "other", "gamma").owner == "gamma"
+    hosts: list[Any] = [Host(name, described, name) for name in ("beta", "gamma")]
+    lock_folders(hosts, pytest.fail)
+    needs = {"beta", "gamma"}
+    assert [host.needs for host in hosts] == [{"target": needs, "draft": needs}, {}]
+    assert not (plan.repository.folder / "config.json").exists()  # nobody has written before
+    found = hosts[0].call("offer", kind="target", blueprint=described, parts=["0"])
+    assert found["records"].keys() == found["lacks"].keys() == plan.headers.keys()
+    hosts[0].call("end")
+    assert FolderLock(plan.repository.folder, "other", "delta").owner == "delta"

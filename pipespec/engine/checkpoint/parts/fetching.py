@@ -19,11 +19,7 @@ from pipespec.engine.checkpoint.parts.folder import (
     read_repository,
     sole_fetcher,
 )
-from pipespec.engine.checkpoint.parts.parts_file import (
-    PartsFile,
-    is_partial,
-    reported,
-)
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.checkpoint.parts.range_source import HubSource, RangeSource, Unavailable
 from pipespec.errors import ModelError
 
@@ -33,11 +29,8 @@ REQUEST_BLOCKS = 16
 # Left free on the disk.
 SPARE_BYTES = 256 * 2**20
 GIB = 2**30
-# Called with how many bytes are here, and of how many that are wanted.
-OnProgress = Callable[[int, int], None]
 # Blocks by file, and the hash of each by the source's record, if it has one.
 Wanted = Mapping[str, Mapping[int, bytes | None]]
-
 # Neighbours of a file.
 _Run = tuple[PartsFile, list[int]]
 
@@ -47,10 +40,12 @@ class WrongBytes(ModelError):
 
 
 def fetch_parts(
-    path: Path, parts: Collection[str], on_progress: OnProgress = lambda done, total: None
+    path: Path,
+    parts: Collection[str],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
-    fetched.
+    fetched, with which, and with those that are wanted, `on_progress` is called.
 
     Raises ModelError if it lacks some and is of no repository of the hub, or they cannot be
     fetched.
@@ -58,61 +53,44 @@ def fetch_parts(
     lacking = missing(path, parts)
     if not lacking:
         return 0
-    folder = folder_of_checkpoint(path)
+    folder, done = folder_of_checkpoint(path), 0
     repository = read_repository(folder)
     if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
-    source = HubSource(repository.repo, repository.commit)
+
+    def moved(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
     with sole_fetcher(folder):
-        files, wanted = lacking_blocks(path, parts)
-        fetched = [0]
-
-        def moved(count: int) -> None:
-            fetched[0] += count
-            on_progress(fetched[0], total)
-
-        total = room_for(files, wanted)
-        asked = {name: dict.fromkeys(blocks) for name, blocks in wanted.items()}
-        for error in fetch(files, [("hub", source, asked)], moved, source.stopped).values():
+        files, absent = lacking_blocks(path, parts)
+        total = sum(files[name].num_bytes(blocks) for name, blocks in absent.items())
+        source = HubSource(repository.repo, repository.commit)
+        wanted = {name: dict.fromkeys(blocks) for name, blocks in absent.items()}
+        for error in fetch(files, [("hub", source, wanted)], moved).values():
             raise error
         for name, file in files.items():
             file.compare(repository.weights[name].sha256)
-    return fetched[0]
+    return done
 
 
 def lacking_blocks(
     path: Path, parts: Collection[str]
 ) -> tuple[dict[str, PartsFile], dict[str, list[int]]]:
-    """The weight files of these parts of which some blocks may not be here, and those that are not,
-    by name."""
-    files, wanted = {}, {}
+    """The files with these parts of which blocks may be absent, and which of the parts' are."""
+    files, absent = {}, {}
     for file, names in tensors_by_file(path, parts).items():
         if is_partial(file):
             own = files[file.name] = PartsFile(file)
-            wanted[file.name] = own.absent(own.ranges[each] for each in names.values())
-    return files, wanted
-
-
-def room_for(files: Mapping[str, PartsFile], wanted: Mapping[str, Iterable[int]]) -> int:
-    """The bytes of these blocks. Raises ModelError unless the disk has room for them."""
-    total = sum(files[name].num_bytes(blocks) for name, blocks in wanted.items())
-    if not total:
-        return 0
-    folder = next(iter(files.values())).path.parent
-    free = shutil.disk_usage(folder).free
-    if total + SPARE_BYTES > free:
-        raise ModelError(
-            f"{folder} needs {total / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are free "
-            "there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another disk"
-        )
-    return total
+            absent[file.name] = own.absent(own.ranges[each] for each in names.values())
+    return files, absent
 
 
 def fetch(
     files: Mapping[str, PartsFile],
     asked: Sequence[tuple[str, RangeSource, Wanted]],
     moved: Callable[[int], object],
-    stop: threading.Event,
 ) -> dict[str, ModelError]:
     """Fetch blocks from all their sources at once; why a source was given up (Unavailable or
     WrongBytes), by its name.
@@ -120,11 +98,12 @@ def fetch(
     Args:
         asked: name, source, and what it is asked for.
         moved: called with numbers of bytes, from several threads.
-        stop: set by others, or by an error, to end it soon.
 
-    Raises ModelError: the disk cannot be written, or a source refuses.
+    Raises ModelError: the disk is too small or cannot be written, or a source refuses.
     """
+    _require_room(files, asked)
     failed: dict[str, ModelError] = {}
+    stop = threading.Event()
 
     def drain(name: str, source: RangeSource, want: Wanted, left: deque[_Run]) -> None:
         while not stop.is_set() and name not in failed:
@@ -149,11 +128,29 @@ def fetch(
                 task.result()
         except BaseException:
             stop.set()
+            for _, source, _ in asked:
+                source.stopped.set()
             raise
         finally:
             for file in files.values():
                 file.sync()
     return failed
+
+
+def _require_room(
+    files: Mapping[str, PartsFile], asked: Sequence[tuple[str, RangeSource, Wanted]]
+) -> None:
+    """Raise ModelError unless the disk has room for what is fetched."""
+    total = sum(files[name].num_bytes(of) for *_, want in asked for name, of in want.items())
+    if not total:
+        return
+    folder = next(iter(files.values())).path.parent
+    free = shutil.disk_usage(folder).free
+    if total + SPARE_BYTES > free:
+        raise ModelError(
+            f"{folder} needs {total / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are free "
+            "there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another disk"
+        )
 
 
 def _get(

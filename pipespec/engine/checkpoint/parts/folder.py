@@ -21,7 +21,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,15 +173,10 @@ def _last_used(root: Path) -> Path | None:
     return None if latest is None else latest.parent.parent
 
 
-# --- locks ----------------------------------------------------------------------------------------
-
-
 class FolderLock:
     """The lock of a folder for all hosts of one run, as several may share a file system. It is held
-    until `release`, or the end of the process. Raises ModelError.
-
-    A process that holds it says in the file which one it is. So it is known of one that was killed:
-    what that has left is compared with the hashes first.
+    until `release`, or the end of the process, whose name is in its file. So it is known of one
+    that was killed: what that has left is compared with its hashes first. Raises ModelError.
 
     Attributes:
         owner: the host that holds it: this one, or the first of the run that asked; None: a process
@@ -195,22 +190,18 @@ class FolderLock:
         with reported(folder):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = lock_file(path, wait=wait)
-            noted = _noted(path)
             if self._descriptor is None:
+                noted = _noted(path)
                 self.owner = noted.get("host") if run and noted.get("run") == run else None
                 self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
                 return
-            try:
-                if path.stat().st_size:
-                    for each in filter(is_partial, folder.iterdir()):
-                        PartsFile(each).verify()
-                process = f"process {os.getpid()} of {socket.gethostname()}"
-                data = json.dumps({"run": run, "host": host, "process": process}).encode()
-                os.truncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, data, 0)
-            except BaseException:
-                os.close(self._descriptor)
-                raise
+            if path.stat().st_size:
+                for each in filter(is_partial, folder.iterdir()):
+                    PartsFile(each).verify()
+            process = f"process {os.getpid()} of {socket.gethostname()}"
+            data = json.dumps({"run": run, "host": host, "process": process}).encode()
+            os.truncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, data, 0)
 
     def release(self) -> None:
         """Let others fetch into the folder; what was fetched is on the disk."""
@@ -222,8 +213,8 @@ class FolderLock:
 
 @contextmanager
 def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into a folder; the lock ends with the process. Raises
-    ModelError if another one is and this must not `wait`."""
+    """Be the only process that fetches into a folder. Raises ModelError if another one is and this
+    must not `wait`."""
     lock = FolderLock(folder)
     if lock.owner is None and wait:
         log.warning("%s; waiting until it has ended", lock.holder)
@@ -237,28 +228,18 @@ def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def _noted(path: Path) -> dict[str, Any]:
-    """What the process that holds the lock has noted, or one before it that was killed."""
-    try:
+    """What the process that holds the lock has noted."""
+    with suppress(Unreadable):
         found = read_json(path)
-    except Unreadable:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-# --- what the cache holds -------------------------------------------------------------------------
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A folder of the parts cache.
-
-    Attributes:
-        model: its hub id, or the name of another host's folder.
-        commit: on the hub, or the hash of that folder.
-        disk_bytes: that it takes on the disk: of a file with holes, those that are there.
-        whole_bytes: of all its weight files; 0: it was not finished.
-        current: of the folders of its model it was used last.
-    """
+    """A folder of the parts cache: of a `model` (a hub id, or the name of another host's folder),
+    with its bytes on the disk, and those of its weight files (0: it was not finished). `current`:
+    of the folders of its model it was used last."""
 
     folder: Path
     model: str
@@ -276,7 +257,7 @@ def entries() -> Iterator[CacheEntry]:
         model = "/".join(folder.parent.name.split("--")[1:])
         whole = 0 if found is None else sum(each.size for each in found.weights.values())
         files = [each.lstat() for each in folder.rglob("*") if not each.is_symlink()]
-        on_disk = 512 * sum(each.st_blocks for each in files)
+        on_disk = 512 * sum(each.st_blocks for each in files)  # of a file with holes, those here
         current = folder == _last_used(folder.parent)
         yield CacheEntry(folder, model, folder.name, on_disk, whole, current)
 

@@ -23,11 +23,11 @@ from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile
 from pipespec.engine.checkpoint.parts.parts_file import Range
 from pipespec.errors import ModelError
 
-# Seconds to wait for a connection, and for the next bytes of an answer.
-CONNECT_S, READ_S = 10.0, 30.0
-# Tries without a byte of progress, and the seconds between them, which double; to a host that may
-# be read through the launcher.
-MAX_TRIES, HOST_TRIES, HOST_CONNECT_S = 6, 2, 5.0
+# Seconds to wait for a connection, to a host that may be read through the launcher, and for the
+# next bytes of an answer.
+CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
+# Tries without a byte of progress, also of a host, and the seconds between them, which double.
+MAX_TRIES, HOST_TRIES = 6, 2
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 # A server may ask for a longer wait (Retry-After), up to this many seconds.
 LONGEST_ASKED_S = 300.0
@@ -66,14 +66,12 @@ class RangeSource:
         name: str,
         urls: Mapping[str, str],
         context: ssl.SSLContext | None = None,
-        *,
-        stopped: threading.Event | None = None,
         wait: Callable[[float], object] | None = None,
     ) -> None:
         from huggingface_hub import utils
 
         self.name, self._urls = name, urls
-        self.stopped = stopped or threading.Event()  # set by others, to end all reading soon
+        self.stopped = threading.Event()  # set by others, to end all reading soon
         self._wait = self.stopped.wait if wait is None else wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
         self._max_tries, self._connect_s = MAX_TRIES, CONNECT_S
@@ -82,7 +80,7 @@ class RangeSource:
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
 
     def locate(self, file: str, *, fresh: bool = False) -> tuple[str, Mapping[str, str]]:
-        """The URL of a file, and the headers of a request. `fresh`: the last one is refused."""
+        """The URL of a file, and headers for it. `fresh`: the last one is refused."""
         if fresh:
             raise Unavailable(f"{self.name} refuses a signed URL of {file}")
         return self._urls[file], {}
@@ -132,19 +130,8 @@ class RangeSource:
                     raise _Again("it sends more bytes than were asked for")
                 yield chunk
 
-    def _tried(self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES) -> Any:
-        """Ask until there is an answer. Raises ModelError, Unavailable."""
-        tries = 0
-        while True:
-            try:
-                with self._translated():
-                    return ask()
-            except _Again as error:
-                tries += 1
-                self._pause(error, tries, what, max_tries)
-
-    def _refused(self, status: int) -> ModelError:
-        return ModelError(f"{self.name} answers {status}; start again")
+    def _refused(self, status: int) -> str:
+        return f"{self.name} answers {status}; start again"
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -152,25 +139,20 @@ class RangeSource:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
         # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
-        http_error = next(
-            each
-            for each in HfHubHTTPError.__mro__
-            if each.__name__ == "HTTPError" and issubclass(each, Exception)
-        )
+        names = {each.__name__: each for each in HfHubHTTPError.__mro__}
         try:
             yield
         except OfflineModeIsEnabled as error:
             raise Unavailable("HF_HUB_OFFLINE is set") from error
         except HFValidationError as error:
             raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
-        except http_error as error:
-            answer = getattr(error, "response", None)
-            if answer is None:
+        except names["HTTPError"] as error:
+            if (answer := getattr(error, "response", None)) is None:
                 why = " ".join(str(error).split())[:200] or type(error).__name__
                 raise _Again(why, reached="Connect" not in type(error).__name__) from error
             if answer.status_code not in PASSING:
-                raise self._refused(answer.status_code) from error
-            wait_s = _asked_wait_s(answer.headers)
+                raise ModelError(self._refused(answer.status_code)) from error
+            wait_s = _asked_wait_s(answer.headers.get("Retry-After", "").strip())
             raise _Again(f"it answers {answer.status_code}", wait_s) from error
 
     def _pause(self, error: _Again, tries: int, what: str, max_tries: int) -> None:
@@ -189,25 +171,31 @@ class RangeSource:
 
 
 class HubSource(RangeSource):
-    """A commit of a repository of the hub, read with the token, if this host has one."""
+    """A commit of a repository of the hub, read with the token, if this host has one.
 
-    def __init__(self, repo: str, commit: str = "", **options: Any) -> None:
+    Attributes:
+        located: where files are read, until that is refused.
+    """
+
+    def __init__(
+        self, repo: str, commit: str = "", wait: Callable[[float], object] | None = None
+    ) -> None:
         from huggingface_hub import constants
 
         self.repo, self.commit, self.endpoint = repo, commit, constants.ENDPOINT
-        super().__init__(f"{self.endpoint} ({repo})", {}, **options)
-        self._located: dict[str, str] = {}
-        self._locating = threading.Lock()
+        self.located: dict[str, str] = {}
+        super().__init__(f"{self.endpoint} ({repo})", {}, wait=wait)
 
-    def revision(self, name: str = "main", *, max_tries: int = MAX_TRIES) -> Repository:
-        """A branch or commit of the repository with all files of its top folder, which is read from
-        then on. Raises ModelError; Unavailable if the hub cannot be reached."""
+    def revision(self, *, max_tries: int = MAX_TRIES) -> Repository:
+        """The repository's main branch, with all files of its top folder, which is read from then
+        on. Raises ModelError; Unavailable if the hub cannot be reached."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self.endpoint)
-        options = {"revision": name, "files_metadata": True, "timeout": CONNECT_S}
         info = self._tried(
-            lambda: api.model_info(self.repo, **options),  # type: ignore[arg-type]
+            lambda: api.model_info(
+                self.repo, revision="main", files_metadata=True, timeout=CONNECT_S
+            ),
             "its files",
             max_tries,
         )
@@ -222,49 +210,51 @@ class HubSource(RangeSource):
         return Repository(self.repo, info.sha, None, files)
 
     def locate(self, file: str, *, fresh: bool = False) -> tuple[str, Mapping[str, str]]:
-        """See RangeSource: at the hub, or at a signed URL, which is used until it expires and gets
-        no token."""
+        """See RangeSource: at the hub, or at a signed URL, which gets no token."""
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        with self._locating:
-            if fresh or file not in self._located:
-                # Files are of the top folder, so a "/" is part of the name and leads nowhere.
-                name = quote(file, safe="")
-                at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{name}"
-                self._located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-            url = self._located[file]
+        if fresh or file not in self.located:
+            # Files are of the top folder, so a "/" is part of the name and leads nowhere.
+            at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
+            self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
+        url = self.located[file]
         own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
         return url, build_hf_headers() if own else {}
 
     def signed_url(self, file: str) -> str | None:
-        """A new URL at which a file is read without a token; None: there is none. Raises
-        ModelError."""
-        url, headers = self._tried(lambda: self.locate(file, fresh=True), file)
+        """Where a file is read without a token; None: nowhere. Raises ModelError."""
+        url, headers = self._tried(lambda: self.locate(file), file)
         return None if TOKEN in headers else url
 
-    def _refused(self, status: int) -> ModelError:
-        if status in (401, 403):
-            return ModelError(
-                f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does "
-                "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
-            )
+    def _tried(self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES) -> Any:
+        """Ask until there is an answer. Raises ModelError, Unavailable."""
+        tries = 0
+        while True:
+            try:
+                with self._translated():
+                    return ask()
+            except _Again as error:
+                tries += 1
+                self._pause(error, tries, what, max_tries)
+
+    def _refused(self, status: int) -> str:
         if status == 404:
-            return ModelError(
-                f"{self.endpoint} has no model {self.repo}, or not that file of it; check the name"
+            return f"{self.name} has no such model, or not that file of it; check the name"
+        refused = f"{self.endpoint} refuses {self.repo} ({status})"
+        if status in (401, 403):
+            return (
+                f"{refused}: it is private or gated, or does not exist; accept its terms there, "
+                "and set HF_TOKEN to a token of yours"
             )
-        return ModelError(
-            f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
-        )
+        return f"{refused}; check the name and your access"
 
 
-def _asked_wait_s(headers: Mapping[str, str]) -> float:
+def _asked_wait_s(value: str) -> float:
     """Seconds that a server asks to wait (Retry-After, in seconds or as a date)."""
-    value = headers.get("Retry-After", "").strip()
     if value.isdigit():
         return float(value)
     try:
-        date = email.utils.parsedate_to_datetime(value)
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
         return 0.0
-    return max(0.0, date.timestamp() - time.time())

@@ -27,6 +27,7 @@ class Beta:
     def __init__(self, fails_at: int = len(DATA), error: type[ModelError] = Unavailable) -> None:
         self._fails_at, self._error = fails_at, error
         self.asked: list[Range] = []
+        self.stopped = threading.Event()
 
     def read(self, file: str, part: Range, size: int) -> Iterator[bytes]:
         assert (file, size) == (NAME, len(DATA))
@@ -46,7 +47,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
 def get(own: PartsFile, source: Any, *blocks: int, **hashes: bytes) -> dict[str, ModelError]:
     wanted = {each: hashes.get(f"of_{each}") for each in blocks}
     asked = [("beta", source, {NAME: wanted})]
-    return fetch({NAME: own}, asked, lambda count: None, threading.Event())
+    return fetch({NAME: own}, asked, lambda count: None)
 
 
 def test_neighbours_are_asked_for_together_and_nothing_else_is_written(own: PartsFile) -> None:
