@@ -87,6 +87,7 @@ class Peer:
         records: of each weight file, by model and name: that of its blocks; None: it is whole.
         lacks: the blocks that it is to get.
         url: where other hosts can read from it; None: through the launcher.
+        wanted: the bytes that it lacked.
     """
 
     def __init__(
@@ -113,14 +114,18 @@ class Peer:
                 self._heard_at = time.monotonic()
                 found = json.loads(line) if line.strip() else {}
                 if "moved" in found:
-                    self._moved += found["moved"]
-                    self._on_progress(self.name, self._moved, self.wanted)
+                    self.moved(found["moved"])
                 elif "error" in found:
                     prefix = "" if shares_caches(self.host) else f"{self.name}: "
                     raise ModelError(f"{prefix}{found['error']}")
                 elif found:
                     return found["result"]
             raise self.failure(ENDING_S) or HostFailed(f"{self.name}: {MODULE} answers no more")
+
+    def moved(self, count: int) -> None:
+        """It has got so many bytes more."""
+        self._moved += count
+        self._on_progress(self.name, self._moved, self.wanted)
 
     def require_version(self) -> None:
         """Raise HostFailed unless the host's pipespec and this one understand each other."""
@@ -211,7 +216,8 @@ class SourceModel:
     files, so that they cannot get theirs from here."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.shared = path, None
+        self.path = path
+        self.shared: Repository | None = None
         with suppress(ModelError):
             self.shared = repository_of(path)
 
@@ -394,6 +400,8 @@ class _Distribution:
         for block in peer.lacks:
             start, stop, _ = self._models[block[0]].place(block)
             peer.wanted += stop - start
+        if peer.lacks:
+            peer.moved(0)
 
     def _listen(self, peer: Peer, certificate: Certificate) -> None:
         """Let other hosts read from a host, and it from them."""
@@ -545,31 +553,24 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     if not absent or not others:
         return {}
 
-    def describe(peer: Peer) -> dict[str, Blueprint | ModelError | None]:
+    errors: dict[str, ModelError] = {}
+
+    def describe(peer: Peer) -> dict[str, Blueprint]:
         peer.require_version()
-        return {kind: _description(peer, kind, path) for kind, path in absent.items()}
+        plans = {}
+        for kind, path in absent.items():
+            try:
+                if (
+                    told := peer.call("describe", path=getattr(peer.host, kind) or path)
+                ) is not None:
+                    plans[kind] = Blueprint.of_other_host(told, peer.name)
+            except ModelError as error:
+                errors.setdefault(kind, error)
+        return plans
 
     with ExitStack() as stack:
         answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
-    found = {}
-    for kind in absent:
-        told = [each[kind] for each in answers]
-        plan = next((each for each in told if isinstance(each, Blueprint)), None)
-        error = next((each for each in told if isinstance(each, ModelError)), None)
-        if plan is not None:
-            found[kind] = plan.build()
-        elif error is not None:
-            raise error
-    return found
-
-
-def _description(peer: Peer, kind: str, path: str) -> Blueprint | ModelError | None:
-    """The blueprint of a model on a host; None: it is not there; or why it is of no use."""
-    try:
-        told = peer.call("describe", path=getattr(peer.host, kind) or path)
-    except ModelError as error:
-        return error
-    try:
-        return None if told is None else Blueprint.of_other_host(told)
-    except ModelError as error:
-        return ModelError(f"{peer.name}: {error}")
+    plans = {kind: plan for each in reversed(answers) for kind, plan in each.items()}
+    for kind in errors.keys() - plans.keys():
+        raise errors[kind]
+    return {kind: plan.build() for kind, plan in plans.items()}

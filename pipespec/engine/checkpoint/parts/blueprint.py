@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -30,7 +30,7 @@ from pipespec.engine.checkpoint.parts.folder import (
     read_repository,
     write_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, ranges_of, reported
+from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint.parts.range_source import COMMIT, HubSource
 from pipespec.engine.checkpoint.safetensors_headers import (
     CONFIG,
@@ -41,7 +41,7 @@ from pipespec.engine.checkpoint.safetensors_headers import (
 )
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
-from pipespec.system.validation import Unreadable, parse_json, read_bytes
+from pipespec.system.validation import Unreadable, parse_json
 
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # Of one of them, such as a tokenizer; and those that are read at once.
@@ -70,48 +70,68 @@ class Blueprint:
     def of(cls, path: Path, *, as_folder: bool = False) -> Blueprint:
         """That of a checkpoint here, which has all headers; see `repository_of`. Raises
         ModelError."""
-        found = repository_of(path, as_folder=as_folder)
-        folder = folder_of_checkpoint(path)
-        headers = {name: _header(folder / name) for name in found.weights}
-        gguf_file = path.name if is_gguf(path) else None
-        return cls(found, gguf_file, {} if gguf_file else dict(_small_files(path)), headers)
+        found, folder = repository_of(path, as_folder=as_folder), folder_of_checkpoint(path)
+
+        def read(name: str, start: int, stop: int) -> bytes:
+            try:
+                with (folder / name).open("rb") as stream:
+                    stream.seek(start)
+                    return stream.read(stop - start)
+            except OSError as error:
+                raise ModelError(f"{folder / name} cannot be read ({error.strerror})") from error
+
+        here = [each for each in sorted(folder.iterdir()) if each.is_file()]
+        files = {each.name: StoredFile(each.stat().st_size) for each in here} | dict(found.weights)
+        return cls._read(replace(found, weights=files), path.name if folder != path else None, read)
 
     @classmethod
     def of_hub(cls, source: HubSource, found: Repository, file: str | None) -> Blueprint:
         """That of a commit on the hub with all its files, or of a GGUF `file` of it. Raises
         ModelError."""
+
+        def read(name: str, start: int, stop: int) -> bytes:
+            return b"".join(source.read(name, (start, stop), found.weights[name].size))
+
+        try:
+            return cls._read(found, file, read)
+        except BaseException:
+            source.stopped.set()  # a signal ends the threads soon
+            raise
+
+    @classmethod
+    def _read(
+        cls, found: Repository, file: str | None, read: Callable[[str, int, int], bytes]
+    ) -> Blueprint:
+        """`found` has all files of the folder."""
         files = found.weights
 
-        def read(name: str) -> bytes:
+        def whole(name: str) -> bytes:
             if (size := files[name].size) > MOST_FILE_BYTES:
                 raise ModelError(
                     f"{name} of {found.repo} has {size} bytes, where at most {MOST_FILE_BYTES} "
                     "are expected; take another checkpoint"
                 )
-            return b"".join(source.read(name, (0, size), size))
+            return read(name, 0, size)
 
-        names = [name for name in files if _is_small(name)]
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # a signal ends them soon
-            try:
-                small = dict(zip(names, pool.map(read, names), strict=True))
-                weights = part_names(file) if file else _weight_files(found, small.get(INDEX))
-                headers = pool.map(lambda name: _hub_header(source, found, name), weights)
-                of_weights = dict(zip(weights, headers, strict=True))
-            except BaseException as error:
-                if not isinstance(error, ModelError):
-                    source.stopped.set()
-                raise
-        found = replace(found, weights={name: files[name] for name in weights})
-        return cls(found, file, small, of_weights)
+        def header(name: str) -> bytes:
+            path, size = Path(found.repo, name), files[name].size
+            return _header(path, size, lambda start, stop: read(name, start, min(stop, size)))
+
+        names = [] if file else [e for e in files if any(fnmatch(e, each) for each in SMALL_FILES)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            small = dict(zip(names, pool.map(whole, names), strict=True))
+            weights = part_names(file) if file else _weight_files(found, small.get(INDEX))
+            headers = dict(zip(weights, pool.map(header, weights), strict=True))
+        return cls(replace(found, weights={e: files[e] for e in weights}), file, small, headers)
 
     @classmethod
-    def of_other_host(cls, value: Any) -> Blueprint:
+    def of_other_host(cls, value: Any, host: str) -> Blueprint:
         """That of a folder of another host, as JSON, which is built in a folder of its own and
         never in one of the hub, nor elsewhere. Raises ModelError if it would not be."""
         try:
             found = cls.from_json(value)
             of, headers = found.repository, found.headers
-            files = [*found.small, *of.weights, *filter(None, [found.file])]
+            files = [*found.small, *headers, *filter(None, [found.file])]
             safe = (
                 all(each == os.path.basename(each) and each.strip(".") for each in files)
                 and RECORDS not in files
@@ -123,11 +143,11 @@ class Blueprint:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ModelError(
-                f"what it says about its checkpoint is of no use ({type(error).__name__}); look at "
-                "pipespec on that host"
+                f"{host}: what it says about its checkpoint is of no use ({type(error).__name__}); "
+                "look at pipespec there"
             ) from error
         if not safe:
-            raise ModelError(f"{of.repo!r} is no folder of one checkpoint; look at that host")
+            raise ModelError(f"{host}: {of.repo!r} is no folder of one checkpoint; look there")
         return found
 
     def build(self) -> Path:
@@ -204,26 +224,6 @@ def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
     return replace(found, weights=sizes)
 
 
-def _is_small(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
-
-
-def _small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for each in sorted(folder.iterdir()):
-        if each.is_file() and _is_small(each.name):
-            try:
-                yield each.name, read_bytes(each, most=MOST_FILE_BYTES)
-            except Unreadable as error:
-                raise ModelError(f"{each} cannot be read ({error})") from error
-
-
-def _header(file: Path) -> bytes:
-    """The bytes of a weight file before its first tensor. Raises ModelError."""
-    begin = min((start for start, _ in ranges_of(file).values()), default=file.stat().st_size)
-    with file.open("rb") as stream:
-        return stream.read(begin)
-
-
 def _weight_files(found: Repository, index: bytes | None) -> list[str]:
     """The safetensors files of a checkpoint on the hub. Raises ModelError."""
     files = found.weights
@@ -254,25 +254,11 @@ def _weight_files(found: Repository, index: bytes | None) -> list[str]:
     return names
 
 
-def _hub_header(source: HubSource, found: Repository, name: str) -> bytes:
+def _header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
     """The first bytes of a weight file, with its whole header. Raises ModelError."""
-    cached = cached_file(found.repo, found.commit, name)
-    if cached is not None:
-        return _header(Path(cached))
-    path, size = Path(found.repo, name), found.weights[name].size
-
-    def read(start: int, stop: int) -> bytes:
-        return b"".join(source.read(name, (start, min(stop, size)), size))
-
-    return (_gguf_header if is_gguf(path) else _safetensors_header)(path, size, read)
-
-
-def _safetensors_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
-    prefix = read(0, 8)
-    return prefix + read(8, 8 + header_length(path, prefix, size))
-
-
-def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
+    if not is_gguf(path):
+        prefix = read(0, 8)
+        return prefix + read(8, 8 + header_length(path, prefix, size))
     block_sizes, prefix = gguf.block_sizes(path), read(0, GGUF_PREFIX)
     while len(prefix) < size and not header_ends(path, prefix[:-ALIGNING], size, block_sizes):
         prefix += read(len(prefix), 2 * len(prefix))

@@ -24,7 +24,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 def test_a_described_checkpoint_is_built_in_the_parts_cache(
     described: dict[str, Any], tmp_path: Path
 ) -> None:
-    plan = Blueprint.of_other_host(described)
+    plan = Blueprint.of_other_host(described, "beta")
     path = plan.build()
     assert path == plan.repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
@@ -50,7 +50,7 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
     change: dict[str, Any], described: dict[str, Any]
 ) -> None:
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        Blueprint.of_other_host(described | change)
+        Blueprint.of_other_host(described | change, "beta")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_repository_of_another_kind_is_refused(
 ) -> None:
     described["repository"] |= change
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        Blueprint.of_other_host(described)
+        Blueprint.of_other_host(described, "beta")
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_a_repository_of_another_kind_is_refused(
 )
 def test_what_is_no_description_is_one_sentence(described: Any) -> None:
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
-        Blueprint.of_other_host(described)
+        Blueprint.of_other_host(described, "beta")
