@@ -68,8 +68,8 @@ class WeightServer(ThreadingHTTPServer):
         """A connection, whose handshake its own thread makes."""
         plain, client = super().get_request()
         plain.settimeout(HANDSHAKE_S)
-        options = {"server_side": True, "do_handshake_on_connect": False}
-        return self._context.wrap_socket(plain, **options), client
+        secured = self._context.wrap_socket(plain, True, do_handshake_on_connect=False)
+        return secured, client
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
