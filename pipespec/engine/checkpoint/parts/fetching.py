@@ -53,15 +53,16 @@ def fetch_parts(
     lacking = missing(path, parts)
     if not lacking:
         return 0
-    folder, done = folder_of_checkpoint(path), 0
+    folder, done, counting = folder_of_checkpoint(path), 0, threading.Lock()
     repository = read_repository(folder)
     if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
 
     def moved(count: int) -> None:
         nonlocal done
-        done += count
-        on_progress(done, total)
+        with counting:
+            done += count
+            on_progress(done, total)
 
     with sole_fetcher(folder):
         files, absent = lacking_blocks(path, parts)

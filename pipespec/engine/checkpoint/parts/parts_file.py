@@ -84,7 +84,10 @@ class PartsFile:
         """The blocks that hold bytes of these ranges, in order; None: all."""
         if ranges is None:
             return list(range(self.num_blocks))
-        return blocks_of(ranges)
+        found = set[int]()
+        for start, stop in ranges:
+            found.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
+        return sorted(found)
 
     def absent(self, ranges: Iterable[Range] | None = None) -> list[int]:
         """Those of them that are not here."""
@@ -163,14 +166,6 @@ def _write(path: Path, data: bytes, at: int) -> None:
 def ranges_of(file: Path) -> Mapping[str, Range]:
     """Where each tensor of a weight file is, by its name in the file. Raises ModelError."""
     return gguf.tensor_ranges(file) if gguf.is_gguf(file) else tensor_ranges(file)
-
-
-def blocks_of(ranges: Iterable[Range]) -> list[int]:
-    """The blocks of a file that hold bytes of these ranges, in order."""
-    found = set[int]()
-    for start, stop in ranges:
-        found.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
-    return sorted(found)
 
 
 def record_of(path: Path) -> Path:

@@ -214,11 +214,10 @@ class HubSource(RangeSource):
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        if fresh or file not in self.located:
+        if fresh or (url := self.located.get(file)) is None:
             # Files are of the top folder, so a "/" is part of the name and leads nowhere.
             at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
-            self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-        url = self.located[file]
+            url = self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
         own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
         return url, build_hf_headers() if own else {}
 
