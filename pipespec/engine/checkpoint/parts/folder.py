@@ -195,13 +195,17 @@ class FolderLock:
                 self.owner = noted.get("host") if run and noted.get("run") == run else None
                 self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
                 return
-            if path.stat().st_size:
-                for each in filter(is_partial, folder.iterdir()):
-                    PartsFile(each).verify()
-            process = f"process {os.getpid()} of {socket.gethostname()}"
-            data = json.dumps({"run": run, "host": host, "process": process}).encode()
-            os.truncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, data, 0)
+            try:
+                if path.stat().st_size:
+                    for each in filter(is_partial, folder.iterdir()):
+                        PartsFile(each).verify()
+                process = f"process {os.getpid()} of {socket.gethostname()}"
+                data = json.dumps({"run": run, "host": host, "process": process}).encode()
+                os.truncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, data, 0)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
 
     def release(self) -> None:
         """Let others fetch into the folder; what was fetched is on the disk."""

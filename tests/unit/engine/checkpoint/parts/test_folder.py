@@ -24,6 +24,19 @@ def test_hosts_of_one_start_learn_which_of_them_holds_the_lock(tmp_path: Path) -
     assert FolderLock(tmp_path, "run 2", "gamma").owner == "gamma"
 
 
+def test_a_lock_whose_owner_cannot_be_recorded_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as change:
+        change.setattr(os, "pwrite", full)
+        with pytest.raises(ModelError, match="No space left"):
+            FolderLock(tmp_path, "run 1", "beta")
+    assert FolderLock(tmp_path, "run 2", "beta").owner == "beta"
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
     killed: bool, tmp_path: Path
