@@ -169,9 +169,10 @@ def _get(
             data += chunk
             while left and len(data) >= (size := file.num_bytes([left[0]])):
                 block, found = left.popleft(), bytes(data[:size])
-                if hashes[block] not in (None, hashlib.sha256(found).digest()):
+                sha = hashlib.sha256(found).digest()
+                if hashes[block] not in (None, sha):
                     raise WrongBytes(f"{source.name} sends wrong bytes of {file.path.name}")
-                file.write(block, found)
+                file.write(block, found, sha)
                 del data[:size]
                 moved(size)
 

@@ -114,10 +114,10 @@ class PartsFile:
                 found.update(stream.read(min(left, BLOCK_BYTES)))
         return found.digest()
 
-    def write(self, block: int, data: bytes) -> None:
-        """Write a block, and then its hash. Raises OSError."""
+    def write(self, block: int, data: bytes, sha: bytes | None = None) -> None:
+        """Write a block, and then its hash, which may be known. Raises OSError."""
         _write(self.path, data, block * BLOCK_BYTES)
-        self._note(block, hashlib.sha256(data).digest())
+        self._note(block, sha or hashlib.sha256(data).digest())
 
     def verify(self) -> None:
         """Forget the blocks whose bytes are not what was recorded. Raises ModelError."""
