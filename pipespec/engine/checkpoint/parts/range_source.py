@@ -240,13 +240,12 @@ class HubSource(RangeSource):
     def _refused(self, status: int) -> str:
         if status == 404:
             return f"{self.name} has no such model, or not that file of it; check the name"
-        refused = f"{self.endpoint} refuses {self.repo} ({status})"
         if status in (401, 403):
             return (
-                f"{refused}: it is private or gated, or does not exist; accept its terms there, "
-                "and set HF_TOKEN to a token of yours"
+                f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does "
+                "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
             )
-        return f"{refused}; check the name and your access"
+        return f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
 
 
 def _asked_wait_s(value: str) -> float:
