@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.deployment import decide
-from pipespec.cluster.weight_distribution import distribute_weights
-from pipespec.cluster.weight_peer import OnProgress
+from pipespec.cluster.weight_distribution import OnProgress, distribute_weights
 from pipespec.config.compose import compose
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from tests.helpers.models import build
