@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.parts.fetching import fetch_parts
+from pipespec.engine.checkpoint.parts.folder import read_repository
 from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.engine.checkpoint_parts.fetching import fetch_parts
-from pipespec.engine.checkpoint_parts.repository import read_repository
 from pipespec.errors import ModelError
 
 WARMUP_STEPS = 50

@@ -13,7 +13,7 @@ from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
-    from pipespec.engine.checkpoint_parts.cache_listing import CacheEntry
+    from pipespec.engine.checkpoint.parts.folder import CacheEntry
 
 ACTIONS = ("list", "prune")
 
@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """List or remove."""
-    from pipespec.engine.checkpoint_parts.cache_listing import entries, remove
+    from pipespec.engine.checkpoint.parts.folder import entries, remove
 
     if rest:
         raise ConfigError(f"`pipespec cache` takes no settings, but got {rest[0]!r}.")

@@ -25,7 +25,7 @@ from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
 from pipespec.engine.checkpoint.model_path import refuse_unread
-from pipespec.engine.checkpoint_parts.repository import Repository
+from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -231,7 +231,7 @@ def decide(
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is not None and ask_hosts:
-        from pipespec.cluster.models_of_hosts import find_on_hosts
+        from pipespec.cluster.weight_distribution import find_on_hosts
 
         elsewhere = find_on_hosts(config, hosts_file)
     for kind in ("target", "draft", "mid"):

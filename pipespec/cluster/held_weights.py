@@ -16,11 +16,13 @@ def summary(deployment: Deployment) -> str | None:
     of few bits."""
     if not any(info.few_bits for _, info in deployment.models):
         return None
-    held = "; ".join(
-        f"{name} {size_text(_whole(deployment, info, rank))} ({_format(deployment, info)})"
-        for name, info, rank in _ranks(deployment)
-    )
-    return f"Weights: {held}."
+    found = []
+    for name, info, rank in _ranks(deployment):
+        held = deployment.weight_format(info)
+        size = memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+        how = deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
+        found.append(f"{name} {size_text(size)} ({how})")
+    return f"Weights: {'; '.join(found)}."
 
 
 def groups(deployment: Deployment) -> str | None:
@@ -52,19 +54,12 @@ def expanded(deployment: Deployment) -> str | None:
     return f"Weights are expanded: {'; '.join(reasons)}." if reasons else None
 
 
-def _format(deployment: Deployment, info: CheckpointInfo) -> str:
-    """How the weights of the layers of one of the models are held."""
-    held = deployment.weight_format(info)
-    return deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
-
-
 def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
     """Why one of the models takes more memory than its files of few bits, as a clause; None: it
     does not."""
-    become = f"become {deployment.dtype_of(info)}"
+    become, held = f"become {deployment.dtype_of(info)}", deployment.weight_format(info)
     if not info.few_bits:
         return None
-    held = deployment.weight_format(info)
     if held in KEPT_FORMATS:
         some = sum(each.expanded > 0 for each in info.storage.kept_layers)
         return f"{become} in {some} of {info.num_layers} layers in part" if some else None
@@ -73,17 +68,9 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
     return f"{become}, as model.keep_quantized is no"
 
 
-def _whole(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
-    """Bytes of the weights of one of a rank's models, on all its devices together."""
-    return memory.held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
-
-
 def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
     """Name, model and number of each rank, for each of its models."""
     for rank in range(deployment.num_ranks):
         for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
-            info = memory.model_of(deployment, rank, mid=mid)
-            if info is None:
-                continue
-            name = f"stage {rank}" if rank else "mid-size model" if mid else "draft"
-            yield name, info, rank
+            if (info := memory.model_of(deployment, rank, mid=mid)) is not None:
+                yield f"stage {rank}" if rank else "mid-size model" if mid else "draft", info, rank

@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipespec.cluster.join_token import Refused, Token, fingerprint_of
-from pipespec.cluster.weight_links import shut_down
+from pipespec.cluster.weight_server import shut_down
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed
 from pipespec.system.keep_alive import keep_alive

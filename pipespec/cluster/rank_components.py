@@ -23,8 +23,8 @@ from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.checkpoint.parts.fetching import fetch_parts
 from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.engine.checkpoint_parts.fetching import fetch_parts
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.runner import SliceRunner

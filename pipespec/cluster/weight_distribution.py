@@ -1,62 +1,76 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-    launcher ─┬─ weight_host on beta  ─┐
-              │                        ├─ each reads from the hub and from the others
-              └─ weight_host on gamma ─┘
+The launcher runs a `weight_host` on each host, its own too. It learns which blocks of the weight
+files each host needs and has, and decides in rounds who gets what from where (`weight_plan`). Hosts
+read from one another (`weight_server`), and from the hub at URLs that the launcher has resolved.
+What a host cannot read itself passes through the launcher.
 
-The launcher, one of the hosts itself, learns which pieces of the weight files (`parts_file`) each
-host needs and has, decides who gets what from where (`weight_plan`), and names the sources'
-addresses. Bytes go from host to host (`weight_links`), or from the hub, at URLs that the launcher
-has resolved. What a host cannot read itself comes through the launcher's SSH connection to it.
-
-At the end each host states the hashes of what it got. Where they differ from those of the host
-that has them from the hub, or had them before, their source is named and left out, and the pieces
-come from another one.
+The record of a source has the hash of each block. A host that gets other bytes from it drops them,
+and the source is left out.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import random
 import secrets
+import subprocess
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
+from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
-from pipespec.cluster.host_weights import parts_needed, shares_caches
+from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.running_work import RunningWork
-from pipespec.cluster.weight_host import LAUNCHER_NAME
-from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
-from pipespec.cluster.weight_plan import HUB, Key, Transfer, by_file, plan_transfers
-from pipespec.config.hosts import Host
+from pipespec.cluster.weight_host import ALIVE_S, SILENCE_S
+from pipespec.cluster.weight_plan import HUB, Block, parts_needed, plan_round
+from pipespec.cluster.weight_server import url_of
+from pipespec.config.hosts import LOCAL, Host, HostsFile
+from pipespec.config.schema import Config
 from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.checkpoint.partial_checkpoint import missing
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint, repository_of
-from pipespec.engine.checkpoint_parts.hub_client import HubClient
-from pipespec.engine.checkpoint_parts.repository import (
+from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
+from pipespec.engine.checkpoint.parts.fetching import NUM_CONNECTIONS
+from pipespec.engine.checkpoint.parts.folder import (
     Repository,
-    cached_commit,
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.errors import ModelError, PipespecError, RankFailed
+from pipespec.engine.checkpoint.parts.parts_file import ABSENT, BLOCK_BYTES, DIGEST_BYTES
+from pipespec.engine.checkpoint.parts.range_source import HubSource
+from pipespec.errors import HostFailed, ModelError, RankFailed
+from pipespec.system.network_interfaces import resolve
+from pipespec.system.validation import home_expanded
+from pipespec.system.versions import has_own_protocol, own_version
 
-# Seconds within which the end of a host's process is known once its connections have broken.
-ENDED_S = 1.0
+T = TypeVar("T")
+MODULE = "pipespec.cluster.weight_host"
+LAUNCHER_NAME = "the launcher"
+# Seconds that a host's process may take to end, and within which it is known that it has.
+ENDING_S, ENDED_S = 5.0, 1.0
 # Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
 # for good.
 PAUSE_S = (0.2, 1.0)
-# Called with a host's name, the bytes that it has of those it needs, and how many it needs.
+# Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
 # Called with a sentence on a host that is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
+# The parts that a host needs of each model.
+Needs = Mapping[str, set[str]]
 
 
 class Distribute(Protocol):
@@ -65,40 +79,177 @@ class Distribute(Protocol):
     def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
 
 
-class SourceModel:
-    """A model as the launcher has it.
+class Peer:
+    """The process of a host.
 
     Attributes:
-        client: of its repository on the hub; None: it is a folder of a host.
-        shared: what other hosts call it; None: this host lacks files, so that they cannot get
-            theirs from here.
+        needs: the parts that it fetches of each model.
+        records: of each weight file, by model and name: that of its blocks; None: it is whole.
+        lacks: the blocks that it is to get.
+        url: where other hosts can read from it; None: through the launcher.
+        wanted: the bytes that it lacked.
     """
 
-    def __init__(self, kind: str, path: Path) -> None:
-        self.kind, self.path = kind, path
-        self.folder = folder_of_checkpoint(path)
-        found = cached_commit(self.folder)
-        self.client = HubClient(found.repo) if found is not None and found.on_hub else None
+    def __init__(
+        self, host: Host, process: subprocess.Popen[bytes], errors: IO[bytes], on: OnProgress
+    ) -> None:
+        self.name, self.host = host.name, host
+        self.needs: Needs = {}
+        self.records: dict[tuple[str, str], bytes | None] = {}
+        self.lacks: set[Block] = set()
+        self.url: str | None = None
+        self.over = threading.Event()
+        self._process, self._errors, self._on_progress = process, errors, on
+        self._calling, self._writing = threading.Lock(), threading.Lock()
+        self._heard_at = time.monotonic()
+        self._moved = self.wanted = 0
+        threading.Thread(target=self._show_life, daemon=True).start()
 
-    @cached_property
-    def shared(self) -> Repository | None:
+    def call(self, do: str, **arguments: Any) -> Any:
+        """What a function of the host returns. Raises ModelError, HostFailed."""
+        with self._calling:
+            self._write(json.dumps({"do": do, **arguments}))
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                self._heard_at = time.monotonic()
+                found = json.loads(line) if line.strip() else {}
+                if "moved" in found:
+                    self.moved(found["moved"])
+                elif "error" in found:
+                    prefix = "" if shares_caches(self.host) else f"{self.name}: "
+                    raise ModelError(f"{prefix}{found['error']}")
+                elif found:
+                    return found["result"]
+            raise self.failure(ENDING_S) or HostFailed(f"{self.name}: {MODULE} answers no more")
+
+    def moved(self, count: int) -> None:
+        """It has got so many bytes more."""
+        self._moved += count
+        self._on_progress(self.name, self._moved, self.wanted)
+
+    def require_version(self) -> None:
+        """Raise HostFailed unless the host's pipespec and this one understand each other."""
+        if not has_own_protocol(version := self.call("hello")):
+            raise HostFailed(
+                f"{self.name}: pipespec there is {version}, but that of the launcher is "
+                f"{own_version()}; install the same on all hosts"
+            )
+
+    def end(self) -> None:
+        """End its process; who waits for it gets an error."""
+        self._process.kill()
+
+    def failure(self, within_s: float) -> HostFailed | None:
+        """Why its process ends within so many seconds; None: it does not."""
         try:
-            return replace(repository_of(self.path), weights={})
-        except ModelError:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
             return None
+        self._errors.seek(0)
+        return ssh.failure(self.host, MODULE, code, self._errors.read())
+
+    def hash_of(self, block: Block) -> str | None:
+        """The recorded hash of a block of a file that is here; None: it is whole."""
+        record, at = self.records[block[:2]], DIGEST_BYTES * block[2]
+        return None if record is None else record[at : at + DIGEST_BYTES].hex()
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is here."""
+        return block[:2] in self.records and self.hash_of(block) != ABSENT.hex()
+
+    def note(self, kind: str, records: Mapping[str, str | None]) -> None:
+        """The records of files of a model."""
+        for name, record in records.items():
+            self.records[kind, name] = None if record is None else bytes.fromhex(record)
+        self.lacks = {each for each in self.lacks if not self.has(each)}
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _show_life(self) -> None:
+        while not self.over.wait(ALIVE_S):
+            self._write("")
+            if self._calling.locked() and time.monotonic() - self._heard_at > SILENCE_S:
+                self.end()
+
+
+@contextmanager
+def connected(host: Host, on_progress: OnProgress = lambda *_: None) -> Iterator[Peer]:
+    """The process of a host, which ends with the block. Raises HostFailed."""
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryFile() as errors:
+        process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=errors)
+        assert process.stdin is not None and process.stdout is not None
+        peer = Peer(host, process, errors, on_progress)
+        try:
+            yield peer
+        finally:
+            peer.over.set()
+            with suppress(OSError):
+                process.stdin.close()
+            if peer.failure(ENDING_S) is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def at_once(peers: Sequence[Peer], task: Callable[[Peer], T]) -> list[T]:
+    """What a task returns for each host. Raises what the first one raised, also a signal, and then
+    ends what all hosts do."""
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        futures = [pool.submit(task, peer) for peer in peers]
+        try:
+            for each in wait(futures, return_when=FIRST_EXCEPTION).done:
+                each.result()
+            return [each.result() for each in futures]
+        except BaseException:
+            for peer in peers:
+                peer.end()
+            raise
+
+
+class SourceModel:
+    """A model as the launcher has it. `shared`: what other hosts call it; None: this host lacks
+    files, so that they cannot get theirs from here."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shared: Repository | None = None
+        with suppress(ModelError):
+            self.shared = repository_of(path)
 
     @cached_property
-    def blueprint(self) -> Blueprint:
-        """For hosts without its folder. Raises ModelError."""
-        return Blueprint.of(self.path)
+    def hub(self) -> HubSource | None:
+        """Its commit on the hub; None: it is a folder of a host."""
+        of = self.shared
+        return None if of is None or not of.on_hub else HubSource(of.repo, of.commit)
+
+    @cached_property
+    def blueprint(self) -> dict[str, Any]:
+        """For hosts without its folder, as JSON. Raises ModelError."""
+        return Blueprint.of(self.path).as_json()
+
+    def place(self, block: Block) -> tuple[int, int, int]:
+        """Where the bytes of a block are, and the size of their file."""
+        assert self.shared is not None, "only such models are offered"
+        start, size = block[2] * BLOCK_BYTES, self.shared.weights[block[1]].size
+        return start, min(start + BLOCK_BYTES, size), size
+
+    def lacks(self, parts: set[str]) -> bool:
+        """Whether some of these parts can be fetched to this machine."""
+        own = read_repository(folder_of_checkpoint(self.path))
+        return own is not None and bool(missing(self.path, parts))
 
 
 def shared_names(deployment: Deployment) -> dict[str, Repository]:
     """What other hosts call the models that they can get from here."""
     if deployment.open_to is None and all(map(shares_caches, deployment.hosts)):
         return {}
-    models = [SourceModel(kind, info.path) for kind, info in deployment.models]
-    return {each.kind: each.shared for each in models if each.shared is not None}
+    found = {kind: SourceModel(info.path).shared for kind, info in deployment.models}
+    return {kind: replace(each, weights={}) for kind, each in found.items() if each is not None}
 
 
 def distribute_weights(
@@ -114,345 +265,312 @@ def distribute_weights(
     """
     if deployment.fetched:
         return deployment
-    models = {kind: SourceModel(kind, info.path) for kind, info in deployment.models}
-    own: dict[str, set[str]] = {kind: set() for kind in models}
-    far: list[tuple[Host, Mapping[str, set[str]]]] = []
-    here: Host | None = None
-    for host in deployment.hosts:
-        needs = _needs(deployment, host, models)
-        if shares_caches(host):
-            here = host
-            for kind, parts in needs.items():
-                own[kind] |= parts
-        elif not host.by_hand:
-            needs = {kind: parts for kind, parts in needs.items() if models[kind].shared}
-            far += [(host, needs)] if needs else []
+    models = {kind: SourceModel(info.path) for kind, info in deployment.models}
+    needs = {host.name: _needs(deployment, host, models) for host in deployment.hosts}
+    far = [each for each in deployment.hosts if not (each.by_hand or shares_caches(each))]
+    here = next(filter(shares_caches, deployment.hosts), Host(LAUNCHER_NAME, "", LOCAL))
     with ExitStack() as stack:
-        work = _Distribution(models, on_progress, on_warning)
+        work = _Distribution(models, on_warning)
         if running is not None:
             stack.enter_context(running.holding(work))
-        name = LAUNCHER_NAME if here is None else here.name
-        launcher = stack.enter_context(on_this_machine(name, here, work.handlers(name)))
-        work.add(launcher)
-        for host, _ in far:
-            work.add(stack.enter_context(connected(host, work.handlers(host.name))))
-        asked = [(work.peers[host.name], needs) for host, needs in far]
-        with ThreadPoolExecutor(max(len(work.peers), 1)) as pool, work.stopped_by_errors():
-            list(pool.map(lambda each: each[0].require_version(), asked))
-            held = list(pool.map(lambda each: work.holds(*each), asked))
-            offered = {
-                kind
-                for kind, model in models.items()
-                if read_repository(model.folder) is not None and missing(model.path, own[kind])
-            }
-            if offered or not all(held):
-                offered |= {kind for _, needs in far for kind in needs}
-                asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
-                blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
-                list(pool.map(lambda each: work.prepare(each[0], each[1], blueprints), asked))
-                owned = lock_folders(asked, on_warning)
-                list(pool.map(lambda name: work.offer(name, owned[name]), owned))
-                work.connect(pool)
-                work.run()
+        for host in far:
+            if needs[host.name]:
+                work.add(stack.enter_context(connected(host, on_progress)), needs[host.name])
+        whole = at_once(work.peers, work.prepare)
+        own: dict[str, set[str]] = {}
+        for host in filter(shares_caches, deployment.hosts):
+            for kind, parts in needs[host.name].items():
+                own.setdefault(kind, set()).update(parts)
+        lacking = {kind for kind, parts in own.items() if models[kind].lacks(parts)}
+        if lacking or not all(whole):
+            asked = lacking.union(*(peer.needs for peer in work.peers))
+            launcher = stack.enter_context(connected(here, on_progress))
+            work.add(launcher, {kind: own.get(kind, set()) for kind in sorted(asked)})
+            work.prepare(launcher)
+            work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
+def _needs(deployment: Deployment, host: Host, models: Mapping[str, SourceModel]) -> Needs:
+    """The parts of each model that a host is asked about."""
+    needs = dict(parts_needed(deployment, host))
+    for kind, model in models.items():
+        given, of = getattr(host, kind), model.shared
+        if given is not None or of is None:  # the model is there, or cannot be got from here
+            needs.pop(kind, None)
+        # Every host reads the target's config, and one that has the folder may send it.
+        sends = of is not None and of.path is not None and given in (None, of.path)
+        if of is not None and (sends or (kind == "target" and given is None)):
+            needs.setdefault(kind, set())
+    return needs
+
+
 def lock_folders(
-    asked: Sequence[tuple[WeightPeer, Mapping[str, set[str]]]],
+    peers: Sequence[Peer],
     on_warning: OnWarning,
     pause: Callable[[float], object] = time.sleep,
-) -> dict[str, dict[str, set[str]]]:
-    """Be the only start that fetches into the folders of these models, by host; the parts of each
-    model that a host fetches into its own, also for hosts that share it. A sentence says what is
-    waited for. Raises ModelError, HostFailed.
+) -> None:
+    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
+    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
 
     Two starts may have folders in common, under different names of hosts and in any order. So a
     start that holds some locks waits for no other one: it gives them back, and tries again later.
     """
-    run = secrets.token_hex(8)
-    warned = False
+    run, warned = secrets.token_hex(8), False
     while True:
-        owned: dict[str, dict[str, set[str]]] = {}
+        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
         taken = None
-        for peer, kind in [(peer, kind) for peer, needs in asked for kind in needs]:
-            found = peer.call("lock", kind=kind, run=run, host=peer.name)
-            if found["owner"] is None:
-                taken = f"{peer.name}: {found['holder']}"
+        for peer in peers:
+            found = peer.call("lock", run=run, host=peer.name)
+            if taken := found.get("holder"):
+                taken = f"{peer.name}: {taken}"
                 break
-            owned.setdefault(found["owner"], {}).setdefault(kind, set())
-            owned[found["owner"]][kind] |= dict(asked)[peer][kind]
+            for kind, owner in found["owners"].items():
+                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
         if taken is None:
-            return owned
-        for peer, _ in asked:
+            break
+        for peer in peers:
             peer.call("unlock")
         if not warned:
             on_warning(f"{taken}; waiting until it has ended.")
             warned = True
         pause(random.uniform(*PAUSE_S))
-
-
-def _needs(
-    deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
-) -> dict[str, set[str]]:
-    """The parts of each model that a host is asked about."""
-    needs = {kind: set(parts) for kind, parts in parts_needed(deployment, host).items()}
-    for kind, model in models.items():
-        given, found = getattr(host, kind), read_repository(model.folder)
-        if given is not None:  # the model is there
-            needs.pop(kind, None)
-        elif kind == "target":  # whose config every host reads
-            needs.setdefault(kind, set())
-        # It may have all of it to send.
-        if found is not None and found.path is not None and given in (None, found.path):
-            needs.setdefault(kind, set())
-    return needs
+    for peer in peers:
+        peer.needs = needs[peer.name]
 
 
 class _Distribution:
-    """Decides where each tensor comes from, and passes on what hosts cannot read themselves."""
+    """Moves the weights of some models to hosts."""
 
-    def __init__(
-        self, models: Mapping[str, SourceModel], on_progress: OnProgress, on_warning: OnWarning
-    ) -> None:
-        self.peers: dict[str, WeightPeer] = {}  # the launcher is the first
-        self._models = models
-        self._on_progress, self._on_warning = on_progress, on_warning
+    def __init__(self, models: Mapping[str, SourceModel], on_warning: OnWarning) -> None:
+        self.peers: list[Peer] = []
+        self._models, self._on_warning = models, on_warning
         self._left_out: set[str] = set()
-        self._unreachable: set[tuple[str, str]] = set()
-        self._hashes: dict[Key, str] = {}  # the right ones
-        self._failed = False
-        self._stopping = threading.Lock()
+        self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
+        self._changing, self._failed = threading.Lock(), False
 
-    def add(self, peer: WeightPeer) -> None:
+    def add(self, peer: Peer, needs: Needs) -> None:
         """Another host takes part. Raises RankFailed if all of it was stopped."""
-        with self._stopping:
+        peer.needs = needs
+        with self._changing:
             if self._failed:
                 raise RankFailed("The cluster has ended.")
-            self.peers[peer.name] = peer
-
-    def handlers(self, host: str) -> dict[str, Any]:
-        """What a host may ask."""
-        return {
-            "locate": self._locate,
-            "read": self._read,
-            "progress": partial(self._progress, host),
-            "unreachable": partial(self._cannot_reach, host),
-        }
-
-    def holds(self, peer: WeightPeer, needs: Mapping[str, set[str]]) -> bool:
-        """Whether a host has all that it needs of the models."""
-        for kind, parts in needs.items():
-            model = self._models[kind]
-            assert model.shared is not None, "only such models are offered"
-            arguments = {"path": str(model.path), "parts": sorted(parts)}
-            if not peer.call("holds", shared=model.shared.as_json(), **arguments):
-                return False
-        return True
-
-    def prepare(
-        self, peer: WeightPeer, needs: Mapping[str, set[str]], blueprints: Mapping[str, Any]
-    ) -> None:
-        """Have a host find the folders of the models. `blueprints`: as JSON."""
-        for kind, parts in needs.items():
-            arguments = {"path": str(self._models[kind].path), "parts": sorted(parts)}
-            peer.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
-
-    def offer(self, name: str, needs: Mapping[str, set[str]]) -> None:
-        """Learn what a host has and lacks of the models."""
-        peer = self.peers[name]
-        for kind, parts in needs.items():
-            found = peer.call("offer", kind=kind, parts=sorted(parts))
-            peer.has |= _hashes(kind, found["has"])
-            peer.lacks += [
-                (kind, file, *each) for file, some in found["lacks"].items() for each in some
-            ]
-
-    def connect(self, pool: ThreadPoolExecutor) -> None:
-        """Let the hosts read from one another, if one lacks what another may have."""
-        if len(self.peers) == 1 or not any(peer.lacks for peer in self.peers.values()):
-            return
-        certificate = Certificate.make()
-
-        def listen(peer: WeightPeer) -> None:
-            try:
-                peer.listen(certificate)
-            except ModelError as error:
-                assert peer.host is not None
-                self._on_warning(
-                    f"{peer.name} cannot listen at {peer.host.address} ({error}), so what other "
-                    "hosts get from it passes through the launcher; correct its address or "
-                    "interface in the hosts file."
-                )
-
-        list(pool.map(listen, self.peers.values()))
-
-    def run(self) -> None:
-        """Fetch for all hosts until all that they got is right."""
-        while lacking := [peer for peer in self.peers.values() if peer.lacks]:
-            transfers = self._plan()
-            tasks = {peer: partial(self._fetch_for, peer, transfers) for peer in lacking}
-            self._compare(transfers, self._at_once(tasks))
-        self._at_once({peer: partial(self._check, peer) for peer in self.peers.values()})
-
-    def _at_once(
-        self, tasks: Mapping[WeightPeer, Callable[[], dict[Key, str]]]
-    ) -> dict[str, dict[Key, str]]:
-        """The result of each host's task, by its name. Raises what the first one raised, and ends
-        all others."""
-        with ThreadPoolExecutor(max(len(tasks), 1)) as pool:
-            futures = {peer.name: pool.submit(task) for peer, task in tasks.items()}
-            try:
-                done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
-                for task in done:
-                    task.result()
-            except PipespecError as error:
-                # The host that has ended comes before those that wait for it.
-                ended = [why for peer in self.peers.values() if (why := peer.failure) is not None]
-                self.stop()
-                raise (ended[0] if ended else error) from error
-            except BaseException:
-                self.stop()
-                raise
-        return {name: task.result() for name, task in futures.items()}
-
-    @contextmanager
-    def stopped_by_errors(self) -> Iterator[None]:
-        """An exception in the block, a signal too, ends what the hosts do: threads wait for it."""
-        try:
-            yield
-        except BaseException:
-            self.stop()
-            raise
+            self.peers.append(peer)
 
     def stop(self) -> None:
         """End what the hosts do; whoever waits for them gets an error."""
-        with self._stopping:
+        with self._changing:
             self._failed = True
-            peers = list(self.peers.values())
-        for model in self._models.values():
-            if model.client is not None:
-                model.client.stopped.set()
-        for peer in peers:
-            peer.end()
+            for model in self._models.values():
+                if model.hub is not None:
+                    model.hub.stopped.set()
+            for peer in self.peers:
+                peer.end()
 
-    def _plan(self) -> list[Transfer]:
-        """The transfers of what the hosts lack. Raises ModelError if a piece has no source."""
-        holders = {
-            name: [key for key, sha in peer.has.items() if self._agrees(key, sha)]
-            for name, peer in self.peers.items()
-            if name not in self._left_out
-        }
-        lacks = {name: peer.lacks for name, peer in self.peers.items() if peer.lacks}
-        on_hub = {kind for kind, model in self._models.items() if model.client is not None}
-        return plan_transfers(lacks, holders, on_hub)
+    def prepare(self, peer: Peer) -> bool:
+        """Have a host find the folders of the models; whether it has all that it needs."""
+        peer.require_version()
+        whole = []
+        for kind, parts in peer.needs.items():
+            model = self._models[kind]
+            assert model.shared is not None, "only such models are offered"
+            known = {"path": str(model.path), "repository": model.shared.as_json()}
+            whole.append(peer.call("prepare", kind=kind, parts=sorted(parts), **known))
+        return all(whole)
 
-    def _agrees(self, key: Key, sha: str | None) -> bool:
-        """Whether a host states the hash of a piece that the first one has stated."""
-        return sha is None or self._hashes.setdefault(key, sha) == sha
+    def run(self) -> None:
+        """Fetch for all hosts what they lack."""
+        lock_folders(self.peers, self._on_warning)
+        peers = [peer for peer in self.peers if peer.needs]
+        at_once(peers, self._offer)
+        if len(peers) > 1 and any(peer.lacks for peer in peers):
+            certificate = Certificate.make()
+            at_once(peers, lambda peer: self._listen(peer, certificate))
+        while any(peer.lacks for peer in peers):
+            self._round({peer.name: peer for peer in peers})
+        at_once(peers, lambda peer: peer.call("end"))
 
-    def _fetch_for(self, peer: WeightPeer, transfers: list[Transfer]) -> dict[Key, str]:
-        """Have a host fetch what it lacks; the hashes."""
-        found: dict[Key, str] = {}
-        own = [each for each in transfers if each.to == peer.name]
-        # The same order everywhere, as hosts wait for what others fetch.
-        for kind in (kind for kind in self._models if any(each.kind == kind for each in own)):
-            sources = [
-                {
-                    "from": each.source,
-                    "at": self.peers[each.source].address if each.source in self.peers else None,
-                    "wanted": by_file(each.keys),
-                }
-                for each in own
-                if each.kind == kind
-            ]
-            found |= _hashes(kind, peer.call("fetch", kind=kind, sources=sources))
-        return found
+    def _offer(self, peer: Peer) -> None:
+        """Learn what a host has and lacks of the models."""
+        for kind, parts in peer.needs.items():
+            blueprint = self._models[kind].blueprint
+            found = peer.call("offer", kind=kind, blueprint=blueprint, parts=sorted(parts))
+            peer.lacks |= {(kind, file, each) for file, of in found["lacks"].items() for each in of}
+            peer.note(kind, found["records"])
+        for block in peer.lacks:
+            start, stop, _ = self._models[block[0]].place(block)
+            peer.wanted += stop - start
+        if peer.lacks:
+            peer.moved(0)
 
-    def _check(self, peer: WeightPeer) -> dict[Key, str]:
-        for kind in {kind for kind, *_ in peer.has}:
-            peer.call("check", kind=kind)
-        return {}
-
-    def _compare(self, transfers: list[Transfer], found: Mapping[str, Mapping[Key, str]]) -> None:
-        """Compare the hashes of what each host got with the right ones, and have it drop the
-        pieces that differ."""
-        wrong: defaultdict[tuple[str, str], list[Key]] = defaultdict(list)
-        # By depth: those that pass a piece on come before those that get it.
-        for each, key in ((some, key) for some in transfers for key in some.keys):
-            got = found[each.to][key]
-            if each.source == HUB:
-                self._hashes[key] = got
-            if self._agrees(key, got):
-                self.peers[each.to].has[key] = got
-                continue
-            wrong[each.to, each.kind].append(key)
-            if key in self.peers[each.source].has:
-                self._leave_out(each.source, each.to, each.kind)
-        for peer in self.peers.values():
-            peer.lacks = []
-        for (name, kind), keys in wrong.items():
-            self.peers[name].call("forget", kind=kind, wrong=by_file(keys))
-            self.peers[name].lacks += keys
-
-    def _leave_out(self, source: str, to: str, kind: str) -> None:
-        if source not in self._left_out:
-            self._left_out.add(source)
+    def _listen(self, peer: Peer, certificate: Certificate) -> None:
+        """Let other hosts read from a host, and it from them."""
+        address = peer.host.address or None
+        with suppress(OSError):
+            address = address and resolve(address)
+        pem = {"cert": certificate.cert, "key": certificate.key}
+        try:
+            where = {"address": address, "interface": peer.host.interface}
+            peer.url = peer.call("listen", **where, **pem)
+        except ModelError as error:
             self._on_warning(
-                f"{source} sends wrong bytes of the {kind} (to {to}), so it is left out; check its "
-                "disk, and remove its folder of that model with `pipespec cache prune` there."
+                f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
+                "it passes through the launcher; correct its address or interface in the hosts "
+                "file."
             )
 
-    # --- what hosts ask -----------------------------------------------------------------------
-
-    def _locate(self, kind: str, file: str, fresh: bool) -> str | None:
-        repository, client = self._on_hub(kind, file)
-        return client.signed_url(repository.commit, file, fresh=fresh)
-
-    def _read(self, kind: str, source: str, file: str, start: int, stop: int) -> Iterator[bytes]:
-        if source != HUB:
-            return self._peer(source).read(kind=kind, file=file, start=start, stop=stop)
-        repository, client = self._on_hub(kind, file)
-        size = repository.weights[file].size
-        return client.read(repository.commit, file, (start, stop), size)
-
-    def _on_hub(self, kind: str, file: str) -> tuple[Repository, HubClient]:
-        """Where the hub has a weight file of a model. Raises ModelError for any other file: the
-        token may open more than the models of this start."""
-        model = self._models.get(kind)
-        if model is None or model.client is None or file not in model.blueprint.repository.weights:
-            raise ModelError(f"{file!r} of the {kind} is no weight file that the hub has")
-        return model.blueprint.repository, model.client
-
-    def _peer(self, name: str) -> WeightPeer:
-        if name not in self.peers:
-            raise ModelError(f"{name!r} is no host of this start")
-        return self.peers[name]
-
-    def _progress(self, host: str, done: int, total: int) -> None:
-        self._on_progress(host, done, total)
-
-    def _cannot_reach(self, host: str, source: str, why: str, reached: bool) -> None:
-        peer = self._peer(source)
-        if peer.channel.closed.wait(ENDED_S) or self._failed:
-            return  # that host has ended, which is reported by itself
-        with self._stopping:
-            if (host, source) in self._unreachable:
-                return
-            self._unreachable.add((host, source))
-        at = "" if peer.address is None else f" at {peer.address[0]}"
-        advice = (
-            "look at the network between them"
-            if reached
-            else "let the firewall admit TCP between the hosts"
+    def _round(self, peers: Mapping[str, Peer]) -> None:
+        """Have each host get what others have now, and the hub. Raises ModelError."""
+        lacks = {name: peer.lacks for name, peer in peers.items() if peer.lacks}
+        wanted = set[Block]().union(*lacks.values())
+        senders = [peer for peer in peers.values() if peer.name not in self._left_out]
+        holders = {peer.name: [*filter(peer.has, wanted)] for peer in senders}
+        on_hub = {kind for kind, model in self._models.items() if model.hub is not None}
+        plan: defaultdict[str, dict[tuple[str, str], list[Block]]] = defaultdict(dict)
+        for (to, source), blocks in plan_round(lacks, holders, on_hub).items():
+            for block in blocks:
+                plan[to].setdefault((block[0], source), []).append(block)
+        at_once(
+            [peers[name] for name in plan], lambda peer: self._get(peer, plan[peer.name], peers)
         )
+
+    def _get(
+        self,
+        peer: Peer,
+        transfers: Mapping[tuple[str, str], Sequence[Block]],
+        peers: Mapping[str, Peer],
+    ) -> None:
+        """Have a host get blocks of models from sources."""
+        direct, lacked = defaultdict(list), len(peer.lacks)
+        for (kind, name), blocks in transfers.items():
+            source = peers.get(name)
+            urls = self._urls(peer, kind, source, {file for _, file, _ in blocks})
+            if urls is None or (peer.name, name) in self._relayed:
+                self._relay(peer, source, blocks)
+                continue
+            wanted = defaultdict(list)
+            for block in blocks:
+                wanted[block[1]].append((block[2], source and source.hash_of(block)))
+            host = source is not None
+            direct[kind].append({"name": name, "urls": urls, "host": host, "wanted": wanted})
+        for kind in {kind for kind, _ in transfers}:
+            found = peer.call("fetch", kind=kind, sources=direct[kind])
+            peer.note(kind, found["records"])
+            for name, failed in found["failed"].items():
+                self._give_up(peer, peers.get(name), kind, failed, some=len(peer.lacks) < lacked)
+
+    def _urls(
+        self, peer: Peer, kind: str, source: Peer | None, files: set[str]
+    ) -> dict[str, str] | None:
+        """Where a host reads files from a source, or the hub; none: with the token, which is its
+        own too; None: it cannot, but the launcher."""
+        if source is not None:
+            return (source.url and {file: url_of(source.url, kind, file) for file in files}) or None
+        if shares_caches(peer.host):
+            return {}
+        hub = self._models[kind].hub
+        assert hub is not None, "as planned"
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            signed = zip(files, pool.map(hub.signed_url, files), strict=True)
+            found = {file: url for file, url in signed if url is not None}
+        return found if len(found) == len(files) else None
+
+    def _relay(self, peer: Peer, source: Peer | None, blocks: Sequence[Block]) -> None:
+        """Read blocks for a host that cannot, from another one or the hub."""
+        for block in blocks:
+            kind, file, number = block
+            model = self._models[kind]
+            start, stop, size = model.place(block)
+            if source is not None:
+                told = source.call("read", kind=kind, file=file, start=start, stop=stop)
+                data = base64.b64decode(told)
+                if source.hash_of(block) not in (None, sha256(data).hexdigest()):
+                    self._leave_out(source, peer, kind)
+                    return
+            else:
+                assert model.hub is not None, "as planned"
+                data = b"".join(model.hub.read(file, (start, stop), size))
+            text = base64.b64encode(data).decode()
+            peer.call("put", kind=kind, file=file, number=number, data=text)
+
+    def _give_up(
+        self, peer: Peer, source: Peer | None, kind: str, failed: Mapping[str, Any], *, some: bool
+    ) -> None:
+        """A host could not read from a source, or could `some`."""
+        if source is None:
+            if shares_caches(peer.host):
+                raise ModelError(failed["error"])
+            hub = self._models[kind].hub
+            if some and hub is not None:  # its URLs may have expired
+                hub.located.clear()
+            else:
+                self._relayed.add((peer.name, HUB))
+            return
+        if failed["why"] is None:
+            self._leave_out(source, peer, kind)
+            return
+        if (ended := source.failure(ENDED_S)) is not None:
+            raise ended
+        self._relayed.add((peer.name, source.name))
+        why, reached = failed["why"]
+        at = "" if source.url is None else f" at {urlsplit(source.url).hostname}"
+        firewall = "let the firewall admit TCP between the hosts"
         self._on_warning(
-            f"{host} cannot read weights from {source}{at} ({why}), so they pass through the "
-            f"launcher; {advice}."
+            f"{peer.name} cannot read weights from {source.name}{at} ({why}), so they pass through "
+            f"the launcher; {'look at the network between them' if reached else firewall}."
         )
 
+    def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
+        with self._changing:
+            known = source.name in self._left_out
+            self._left_out.add(source.name)
+        if not known:
+            self._on_warning(
+                f"{source.name} sends wrong bytes of the {kind} (to {to.name}), so it is left out; "
+                "check its disk, and remove its folder of that model with `pipespec cache prune` "
+                "there."
+            )
 
-def _hashes(kind: str, pieces: Mapping[str, Sequence[Sequence[Any]]]) -> dict[Key, Any]:
-    """The hashes of pieces, as a host states them."""
-    return {
-        (kind, file, start, stop): sha for file, each in pieces.items() for start, stop, sha in each
+
+def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
+    """Checkpoints without their tensors, in the parts cache here, of the models that another host
+    has whole at the path that the settings or its entry name, by their names in `model.`.
+
+    Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
+    host cannot be asked; ModelError if no host has all files of one.
+    """
+    needed = {
+        "target": config.model.target,
+        "draft": config.model.draft if config.proposer.needs_draft else None,
+        "mid": config.model.mid if config.needs_mid else None,
     }
+    absent = {
+        kind: path
+        for kind, path in needed.items()
+        if path and not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
+    }
+    others = [host for host in hosts_file.hosts if not (host.by_hand or shares_caches(host))]
+    if not absent or not others:
+        return {}
+
+    errors: dict[str, ModelError] = {}
+
+    def describe(peer: Peer) -> dict[str, Blueprint]:
+        peer.require_version()
+        plans = {}
+        for kind, path in absent.items():
+            try:
+                if (
+                    told := peer.call("describe", path=getattr(peer.host, kind) or path)
+                ) is not None:
+                    plans[kind] = Blueprint.of_other_host(told, peer.name)
+            except ModelError as error:
+                errors.setdefault(kind, error)
+        return plans
+
+    with ExitStack() as stack:
+        answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
+    plans = {kind: plan for each in reversed(answers) for kind, plan in each.items()}
+    for kind in errors.keys() - plans.keys():
+        raise errors[kind]
+    return {kind: plan.build() for kind, plan in plans.items()}

@@ -22,14 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class WeightMoves:
-    """Plans assignments without lost workers; `plan` and `use` are for one thread.
-
-    Attributes:
-        deployment: the cluster as it is if no worker is lost.
-
-    Args:
-        distribute: gives the hosts of a deployment their weights, and calls with sentences.
-    """
+    """Plans assignments without lost workers, for one thread. `distribute` gives the hosts of a
+    deployment their weights; `deployment` is the cluster as it is if no worker is lost."""
 
     def __init__(self, deployment: Deployment, distribute: Distribute) -> None:
         self.deployment = deployment
@@ -43,27 +37,22 @@ class WeightMoves:
         self._done.clear()
 
     def plan(self, away: set[str]) -> RankAssignment:
-        """The assignment to the workers that are left, once their hosts have their weights.
+        """The assignment to the workers that are left, once their hosts have their weights. If
+        these cannot be moved, the ranks say what is lacking when they load.
 
         Raises ConfigError if these workers are too few, WeightsPending before their hosts are
-        ready. If weights cannot be moved, the ranks say what is lacking when they load.
+        ready.
         """
         placement = placement_without(self.deployment, away)
         found = assignment_of(self.deployment, placement)
         if all(map(shares_caches, self.deployment.hosts)) or found.encode() in self._done:
             return found
         if self._thread is None or not self._thread.is_alive():
-            hosts = [host for host in self.deployment.hosts if not away.issuperset(host.workers)]
-            changed = replace(
-                self.deployment,
-                placement=placement,
-                layers=placement.layers,
-                hosts=tuple(hosts),
-                fetched=False,
-            )
-            self._thread = threading.Thread(
-                target=self._move, args=(changed, found.encode()), daemon=True
-            )
+            hosts = (host for host in self.deployment.hosts if not away.issuperset(host.workers))
+            new = {"placement": placement, "layers": placement.layers, "hosts": tuple(hosts)}
+            changed = replace(self.deployment, fetched=False, **new)
+            arguments = changed, found.encode()
+            self._thread = threading.Thread(target=self._move, args=arguments, daemon=True)
             self._thread.start()
         raise WeightsPending
 

@@ -23,10 +23,11 @@ from pipespec.cluster import memory, rank_components
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.held_rank import HeldRank
-from pipespec.cluster.host_weights import on_this_host, parts_of_rank
+from pipespec.cluster.host_weights import on_this_host
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.rank_components import Weights
 from pipespec.cluster.torchrun import WORKER
+from pipespec.cluster.weight_plan import parts_of_rank
 from pipespec.config.hosts import Host
 from pipespec.controller.link_addresses import LinkAddressTable
 from pipespec.controller.lua_scripts import ScriptsLost

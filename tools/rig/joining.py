@@ -32,7 +32,7 @@ from pipespec.client.sync_client import connected
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.log_records import Accepted
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile
 from tools.rig import relay
 from tools.rig.testbed import Testbed
 

@@ -16,6 +16,7 @@ from pipespec.engine.checkpoint.formats.gguf import is_gguf
 from pipespec.engine.checkpoint.formats.gguf_parts import parts_of
 from pipespec.engine.checkpoint.model_path import known_model
 from pipespec.engine.checkpoint.partial_checkpoint import missing
+from pipespec.engine.checkpoint.parts.parts_file import is_partial
 from pipespec.engine.checkpoint.safetensors_headers import (
     CONFIG,
     INDEX,
@@ -25,7 +26,6 @@ from pipespec.engine.checkpoint.safetensors_headers import (
 )
 from pipespec.engine.checkpoint.slice_tensors import OUTPUT_HEADS, part_of
 from pipespec.engine.checkpoint.text_part import text_config, text_names
-from pipespec.engine.checkpoint_parts.parts_file import is_partial
 from pipespec.errors import ModelError
 from pipespec.system.validation import (
     Missing,

@@ -9,9 +9,9 @@ from pathlib import Path
 from pipespec.engine.checkpoint.formats.gguf import is_gguf, require_tokenizer
 from pipespec.engine.checkpoint.formats.gguf_parts import first_part, part_names, parts_of
 from pipespec.engine.checkpoint.formats.safetensors_folder import is_whole
-from pipespec.engine.checkpoint_parts import repository
-from pipespec.engine.checkpoint_parts.blueprint import open_repository
-from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
+from pipespec.engine.checkpoint.parts.blueprint import open_repository
+from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
+from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
@@ -24,7 +24,7 @@ def resolve(model: str | Path) -> Path:
 
     That of a hub id, or of ORG/NAME/FILE.gguf on the hub, is in the cache of huggingface_hub if
     that holds all of it; else it is in the parts cache, with small files and headers, and with
-    those tensors that were fetched (`pipespec.engine.checkpoint_parts`). Raises ModelError.
+    those tensors that were fetched (`pipespec.engine.checkpoint.parts`). Raises ModelError.
     """
     path = home_expanded(model)
     if is_folder(path):
@@ -96,20 +96,20 @@ def resolve_config(model: str | Path) -> Path:
 
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
-    client = HubClient(hub_id)
+    source = HubSource(hub_id)
     # With a copy here, a hub that does not answer at once is not waited for.
     tries = MAX_TRIES if _here(hub_id, file) is None else 1
     try:
-        revision = client.revision(max_tries=tries)
+        revision = source.revision(max_tries=tries)
     except Unavailable as error:
         return _known(hub_id, file, str(error))
     cached = cached_model(hub_id, revision.commit, file)
     if cached is not None:
         return cached
     for name in () if file is None else part_names(file):
-        if name not in revision.files:
+        if name not in revision.weights:
             raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
-    folder = open_repository(client, revision, file)
+    folder = open_repository(source, revision, file)
     return folder if file is None else first_part(folder / file)
 
 
@@ -125,23 +125,16 @@ def _known(hub_id: str, file: str | None, why: str) -> Path:
 
 
 def _here(hub_id: str, file: str | None) -> Path | None:
-    cached = cached_model(hub_id, repository.MAIN, file)
-    if cached is not None:
-        return cached
-    commit = repository.known_commit(hub_id)
-    if commit is None:
-        return None
-    folder = repository.Repository(hub_id, commit).folder
-    if not repository.is_begun(folder, file):
-        return None
-    return folder if file is None else first_part(folder / file)
+    cached = cached_model(hub_id, "main", file)
+    folder = known_folder(hub_id, file) if cached is None else None
+    return cached if folder is None else folder if file is None else first_part(folder / file)
 
 
 def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:
     """A model that the cache of huggingface_hub holds whole, None if it does not."""
     if file is not None:
         names = part_names(file)
-        found = [repository.cached_file(hub_id, revision, name) for name in names]
+        found = [cached_file(hub_id, revision, name) for name in names]
         return None if None in found else Path(str(found[0]))
     from huggingface_hub import try_to_load_from_cache
 

@@ -7,8 +7,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.model_path import cached_model
+from pipespec.engine.checkpoint.parts.folder import (
+    Repository,
+    folder_of_checkpoint,
+    is_checkpoint,
+    read_repository,
+)
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial
 from pipespec.engine.checkpoint.slice_tensors import described, part_of
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile, is_partial
 from pipespec.errors import ModelError
 
 
@@ -49,6 +56,32 @@ def layers_here(path: Path, num_layers: int) -> range:
     if not best:
         raise ModelError(f"{path} holds no whole layer; copy its files there")
     return best
+
+
+def own_path(
+    path: Path, given: str | None, shared: Repository | None, parts: Collection[str]
+) -> Path | None:
+    """Where a host has a checkpoint of the launcher's; None: nowhere. Called on that host.
+
+    Args:
+        path: where the launcher has it.
+        given: what the hosts file says for this host.
+        shared: what other hosts call it.
+        parts: what the host computes of it.
+    """
+    if given:
+        return Path(given).expanduser()
+    found = [path] if shared is None else []
+    if shared is not None:
+        found += [] if shared.path is None else [Path(shared.path)]
+        file = None if folder_of_checkpoint(path) == path else path.name
+        if shared.on_hub:
+            cached = cached_model(shared.repo, shared.commit, file)
+            found += [] if cached is None else [cached]
+        if read_repository(shared.folder) is not None:
+            found.append(shared.folder / (file or ""))
+    here = list(filter(is_checkpoint, found))
+    return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 
 
 def require_parts(path: Path, parts: Collection[str]) -> None:

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec.cluster.host_weights import own_path
 from pipespec.device_copy import make_current
 from pipespec.engine.autotune import median_ms
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
-from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing
+from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
+from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.engine.checkpoint_parts.repository import Repository
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,14 +65,9 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Peer]]:
     monkeypatch.setattr(Peer, "asked", threading.Event(), raising=False)
 
     @contextmanager
-    def here(name: str, *_: object) -> Iterator[Peer]:
-        yield Peer(name)
-
-    @contextmanager
-    def far(host: Any, _: Mapping[str, Any]) -> Iterator[Peer]:
+    def far(host: Any, *_: object) -> Iterator[Peer]:
         yield kinds.get(host.name, Peer)(host.name)
 
-    monkeypatch.setattr(weight_distribution, "on_this_machine", here)
     monkeypatch.setattr(weight_distribution, "connected", far)
     return kinds
 

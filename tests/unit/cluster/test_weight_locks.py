@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipespec.cluster.byte_channel import LocalChannel
 from pipespec.cluster.weight_distribution import lock_folders
 from pipespec.cluster.weight_host import WeightHost
-from pipespec.cluster.weight_peer import WeightPeer, on_this_machine
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint
-from pipespec.engine.checkpoint_parts.folder_lock import FolderLock
-from pipespec.engine.checkpoint_parts.parts_file import PartsFile
-from pipespec.errors import ModelError
+from pipespec.engine.checkpoint.parts.blueprint import Blueprint
+from pipespec.engine.checkpoint.parts.folder import FolderLock
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
-NEEDS = {"target": {"0"}}
+ABSENT = "/models/nowhere"
+
+
+class Host:
+    """A host of this process, which lacks a model."""
+
+    def __init__(self, name: str, described: dict[str, Any], *parts: str) -> None:
+        self.name, self.needs = name, {kind: set(parts) for kind in ("target", "draft")}
+        self.own = WeightHost(lambda count: None)
+        for kind in self.needs:
+            known = {"path": ABSENT, "repository": described["repository"]}
+            assert not self.own.prepare(kind, parts=["0"], **known)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        return getattr(self.own, do)(**arguments)
 
 
 @pytest.fixture
@@ -27,34 +38,33 @@ def plan() -> Blueprint:
 
 
 @pytest.fixture
-def peers(
-    plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[WeightPeer]]:
-    """Two hosts with a cache each, which lack the model."""
-    found, hosts = [], []
-    described = plan.as_json()
-    described["repository"]["path"] = "/models/nowhere"
-    for name in ("beta", "the launcher"):
+def described(plan: Blueprint) -> dict[str, Any]:
+    """As that of a folder that is not here."""
+    found = plan.as_json()
+    found["repository"]["path"] = ABSENT
+    return found
+
+
+@pytest.fixture
+def hosts(
+    described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Any]]:
+    """Two hosts with a cache each; both models are in one folder there."""
+    found = []
+    for number, name in enumerate(("beta", "the launcher")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        hosts.append(WeightHost())
-        hosts[-1].prepare("target", "/models/nowhere", described, ["0"])
-        handlers = hosts[-1].handlers()
-        found.append(WeightPeer(name, None, LocalChannel(handlers), hosts[-1].stop))
+        found.append(Host(name, described, str(number)))
     yield found
-    for host in hosts:
-        host.unlock()
-
-
-def folders(plan: Blueprint, tmp_path: Path) -> list[Path]:
-    caches = (tmp_path / name / "pipespec" / "parts" for name in ("beta", "the launcher"))
-    return [cache / plan.repository.folder_name for cache in caches]
+    for host in found:
+        host.own.unlock()
 
 
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_start_that_waits_holds_nothing_and_says_so_once(
-    taken: int, peers: list[WeightPeer], plan: Blueprint, tmp_path: Path
+    taken: int, hosts: list[Any], plan: Blueprint, tmp_path: Path
 ) -> None:
-    own = folders(plan, tmp_path)
+    caches = (tmp_path / host.name / "pipespec" / "parts" for host in hosts)
+    own = [cache / plan.repository.folder_name for cache in caches]
     other = FolderLock(own[taken], "other", "gamma")
     assert other.owner == "gamma"
     sentences: list[str] = []
@@ -68,72 +78,26 @@ def test_a_start_that_waits_holds_nothing_and_says_so_once(
         if len(pauses) == 3:
             other.release()
 
-    owned = lock_folders([(peer, NEEDS) for peer in peers], sentences.append, pause)
+    needs = [host.needs for host in hosts]
+    lock_folders(hosts, sentences.append, pause)
     assert len(pauses) == len(set(pauses)) == 3
     (sentence,) = sentences
-    assert sentence.startswith(f"{peers[taken].name}: process ")
+    assert sentence.startswith(f"{hosts[taken].name}: process ")
     assert sentence.endswith(f" fetches into {own[taken]}; waiting until it has ended.")
-    assert owned == {peer.name: NEEDS for peer in peers}
+    assert [host.needs for host in hosts] == needs
     assert [FolderLock(each, "other", "gamma").owner for each in own] == [None, None]
 
 
 def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(
-    peers: list[WeightPeer], plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Blueprint, described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    described = plan.as_json()
-    described["repository"]["path"] = "/models/nowhere"
-    for peer in peers:
-        peer.call("prepare", kind="target", path="/x", blueprint=described, parts=["0"])
-    asked = [(peer, {"target": {str(number)}}) for number, peer in enumerate(peers)]
-    assert lock_folders(asked, pytest.fail) == {"beta": {"target": {"0", "1"}}}
-    assert not (plan.path / "config.json").exists()  # nobody has written before the locks
-    found = peers[0].call("offer", kind="target", parts=["0", "1"])
-    (file,) = plan.headers
-    assert found["has"][file] == [(0, len(plan.headers[file]), found["has"][file][0][2])]
-    assert found["lacks"].keys() == {file}
-
-
-def test_the_locks_of_the_launcher_end_after_what_it_fetches(
-    plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ending it only tells its threads to end."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    described = plan.as_json()
-    described["repository"]["path"] = "/models/nowhere"
-    with on_this_machine("alpha", None, {}) as peer:
-        peer.call(
-            "prepare", kind="target", path="/models/nowhere", blueprint=described, parts=["0"]
-        )
-        assert peer.call("lock", kind="target", run="run", host="alpha")["owner"] == "alpha"
-        peer.end()
-        assert FolderLock(plan.path, "other", "gamma").owner is None
-    assert FolderLock(plan.path, "other", "gamma").owner == "gamma"
-
-
-def test_two_models_in_one_folder_are_fetched_by_the_same_host(
-    plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And those who read what is fetched for either wait for it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("pipespec.cluster.weight_host.WAIT_S", 0)
-    described = plan.as_json()
-    described["repository"]["path"] = "/models/nowhere"
-    host = WeightHost()
-    for kind in ("target", "draft"):
-        host.prepare(kind, "/models/nowhere", described, ["0"])
-        assert host.lock(kind, "run", "beta")["owner"] == "beta"
-    (file,) = plan.headers
-    lacks = [
-        host.offer(kind, [part])["lacks"][file] for kind, part in (("target", "0"), ("draft", "1"))
-    ]
-    for each in lacks:
-        assert next(host.read("target", file, *each[0])) == b""
-    other = next(
-        each for each in PartsFile(plan.path / file).absent() if each not in lacks[0] + lacks[1]
-    )
-    with pytest.raises(ModelError, match="neither here nor fetched in this start"):
-        next(host.read("draft", file, *other))
-    with pytest.raises(ModelError, match="'mid' is no model of this start"):
-        next(host.read("mid", file, 0, 1))
-    host.unlock()
+    hosts: list[Any] = [Host(name, described, name) for name in ("beta", "gamma")]
+    lock_folders(hosts, pytest.fail)
+    needs = {"beta", "gamma"}
+    assert [host.needs for host in hosts] == [{"target": needs, "draft": needs}, {}]
+    assert not (plan.repository.folder / "config.json").exists()  # nobody has written before
+    found = hosts[0].call("offer", kind="target", blueprint=described, parts=["0"])
+    assert found["records"].keys() == found["lacks"].keys() == plan.headers.keys()
+    hosts[0].call("end")
+    assert FolderLock(plan.repository.folder, "other", "delta").owner == "delta"

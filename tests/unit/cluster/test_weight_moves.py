@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.host_weights import parts_needed
 from pipespec.cluster.replanning import WeightsPending, assignment_without
 from pipespec.cluster.weight_moves import WeightMoves
+from pipespec.cluster.weight_plan import parts_needed
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, ModelError
 

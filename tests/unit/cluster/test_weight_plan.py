@@ -1,88 +1,107 @@
-"""Who sends which pieces to whom."""
+"""Who sends which blocks to whom."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.cluster.weight_plan import HUB, Key, Transfer, plan_transfers
+from pipespec.cluster.weight_plan import HUB, RUN_BLOCKS, Block, plan_round
 from pipespec.errors import ModelError
 
-MIB = 2**20
 HOSTS = ("a", "b", "c", "d")
+Held = dict[str, set[Block]]
 
 
-def key(number: int) -> Key:
-    return "target", "m.safetensors", number * 32 * MIB, (number + 1) * 32 * MIB
+def block(number: int) -> Block:
+    """One of a run of its own."""
+    return "target", "m.safetensors", number * RUN_BLOCKS
 
 
-def plan(
-    lacks: dict[str, set[Key]], holders: dict[str, set[Key]], *, on_hub: bool = False
-) -> list[Transfer]:
-    return plan_transfers(lacks, holders, ["target"] if on_hub else [])
+def some(*numbers: int) -> set[Block]:
+    return set(map(block, numbers))
 
 
-def sent(transfers: list[Transfer]) -> Counter[str]:
-    found = Counter[str]()
-    for each in transfers:
-        found[each.source] += len(each.keys)
+def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[str]]:
+    """How many blocks each source sends in each round, until no host lacks any."""
+    found = []
+    while any(lacks.values()):
+        sent, moved = Counter[str](), Counter[Block]()
+        transfers = plan_round(lacks, holders, ["target"] if on_hub else [])
+        for (to, source), blocks in transfers.items():
+            assert source == HUB or holders[source] >= set(blocks)
+            assert lacks[to] >= set(blocks) and source != to
+            sent[source] += len(blocks)
+            moved.update(blocks)
+        for each, count in moved.items():  # as many get a block as have it
+            assert count <= max(1, sum(each in has for has in holders.values()))
+        got = {
+            to: {each for (one, _), of in transfers.items() if one == to for each in of}
+            for to in lacks
+        }
+        holders = {name: holders.get(name, set()) | got.get(name, set()) for name in HOSTS}
+        lacks = {name: blocks - got[name] for name, blocks in lacks.items()}
+        found.append(sent)
     return found
 
 
-def test_a_host_sends_no_piece_to_several_hosts_that_can_pass_it_on() -> None:
-    keys = {key(number) for number in range(12)}
-    transfers = plan(dict.fromkeys("bcd", keys), {"a": keys})
-    # 36 pieces are sent, as evenly as can be: each to each, none of the receivers by itself.
-    assert sent(transfers)["a"] == len(keys)
-    assert sent(transfers).total() == 36
-    assert max(sent(transfers).values()) <= 13
+@pytest.mark.parametrize(
+    ("lacks", "holders", "on_hub", "sent"),
+    [
+        # What one host has, it sends once, and the others pass it on.
+        (
+            dict.fromkeys("bcd", some(*range(12))),
+            {"a": some(*range(12))},
+            False,
+            [{"a": 12}, {"a": 7, "b": 4, "c": 6, "d": 7}],
+        ),
+        (
+            {"d": some(*range(8))},
+            {"a": some(*range(8)), "b": some(*range(8))},
+            False,
+            [{"a": 4, "b": 4}],
+        ),
+        # A busy host leaves to others what they have too.
+        (
+            {"c": some(*range(10))},
+            {"a": some(*range(10)), "b": some(*range(6, 10))},
+            False,
+            [{"a": 6, "b": 4}],
+        ),
+        # What is on no host, the hub sends once.
+        (dict.fromkeys("ab", some(1, 2)), {}, True, [{HUB: 2}, {"a": 1, "b": 1}]),
+        ({"a": some(1), "b": some(2)}, {"c": some(2)}, True, [{HUB: 1, "c": 1}]),
+    ],
+    ids=["passed on", "shared", "busy", "from the hub", "hub and host"],
+)
+def test_blocks_are_sent_as_evenly_as_can_be(
+    lacks: Held, holders: Held, on_hub: bool, sent: list[dict[str, int]]
+) -> None:
+    assert rounds(lacks, holders, on_hub=on_hub) == sent
 
 
-def test_hosts_that_all_have_a_piece_share_the_work() -> None:
-    keys = {key(number) for number in range(8)}
-    assert sent(plan({"d": keys}, {"a": keys, "b": keys})) == {"a": 4, "b": 4}
+def test_neighbours_come_from_one_source() -> None:
+    run = {("target", "m.safetensors", number) for number in range(RUN_BLOCKS)}
+    (found,) = plan_round({"c": run}, {"a": run, "b": run}, []).values()
+    assert set(found) == run
 
 
-def test_a_busy_host_leaves_to_others_what_they_have_too() -> None:
-    only, both = {key(number) for number in range(6)}, {key(number) for number in range(6, 10)}
-    assert sent(plan({"c": only | both}, {"a": only | both, "b": both})) == {"a": 6, "b": 4}
-
-
-def test_the_hub_sends_every_piece_once() -> None:
-    keys = {key(number) for number in range(6)}
-    assert sent(plan(dict.fromkeys("abc", keys), {}, on_hub=True))[HUB] == len(keys)
-
-
-def test_a_piece_that_no_host_has_names_its_file() -> None:
+def test_a_block_that_no_host_has_names_its_file() -> None:
     sentence = r"^b needs bytes of m\.safetensors of the target that no host has; copy m\.safetens"
     with pytest.raises(ModelError, match=sentence):
-        plan({"b": {key(1), key(2)}}, {"a": {key(1)}})
+        plan_round({"b": some(1, 2)}, {"a": some(1)}, [])
 
 
-sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(key, st.integers(0, 20))))
+sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(block, st.integers(0, 20))))
 
 
 @given(sets, sets)
-def test_every_host_gets_all_that_it_lacks_once_and_from_a_host_that_has_it_by_then(
-    lacks: dict[str, set[Key]], holders: dict[str, set[Key]]
+def test_every_host_gets_all_that_it_lacks_and_the_hub_sends_nothing_twice(
+    lacks: Held, holders: Held
 ) -> None:
-    lacks = {name: keys - holders.get(name, set()) for name, keys in lacks.items()}
-    transfers = plan(lacks, holders, on_hub=True)
-    got: defaultdict[str, list[Key]] = defaultdict(list)
-    has = {name: set(holders.get(name, ())) for name in HOSTS}
-    for depth in sorted({each.depth for each in transfers}):
-        level = [each for each in transfers if each.depth == depth]
-        for each in level:
-            assert each.source == HUB or has[each.source] >= set(each.keys)
-            assert each.source != each.to
-            got[each.to] += each.keys
-        for each in level:
-            has[each.to] |= set(each.keys)
-    assert {name: sorted(keys) for name, keys in lacks.items() if keys} == {
-        name: sorted(keys) for name, keys in got.items()
-    }
-    sent_by_hub = [key for each in transfers if each.source == HUB for key in each.keys]
-    assert len(sent_by_hub) == len(set(sent_by_hub))
+    lacks = {name: blocks - holders.get(name, set()) for name, blocks in lacks.items()}
+    found = rounds(lacks, holders, on_hub=True)
+    on_hosts = set[Block]().union(*holders.values())
+    assert sum(each[HUB] for each in found) == len(set[Block]().union(*lacks.values()) - on_hosts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from pipespec.engine.checkpoint_parts import folder_lock
-from pipespec.engine.checkpoint_parts.folder_lock import FolderLock, sole_fetcher
+from pipespec.engine.checkpoint.parts.folder import FolderLock, sole_fetcher
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
 from pipespec.errors import ModelError
 
 
@@ -30,18 +31,35 @@ def test_a_lock_whose_owner_cannot_be_recorded_is_free(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as change:
-        change.setattr(folder_lock, "write_atomically", full)
+        change.setattr(os, "pwrite", full)
         with pytest.raises(ModelError, match="No space left"):
             FolderLock(tmp_path, "run 1", "beta")
-        with pytest.raises(ModelError, match="No space left"), sole_fetcher(tmp_path):
-            pass
     assert FolderLock(tmp_path, "run 2", "beta").owner == "beta"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
+    killed: bool, tmp_path: Path
+) -> None:
+    file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES, b"")
+    lock = FolderLock(tmp_path, "run 1", "beta")
+    for block in range(2):
+        file.write(block, bytes([block]) * BLOCK_BYTES)
+    with file.path.open("r+b") as stream:
+        stream.write(b"wrong")
+    if killed:
+        assert lock._descriptor is not None
+        os.close(lock._descriptor)
+    else:
+        lock.release()
+    with sole_fetcher(tmp_path):
+        assert PartsFile(file.path).absent() == ([0, 2] if killed else [2])
 
 
 @pytest.mark.parametrize("record", ["", "[]", "run 1 beta", '{"run": "run 1"}'])
 def test_a_record_that_says_nothing_is_of_another_start(tmp_path: Path, record: str) -> None:
     held = FolderLock(tmp_path, "run 1", "beta")
-    (tmp_path / ".parts" / "owner").write_text(record)
+    (tmp_path / ".parts" / "lock").write_text(record)
     lock = FolderLock(tmp_path, "run 1", "gamma")
     assert lock.owner is None
     assert lock.holder == f"another process fetches into {tmp_path}"

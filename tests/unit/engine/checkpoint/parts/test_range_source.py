@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from pipespec.engine.checkpoint_parts import hub_client
-from pipespec.engine.checkpoint_parts.hub_client import MAX_TRIES, HubClient, Unavailable
+from pipespec.engine.checkpoint.parts import range_source
+from pipespec.engine.checkpoint.parts.range_source import (
+    MAX_TRIES,
+    HubSource,
+    RangeSource,
+    Unavailable,
+)
 from pipespec.errors import ModelError
 from tests.helpers.hub import COMMIT, Fault, Hub, serving
 
@@ -42,13 +47,13 @@ def waits() -> Waits:
 
 
 @pytest.fixture
-def client(hub: Hub, waits: Waits) -> HubClient:
+def client(hub: Hub, waits: Waits) -> HubSource:
     assert not hub.requests
-    return HubClient("org/model", wait=waits)
+    return HubSource("org/model", COMMIT, waits)
 
 
-def read(client: HubClient, start: int = 1000, stop: int = 90_000) -> bytes:
-    return b"".join(client.read(COMMIT, NAME, (start, stop), len(DATA)))
+def read(client: HubSource, start: int = 1000, stop: int = 90_000) -> bytes:
+    return b"".join(client.read(NAME, (start, stop), len(DATA)))
 
 
 @pytest.mark.parametrize("commit", ["../../../etc", "", "main", None])
@@ -61,15 +66,15 @@ def test_a_mirror_that_names_no_commit_is_refused(hub, client, commit):
 def test_the_files_of_a_commit_with_sizes_and_hashes(client):
     found = client.revision()
     assert (found.repo, found.commit) == ("org/model", COMMIT)
-    assert found.files[NAME].size == len(DATA)
-    assert len(found.files[NAME].sha256) == 64
-    assert found.files["config.json"].sha256 is None
+    assert found.weights[NAME].size == len(DATA)
+    assert len(found.weights[NAME].sha256) == 64
+    assert found.weights["config.json"].sha256 is None
 
 
 def test_a_part_is_read_and_no_more(hub, client):
     assert read(client) == DATA[1000:90_000]
     assert hub.sent[NAME] == 89_000
-    assert client.read_file(COMMIT, "config.json", 2) == b"{}"
+    assert b"".join(client.read("config.json", (0, 2), 2)) == b"{}"
 
 
 def test_a_signed_url_is_used_again_and_gets_no_token(hub, client):
@@ -130,7 +135,7 @@ def test_a_hub_that_stays_away_is_one_sentence(hub, client, waits, fault, why, t
         read(client)
     assert len(waits) == tries - 1
     assert str(caught.value).startswith(
-        f"{constants.ENDPOINT} did not send {NAME} of org/model, though asked {tries} times: "
+        f"{constants.ENDPOINT} (org/model) did not send {NAME}, though asked {tries} times: "
     )
     assert why in str(caught.value)
 
@@ -139,13 +144,13 @@ def test_a_hub_without_ranges_is_refused_without_reading_whole_files(hub, client
     hub.without_ranges = True
     with pytest.raises(Unavailable, match="does not send parts of files"):
         read(client)
-    assert client.read_file(COMMIT, "config.json", 2) == b"{}"
+    assert b"".join(client.read("config.json", (0, 2), 2)) == b"{}"
 
 
 def test_a_slow_answer_times_out_and_is_asked_for_again(hub, client, monkeypatch):
     import threading
 
-    monkeypatch.setattr(hub_client, "READ_S", 0.2)
+    monkeypatch.setattr(range_source, "READ_S", 0.2)
     slow = threading.Event()
     calls: list[int] = []
 
@@ -169,8 +174,8 @@ def test_a_gated_model_names_the_token(hub, client):
 
 @pytest.mark.usefixtures("hub")
 def test_a_model_that_is_not_there():
-    with pytest.raises(ModelError, match=r"has no model org/other"):
-        HubClient("org/other").revision()
+    with pytest.raises(ModelError, match=r"org/other\) has no such model"):
+        HubSource("org/other").revision()
 
 
 def test_offline_nothing_is_asked_for(hub, client, monkeypatch):
@@ -184,7 +189,7 @@ def test_offline_nothing_is_asked_for(hub, client, monkeypatch):
 def test_no_hub_at_all(monkeypatch, waits):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    client = HubClient("org/model", wait=waits)
+    client = HubSource("org/model", COMMIT, waits)
     for ask in (client.revision, lambda: read(client)):
         with pytest.raises(Unavailable, match="check the network"):
             ask()
@@ -199,16 +204,27 @@ def test_reading_that_is_stopped_ends_at_once(hub, client):
 
 def test_the_token_is_no_part_of_where_a_file_is(hub, client, monkeypatch):
     """Hosts without it are told a URL only where they need none."""
-    assert f"/cdn/0/org/model/{NAME}" in client.signed_url(COMMIT, NAME)
+    assert f"/cdn/0/org/model/{NAME}" in client.signed_url(NAME)
     hub.signs = False
-    assert client.signed_url(COMMIT, NAME, fresh=True) is None
+    client.located.clear()
+    assert client.signed_url(NAME) is None
+    client.located.clear()
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(COMMIT, NAME, fresh=True)
+    assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(NAME)
 
 
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     name = f"../../../other/resolve/{COMMIT}/{NAME}"
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.signed_url(COMMIT, name)
+        client.signed_url(name)
+
+
+def test_another_host_reads_at_signed_urls_until_they_expire(hub, client, waits):
+    other = RangeSource("the hub", {NAME: client.signed_url(NAME)}, wait=waits)
+    assert read(other) == DATA[1000:90_000]
+    assert hub.tokens_at_cdn == []
+    hub.expire()
+    with pytest.raises(Unavailable, match="refuses a signed URL"):
+        read(other)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.checkpoint_parts.blueprint import Blueprint
-from pipespec.engine.checkpoint_parts.cache_listing import entries
+from pipespec.engine.checkpoint.parts.blueprint import Blueprint
+from pipespec.engine.checkpoint.parts.folder import entries
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -24,9 +24,9 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
 def test_a_described_checkpoint_is_built_in_the_parts_cache(
     described: dict[str, Any], tmp_path: Path
 ) -> None:
-    plan = Blueprint.of_other_host(described)
+    plan = Blueprint.of_other_host(described, "beta")
     path = plan.build()
-    assert path == plan.path
+    assert path == plan.repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
     assert plan.repository.path == str(TARGET.absolute())
@@ -50,7 +50,7 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
     change: dict[str, Any], described: dict[str, Any]
 ) -> None:
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        Blueprint.of_other_host(described | change)
+        Blueprint.of_other_host(described | change, "beta")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
         {"repo": "org/target"},
         {"repo": "../../elsewhere"},
         {"path": None},  # a commit of the hub
-        {"weights": {"../../x/m.safetensors": {"size": 1, "sha256": None}}},
+        {"weights": {"../../x/m.safetensors": [1, None]}},
     ],
     ids=str,
 )
@@ -69,7 +69,7 @@ def test_a_repository_of_another_kind_is_refused(
 ) -> None:
     described["repository"] |= change
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        Blueprint.of_other_host(described)
+        Blueprint.of_other_host(described, "beta")
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_a_repository_of_another_kind_is_refused(
 )
 def test_what_is_no_description_is_one_sentence(described: Any) -> None:
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
-        Blueprint.of_other_host(described)
+        Blueprint.of_other_host(described, "beta")

@@ -1,0 +1,116 @@
+"""Lets other hosts read parts of this host's weight files: `GET /KIND/FILE` with a range, over TLS.
+
+The launcher makes a certificate for each distribution and hands it, with its key, to the hosts
+over SSH. Both ends of a connection must hold that key; it is in no file.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from pipespec.controller.certificate import Certificate
+from pipespec.errors import ModelError
+from pipespec.system.network_interfaces import interfaces, resolve
+
+# Seconds to prove the key, and for a client that neither asks nor reads.
+HANDSHAKE_S, IDLE_S = 5.0, 60.0
+CHUNK_BYTES = 2**18
+
+
+def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
+    """For an end that trusts this certificate alone, and has its key."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate.cert)
+    certificate.load_into(context)
+    return context
+
+
+def own_address(address: str, interface: str | None) -> str:
+    """The IP address of this host at which others reach it: `address`, or that of an interface,
+    if it is named and has another. Raises OSError."""
+    ip = resolve(address)
+    found = next((each.addresses for each in interfaces() if each.name == interface), ())
+    return ip if ip in found or not found else found[0]
+
+
+def url_of(url: str, kind: str, file: str) -> str:
+    """Where a server has a weight file of a model."""
+    return f"{url}/{kind}/{quote(file, safe='')}"
+
+
+class WeightServer(ThreadingHTTPServer):
+    """Answers at one address of this host, in threads, until the process ends. Raises OSError if
+    it cannot listen there. `find` names the path of a file of a model, or raises ModelError."""
+
+    request_queue_size = 64
+
+    def __init__(self, ip: str, certificate: Certificate, find: Callable[[str, str], Path]) -> None:
+        self.find = find
+        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
+        self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        super().__init__((ip, 0), _Handler)
+        self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection, whose handshake its own thread makes."""
+        plain, client = super().get_request()
+        plain.settimeout(HANDSHAKE_S)
+        secured = self._context.wrap_socket(plain, True, do_handshake_on_connect=False)
+        return secured, client
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client without the key, or one that has ended, is no error of this host."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: WeightServer
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        self.request.do_handshake()
+        self.request.settimeout(IDLE_S)
+        super().setup()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Be silent: the reader says what is wrong."""
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"/([^/]+)/([^/]+)", self.path)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path, size = Path(), 0
+        with suppress(ModelError, OSError, KeyError):
+            path = self.server.find(found[1], unquote(found[2])) if found else path
+            size = path.stat().st_size if path.is_file() else 0
+        if wanted is None or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= size:
+            self.send_error(416 if size else 404)
+            return
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        with path.open("rb") as stream:
+            stream.seek(start)
+            while chunk := stream.read(min(stop - stream.tell(), CHUNK_BYTES)):
+                self.wfile.write(chunk)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection that another thread uses. The method of an `SSLSocket` would first take the
+    encryption away, under which that thread may be sending."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,0 +1,275 @@
+"""Folders of the parts cache: one for each commit of a repository.
+
+    ~/.cache/pipespec/parts/models--ORG--NAME/COMMIT/            a model folder
+    ~/.cache/pipespec/parts/folders--NAME/HASH/                  one that came from another host's
+        config.json, tokenizer.json, ...                         small files, whole
+        model-00001-of-00004.safetensors, ...                    weight files (`parts_file`)
+        .parts/repository.json                                   `Repository`
+        .parts/model-00001-of-00004.safetensors.sha256           the record of a weight file
+        .parts/lock                                              locked by what fetches into it
+
+`blueprint` makes them without tensors: small files, and of each weight file its size and header. A
+weight file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders
+that one is used while the hub cannot be reached whose `repository.json` was written last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.checkpoint.formats.gguf_parts import part_names
+from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.errors import ConfigError, ModelError
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.file_lock import lock_file
+from pipespec.system.folders import cache_folder
+from pipespec.system.validation import Unreadable, read_json
+
+log = logging.getLogger(__name__)
+FOLDERS = "folders"
+
+
+class StoredFile(NamedTuple):
+    """A file of a repository: bytes, and the SHA-256 that the hub states for large files."""
+
+    size: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What any host calls a checkpoint: a commit on the hub, or a folder of a host.
+
+    Attributes:
+        repo, commit: on the hub; of a host's folder its name, and a hash that changes with it.
+        path: of the checkpoint on the host that has it; None: it is on the hub.
+        weights: the weight files.
+    """
+
+    repo: str
+    commit: str
+    path: str | None = None
+    weights: Mapping[str, StoredFile] = field(default_factory=dict)
+
+    @property
+    def on_hub(self) -> bool:
+        return self.path is None
+
+    @property
+    def folder_name(self) -> str:
+        """Of its folder in the parts cache of any host, relative to that; a commit's is never that
+        of another host's folder."""
+        kind = "models" if self.on_hub else FOLDERS
+        return "--".join((kind, *self.repo.split("/"))) + f"/{self.commit}"
+
+    @property
+    def folder(self) -> Path:
+        """Its folder in the parts cache of this host. Raises ConfigError."""
+        return parts_cache() / self.folder_name
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Repository:
+        """The inverse of `as_json`. Raises KeyError, TypeError, AttributeError."""
+        files = {name: StoredFile(*each) for name, each in value["weights"].items()}
+        return cls(value["repo"], value["commit"], value["path"], files)
+
+
+def parts_cache() -> Path:
+    """The folder of all repositories. Raises ConfigError."""
+    return cache_folder() / "parts"
+
+
+def folder_of_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint, which is `path` unless that is a GGUF file."""
+    return path.parent if is_gguf(path) else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a folder, or a GGUF file, of that name."""
+    return path.is_dir() or (is_gguf(path) and path.is_file())
+
+
+def read_repository(folder: Path) -> Repository | None:
+    """What a folder of the parts cache is of; None: it is another folder, or not finished."""
+    try:
+        return Repository.from_json(read_json(_record(folder)))
+    except (Unreadable, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_repository(folder: Path, found: Repository) -> None:
+    """Mark a folder as finished but for tensors, and as that of its model which was used last.
+    Raises ModelError."""
+    with reported(folder):
+        _record(folder).parent.mkdir(exist_ok=True)
+        write_atomically(_record(folder), json.dumps(found.as_json()).encode())
+
+
+def cached_commit(folder: Path) -> Repository | None:
+    """What a folder of the parts cache, or of the cache of huggingface_hub, is of; None: it is
+    another folder."""
+    found = read_repository(folder)
+    snapshots = folder.absolute().parent
+    root = snapshots.parent
+    if found is not None or snapshots.name != "snapshots" or not root.name.startswith("models--"):
+        return found
+    from huggingface_hub import constants  # takes its time, so not for other folders
+
+    if root.parent != Path(constants.HF_HUB_CACHE).absolute():
+        return None
+    return Repository("/".join(root.name.split("--")[1:]), folder.name)
+
+
+def known_folder(repo: str, file: str | None) -> Path | None:
+    """The folder of a model that was used last; None: there is none with the weight files of its
+    checkpoint, or with a GGUF file, if without tensors."""
+    try:
+        found = _last_used(Repository(repo, "any").folder.parent)
+    except ConfigError:
+        return None
+    return found if found is not None and is_begun(found, file) else None
+
+
+def is_begun(folder: Path, file: str | None) -> bool:
+    """Whether a folder has the weight files of a checkpoint, or a GGUF file, if without tensors.
+    Links to what was removed since do not count."""
+    known = read_repository(folder)
+    weights = {} if known is None else known.weights
+    names = part_names(file) if file else [each for each in weights if not is_gguf(each)]
+    return bool(names) and all(each in weights and (folder / each).exists() for each in names)
+
+
+def cached_file(repo: str, commit: str, name: str) -> str | None:
+    """The path of a file that the cache of huggingface_hub holds whole, where it has its name, else
+    None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, name, revision=commit)
+    return found if isinstance(found, str) else None
+
+
+def _record(folder: Path) -> Path:
+    """The file that says what a folder is of."""
+    return folder / RECORDS / "repository.json"
+
+
+def _last_used(root: Path) -> Path | None:
+    records = [each for each in root.glob(f"*/{RECORDS}/repository.json") if each.is_file()]
+    latest = max(records, key=lambda each: each.stat().st_mtime_ns, default=None)
+    return None if latest is None else latest.parent.parent
+
+
+class FolderLock:
+    """The lock of a folder for all hosts of one run, as several may share a file system. It is held
+    until `release`, or the end of the process, whose name is in its file. So it is known of one
+    that was killed: what that has left is compared with its hashes first. Raises ModelError.
+
+    Attributes:
+        owner: the host that holds it: this one, or the first of the run that asked; None: a process
+            of another run does.
+        holder: that process, as a clause.
+    """
+
+    def __init__(self, folder: Path, run: str = "", host: str = "", *, wait: bool = False) -> None:
+        self.owner: str | None = host
+        self.holder, path = "", folder / RECORDS / "lock"
+        with reported(folder):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._descriptor = lock_file(path, wait=wait)
+            if self._descriptor is None:
+                noted = _noted(path)
+                self.owner = noted.get("host") if run and noted.get("run") == run else None
+                self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
+                return
+            try:
+                if path.stat().st_size:
+                    for each in filter(is_partial, folder.iterdir()):
+                        PartsFile(each).verify()
+                process = f"process {os.getpid()} of {socket.gethostname()}"
+                data = json.dumps({"run": run, "host": host, "process": process}).encode()
+                os.truncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, data, 0)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+
+    def release(self) -> None:
+        """Let others fetch into the folder; what was fetched is on the disk."""
+        if self._descriptor is not None:
+            os.truncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextmanager
+def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into a folder. Raises ModelError if another one is and this
+    must not `wait`."""
+    lock = FolderLock(folder)
+    if lock.owner is None and wait:
+        log.warning("%s; waiting until it has ended", lock.holder)
+        lock = FolderLock(folder, wait=True)
+    if lock.owner is None:
+        raise ModelError(f"{lock.holder}; wait until it has ended")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """What the process that holds the lock has noted."""
+    with suppress(Unreadable):
+        found = read_json(path)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A folder of the parts cache: of a `model` (a hub id, or the name of another host's folder),
+    with its bytes on the disk, and those of its weight files (0: it was not finished). `current`:
+    of the folders of its model it was used last."""
+
+    folder: Path
+    model: str
+    commit: str
+    disk_bytes: int
+    whole_bytes: int
+    current: bool
+
+
+def entries() -> Iterator[CacheEntry]:
+    """All folders of the parts cache. Raises ConfigError."""
+    cache = parts_cache()
+    for folder in sorted([*cache.glob("models--*/*/"), *cache.glob(f"{FOLDERS}--*/*/")]):
+        found = read_repository(folder)
+        model = "/".join(folder.parent.name.split("--")[1:])
+        whole = 0 if found is None else sum(each.size for each in found.weights.values())
+        files = [each.lstat() for each in folder.rglob("*") if not each.is_symlink()]
+        on_disk = 512 * sum(each.st_blocks for each in files)  # of a file with holes, those here
+        current = folder == _last_used(folder.parent)
+        yield CacheEntry(folder, model, folder.name, on_disk, whole, current)
+
+
+def remove(entry: CacheEntry) -> None:
+    """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError, also where
+    a process fetches into it."""
+    with reported(entry.folder), sole_fetcher(entry.folder, wait=False):
+        shutil.rmtree(entry.folder)
+        if not any(entry.folder.parent.iterdir()):
+            entry.folder.parent.rmdir()

@@ -1,1 +1,0 @@
-"""Parts of checkpoints: fetched from the Hugging Face Hub or another host, and kept on disk."""

@@ -1,0 +1,132 @@
+"""A host that other ones read weights from."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pipespec.cluster.weight_server import WeightServer, tls_context, url_of
+from pipespec.controller.certificate import Certificate
+from pipespec.engine.checkpoint.parts.range_source import RangeSource, Unavailable
+from pipespec.errors import ModelError
+
+ADDRESS = "127.0.0.2"
+BLOB = os.urandom(3 * 2**20)
+NAME = "a file & more.gguf"
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return Certificate.make()
+
+
+@pytest.fixture
+def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
+    (tmp_path / NAME).write_bytes(BLOB)
+
+    def find(kind: str, file: str) -> Path:
+        if (kind, file) != ("target", NAME):
+            raise ModelError("it is no weight file")
+        return tmp_path / file
+
+    server = WeightServer(ADDRESS, certificate, find)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def source(server: WeightServer, certificate: Certificate, kind: str = "target") -> RangeSource:
+    url = url_of(server.url, kind, NAME)
+    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    return RangeSource("beta", {NAME: url}, context, wait=lambda _: None)
+
+
+def read(of: RangeSource, start: int = 0, stop: int = len(BLOB)) -> bytes:
+    return b"".join(of.read(NAME, (start, stop), len(BLOB)))
+
+
+def test_several_threads_read_parts_as_they_are(
+    server: WeightServer, certificate: Certificate
+) -> None:
+    beta = source(server, certificate)
+    for start, stop in ((0, len(BLOB)), (7, 11), (2**18 - 1, 2**19 + 1)):
+        assert read(beta, start, stop) == BLOB[start:stop]
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda _: read(beta), range(4))] == [BLOB] * 4
+
+
+@pytest.mark.parametrize("path", ["draft", "target/..", "."])
+def test_only_weight_files_of_the_start_are_sent(
+    path: str, server: WeightServer, certificate: Certificate
+) -> None:
+    with pytest.raises(ModelError, match=r"beta answers 40\d"):
+        read(source(server, certificate, path))
+
+
+def test_a_part_beyond_the_file_is_refused(server: WeightServer, certificate: Certificate) -> None:
+    with pytest.raises(ModelError, match="beta answers 416"):
+        read(source(server, certificate), 0, len(BLOB) + 1)
+
+
+def test_a_host_with_the_key_of_another_run_is_refused(server: WeightServer) -> None:
+    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED") as failed:
+        read(source(server, Certificate.make()))
+    assert not failed.value.reached
+
+
+@pytest.mark.parametrize("how", ["no certificate", "another certificate", "the certificate"])
+def test_a_client_without_the_key_is_refused(
+    how: str, server: WeightServer, certificate: Certificate, tmp_path: Path
+) -> None:
+    """One that trusts any server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if how != "no certificate":
+        key = certificate if how == "the certificate" else Certificate.make()
+        files = key.write(tmp_path)
+        context.load_cert_chain(files.cert, files.key)
+    with context.wrap_socket(socket.create_connection(server.server_address, 30)) as client:
+        if how != "the certificate":
+            with pytest.raises(ssl.SSLError, match="ALERT"):
+                client.recv(1)  # what it asks for might find the connection closed
+            return
+        path = url_of("", "target", NAME)
+        client.sendall(f"GET {path} HTTP/1.1\r\nRange: bytes=0-4\r\n\r\n".encode())
+        assert client.recv(12) == b"HTTP/1.1 206"
+        assert client.cipher()[:2] == ("TLS_AES_256_GCM_SHA384", "TLSv1.3")  # type: ignore[index]
+
+
+@pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)])
+def test_other_protocols_are_closed_and_disturb_nothing(
+    message: bytes, server: WeightServer, certificate: Certificate
+) -> None:
+    with socket.create_connection(server.server_address) as client:
+        client.sendall(message)
+        with suppress(OSError):  # it may be closed by now
+            client.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            while client.recv(4096):  # at most a TLS alert
+                pass
+    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+
+
+def test_it_listens_at_one_address(server: WeightServer, certificate: Certificate) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.server_address[1]))
+    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+
+
+def test_a_host_that_cannot_be_reached_is_a_clause(certificate: Certificate) -> None:
+    context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+    beta = RangeSource("beta", {NAME: f"https://{ADDRESS}:9"}, context, wait=lambda _: None)
+    with pytest.raises(Unavailable) as failed:
+        read(beta)
+    assert "Connection refused" in failed.value.why
+    assert not failed.value.reached

@@ -1,0 +1,101 @@
+"""Sparse weight files and the records of which of their blocks are here."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from pipespec.engine.checkpoint.parts import parts_file
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial, record_of
+from pipespec.errors import ModelError
+
+DATA = save({"a": torch.ones(25, dtype=torch.uint8), "b": torch.ones(10, dtype=torch.uint8)})
+BEGIN, SIZE, BLOCK = len(DATA) - 35, len(DATA), 10
+NUM_BLOCKS = -(-SIZE // BLOCK)
+
+
+def put(file: PartsFile, *blocks: int) -> None:
+    for each in blocks:
+        file.write(each, DATA[slice(*file.place(each))])
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
+    monkeypatch.setattr(parts_file, "BLOCK_BYTES", BLOCK)
+    return PartsFile.create(tmp_path / "m.safetensors", SIZE, DATA[:BEGIN])
+
+
+def test_a_new_file_has_its_size_and_its_header_and_no_block(file):
+    assert file.path.read_bytes() == DATA[:BEGIN].ljust(SIZE, b"\0")
+    assert is_partial(file.path)
+    assert file.absent() == list(range(NUM_BLOCKS))
+    assert file.ranges == {"a": (BEGIN, BEGIN + 25), "b": (BEGIN + 25, SIZE)}
+    put(file, 0)
+    again = PartsFile.create(file.path, SIZE, b"other")  # it is there
+    assert again.record == file.record
+    assert sorted(each.name for each in file.path.parent.rglob("*") if each.is_file()) == [
+        file.path.name,
+        record_of(file.path).name,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "found"),
+    [
+        ([(0, 30)], [0, 1, 2]),
+        ([(10, 20)], [1]),
+        ([(9, 11), (12, 13)], [0, 1]),
+        ([(10, 10), (30, 30)], []),
+        ([], []),
+        (None, list(range(NUM_BLOCKS))),
+    ],
+)
+def test_blocks_are_those_that_hold_bytes_of_the_ranges(file, ranges, found):
+    assert file.blocks(ranges) == found
+    assert file.num_bytes(file.blocks()) == SIZE
+
+
+def test_what_was_recorded_is_known_to_the_next_process(file):
+    blocks = file.blocks([file.ranges["b"]])
+    put(file, *blocks)
+    again = PartsFile(file.path)
+    assert again.tensors == {"b"}
+    assert again.absent() == [each for each in range(NUM_BLOCKS) if each not in blocks]
+    for each in blocks:
+        sha = hashlib.sha256(DATA[slice(*file.place(each))]).digest()
+        assert again.digest(each) == again.hash(again.place(each)) == sha
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 40])
+def test_a_record_that_was_cut_has_the_blocks_before(length, file):
+    put(file, 0, 1)
+    record_of(file.path).write_bytes(record_of(file.path).read_bytes()[:length])
+    again = PartsFile(file.path)
+    again.verify()  # half a hash is that of no bytes
+    assert set(again.blocks()) - set(again.absent()) == ({0} if length >= 32 else set())
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_whole_file_is_compared_once_with_its_hash(right, file):
+    stated = hashlib.sha256(DATA if right else b"other").hexdigest()
+    file.compare(stated)  # it is not whole
+    put(file, *range(NUM_BLOCKS))
+    file.compare(None)  # nothing is stated
+    if right:
+        file.compare(stated)
+        file.path.write_bytes(b"not read again".ljust(SIZE))
+        PartsFile(file.path).compare(stated)
+        return
+    with pytest.raises(ModelError, match="has another SHA-256 than the hub states"):
+        file.compare(stated)
+    assert PartsFile(file.path).absent() == list(range(NUM_BLOCKS))
+
+
+def test_a_file_without_its_record_is_refused(file):
+    record_of(file.path).unlink()
+    with pytest.raises(ModelError, match="or its record cannot be read"):
+        PartsFile(file.path)
