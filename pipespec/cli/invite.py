@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
     """A new invitation to a cluster of this machine: "command", "token" and "minutes". Raises
     ConfigError."""
-    from pipespec.cluster.join_server import ask_for_invitation
+    from pipespec.cluster.host_link.join_server import ask_for_invitation
 
     if running.joins_through is None:
         raise ConfigError(

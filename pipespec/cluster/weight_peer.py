@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any, BinaryIO, cast
 
-from pipespec.cluster import ssh
 from pipespec.cluster.byte_channel import ByteChannel, ChannelClosed, LocalChannel
+from pipespec.cluster.host_link import programs
 from pipespec.cluster.weight_host import WeightHost
 from pipespec.cluster.weight_links import Address
 from pipespec.cluster.weight_plan import Key
@@ -108,9 +108,7 @@ def connected(host: Host, handlers: Mapping[str, Any]) -> Iterator[WeightPeer]:
     """Another host's process, which ends with the block. `handlers` are what it may ask. Raises
     HostFailed."""
     with tempfile.TemporaryFile() as errors:
-        process = ssh.start_module(
-            host, MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-        )
+        process = programs.start_module(host, MODULE, stderr=errors)
         assert process.stdin is not None and process.stdout is not None
         reader, writer = cast(BinaryIO, process.stdout), cast(BinaryIO, process.stdin)
         try:
@@ -141,9 +139,9 @@ def on_this_machine(
         own.unlock()  # what fetched has ended
 
 
-def _failure(host: Host, process: subprocess.Popen[bytes], errors: IO[bytes]) -> HostFailed:
+def _failure(host: Host, process: programs.Program, errors: IO[bytes]) -> HostFailed:
     with suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_S)
     errors.seek(0)
     code = process.poll()
-    return ssh.failure(host, MODULE, -9 if code is None else code, errors.read())
+    return programs.failure(host, MODULE, -9 if code is None else code, errors.read())

@@ -71,10 +71,10 @@ def test_a_connection_outlives_a_cut_that_is_mended(bed):
 
 def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     before = namespaces()
-    monkeypatch.setattr("tools.rig.sshd.START", "echo no sshd >&2; exit 1")
+    monkeypatch.setattr("tools.rig.sshd.MODULE", "no_such_module")
     bed = Testbed(hosts=2)
 
-    with pytest.raises(RuntimeError, match=r"did not start: no sshd"):
+    with pytest.raises(RuntimeError, match=r"the SSH server at 10\.77\.0\.\d ended with 1"):
         bed.__enter__()
 
     assert namespaces() == before

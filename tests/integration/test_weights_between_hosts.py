@@ -26,7 +26,7 @@ EVEN = (2, 2, 2, 2)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        testbed.missing(with_ssh=False) is not None, reason=str(testbed.missing(with_ssh=False))
+        testbed.missing() is not None, reason=str(testbed.missing())
     ),
 ]
 

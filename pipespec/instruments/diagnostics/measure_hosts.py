@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_changes import MeasuredHost
+from pipespec.cluster.host_link import programs
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.slice_tensors import parts_of
@@ -58,7 +58,7 @@ def measure_hosts(
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     answers: dict[str, HostFigures] = {}
 
-    def measure(run: ssh.RunModule, host: Host) -> None:
+    def measure(run: programs.RunModule, host: Host) -> None:
         request = _request_for(hosts_file, host, config, dtype)
         if sums:
             request = replace(request, groups=(len(host.devices),))
@@ -68,8 +68,8 @@ def measure_hosts(
     # Hosts that are this machine would slow one another down.
     for host in hosts_file.hosts:
         if host.local:
-            measure(ssh.run_module, host)
-    ssh.ask_hosts([host for host in hosts_file.hosts if not host.local], measure)
+            measure(programs.run_module, host)
+    programs.ask_hosts([host for host in hosts_file.hosts if not host.local], measure)
     if sums:
         for found in answers.values():
             of_all = found["devices"][0]["sum_ms"]
@@ -111,7 +111,7 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []
-    devices = _measured(ssh.run_module, host, request)["devices"]
+    devices = _measured(programs.run_module, host, request)["devices"]
     for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
@@ -137,7 +137,7 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
     return MeasuredHost(tuple(workers), routes)
 
 
-def _measured(run: ssh.RunModule, host: Host, request: MeasureRequest) -> HostFigures:
+def _measured(run: programs.RunModule, host: Host, request: MeasureRequest) -> HostFigures:
     given = json.dumps(asdict(request)).encode()
     answer = run(host, MODULE, input=given, timeout=TIMEOUT_S)
     try:
