@@ -25,9 +25,7 @@ EVEN = (2, 2, 2, 2)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        testbed.missing() is not None, reason=str(testbed.missing())
-    ),
+    pytest.mark.skipif(testbed.missing() is not None, reason=str(testbed.missing())),
 ]
 
 
