@@ -19,13 +19,13 @@ import asyncssh
 import pytest
 
 from pipespec.cli import host_admission
-from pipespec.cli.invite import JoinOptions
+from pipespec.cli.invite import JoinOptions, ask_for_invitation
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.host_changes import MeasuredHost
 from pipespec.cluster.host_link import join_server, joined_host, loop, programs
 from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
-from pipespec.cluster.host_link.join_server import JoinServer, ask_for_invitation
+from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose

@@ -1,6 +1,7 @@
 """Modules started on hosts through an SSH server, and what is said when that fails."""
 
 import dataclasses
+import json
 import os
 import secrets
 import socket
@@ -250,11 +251,22 @@ def test_no_command_line_shows_what_goes_through_standard_input(server):
     assert look in answer and secret not in answer
 
 
-def test_many_programs_start_at_once(server):
-    hosts = [server.host(name=f"h{number}") for number in range(8)]
+def test_answers_of_many_hosts_are_in_their_order(server):
+    ended = []
+    asked = [(server.host(), f"[{number}]".encode()) for number in range(8)]
 
-    answers = programs.ask_hosts(
-        hosts, lambda run, host: run(host, "json.tool", input=b"[]", timeout=PATIENCE_S)
-    )
+    answers = programs.ask_hosts(asked, "json.tool", PATIENCE_S, lambda: ended.append(1))
 
-    assert answers == [b"[]\n"] * 8
+    assert [json.loads(answer) for answer in answers] == [[number] for number in range(8)]
+    assert len(ended) == 8
+
+
+def test_hosts_are_waited_for_no_more_once_one_fails(server):
+    """And with a signal, whose exception comes in the same way."""
+    began = time.monotonic()
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        asked = [(server.host(port=silent.getsockname()[1]), b""), (server.host(), b"")]
+        with pytest.raises(HostFailed, match="No module named no_such; install pipespec there"):
+            programs.ask_hosts(asked, "no_such", PATIENCE_S, lambda: None)
+
+    assert time.monotonic() - began < connection.LOGIN_TIMEOUT

@@ -29,7 +29,7 @@ from typing import Any, Self
 import asyncssh
 
 from pipespec.cluster.host_link import loop
-from pipespec.cluster.host_link.connection import QUIET, Peer
+from pipespec.cluster.host_link.connection import CIPHERS, QUIET, Peer
 from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
@@ -50,19 +50,6 @@ MOST_DEVICES = 64
 # counts as lost.
 PROVING_S, SILENCE_S = 10.0, 15
 ENDED = "the cluster has ended"
-
-
-def ask_for_invitation(path: str, seconds: float) -> str:
-    """The token of an invitation of the launcher with that socket, made by another process of this
-    user; see `JoinServer.invite`. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(path)
-        server.sendall(f"{seconds}\n".encode())
-        with server.makefile() as lines:
-            found = lines.readline().strip()
-    if not found:
-        raise ConnectionError("it has closed the connection")
-    return found
 
 
 class JoinServer:
@@ -144,6 +131,7 @@ class JoinServer:
             keepalive_count_max=SILENCE_S - 1,
             login_timeout=PROVING_S,
             x509_trusted_certs=None,
+            encryption_algs=CIPHERS,
             **QUIET,
         )
         return listener, await asyncio.start_unix_server(self._make_invitation, self.path)

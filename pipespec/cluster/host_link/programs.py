@@ -23,10 +23,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import partial
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from pipespec.cluster.host_link import loop
 from pipespec.config.hosts import PYTHON, Host
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from asyncssh import SSHReader, SSHWriter
 
     from pipespec.cluster.host_link.connection import Connection
-
-T = TypeVar("T")
 
 ALIVE_COUNT = 3  # that many unanswered questions, one a second, end a connection
 NOTICED_AFTER = ALIVE_COUNT + 1  # seconds
@@ -212,28 +209,11 @@ def start_module(
     words = [module, *args]
     if not host.local:
         return RemoteProgram(_connected(host, alive_count), _command(host, words), stderr)
-    return _start_here(host, words, stderr=stderr, **options)
-
-
-def _start_here(host: Host, words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     line, pipe = local_command(host, words), subprocess.PIPE
     try:
-        return subprocess.Popen(line, stdin=pipe, stdout=pipe, **options)
+        return subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=stderr, **options)
     except (OSError, ValueError) as error:
         raise _cannot_run(host, line[0], error) from error
-
-
-class RunModule(Protocol):
-    """`run_module`, or that of several programs which end together."""
-
-    def __call__(
-        self,
-        host: Host,
-        module: str,
-        *args: str,
-        input: bytes = b"",  # noqa: A002
-        timeout: float,
-    ) -> bytes: ...
 
 
 def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
@@ -243,93 +223,64 @@ def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout:
 
     Raises HostFailed if the host cannot be reached, the program fails or the time is over.
     """
-    return _Programs().run(host, module, *args, input=input, timeout=timeout)
+    words = [module, *args]
+    if not host.local:
+        return loop.call(_answer(host, words, input, timeout))
+    line = local_command(host, words)
+    try:
+        done = subprocess.run(line, input=input, capture_output=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise _late(host, module, timeout) from None  # the original holds the output
+    except (OSError, ValueError) as error:
+        raise _cannot_run(host, line[0], error) from error
+    if done.returncode != 0:
+        raise failure(host, module, done.returncode, done.stderr)
+    return done.stdout
 
 
-class _Programs:
-    """Programs that several threads run on hosts, and that end together."""
+def ask_hosts(
+    asked: Sequence[tuple[Host, bytes]],
+    module: str,
+    timeout: float,
+    on_answer: Callable[[], None],
+) -> list[bytes]:
+    """As `run_module` on several other hosts at the same time, each with its input, `on_answer`
+    whenever one has ended. If one fails, or a signal comes, the programs on the others end."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ends: set[Callable[[], object]] = set()
-        self._ended = False
-
-    def run(self, host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
-        """As `run_module`. Raises HostFailed also once all were ended."""
-        with self._lock:
-            if self._ended:
-                raise HostFailed(f"{host.name}: {module} was not started")
-            wait_for: Callable[[], tuple[bytes, bytes, int]]
-            if host.local:
-                program = _start_here(host, [module, *args], stderr=subprocess.PIPE)
-                wait_for, end = partial(_answer_here, program, input, timeout), program.kill
-            else:
-                way, line = _connected(host, ALIVE_COUNT), _command(host, [module, *args])
-                answer = loop.start(_answer_there(way, line, input))
-                wait_for, end = partial(answer.result, timeout), answer.cancel
-            self._ends.add(end)
+    async def together() -> list[bytes]:
+        tasks = [
+            asyncio.create_task(_answer(host, [module], given, timeout)) for host, given in asked
+        ]
+        for task in tasks:
+            task.add_done_callback(lambda _: on_answer())
         try:
-            output, errors, code = wait_for()
-        except (TimeoutError, subprocess.TimeoutExpired):
-            raise HostFailed(
-                f"{host.name}: {module} did not answer within {timeout:g} s; "
-                "check the load of the host and the link to it"
-            ) from None  # the original holds the output
+            return await asyncio.gather(*tasks)
         finally:
-            end()
-            with self._lock:
-                self._ends.discard(end)
-        if code != 0:
-            raise failure(host, module, code, errors)
-        return output
+            for task in tasks:
+                task.cancel()
 
-    def end(self) -> None:
-        """End those that run, and start no more."""
-        with self._lock:
-            self._ended = True
-            for end in self._ends:
-                end()
+    return loop.call(together())
 
 
-def _answer_here(
-    program: subprocess.Popen[bytes], given: bytes, timeout: float
-) -> tuple[bytes, bytes, int]:
-    with program:
-        try:
-            output, errors = program.communicate(given, timeout)
-        except BaseException:
-            program.kill()
-            raise
-    return output, errors, program.returncode
-
-
-async def _answer_there(
-    connected: AbstractAsyncContextManager[Connection], command: str, given: bytes
-) -> tuple[bytes, bytes, int]:
+async def _answer(host: Host, words: Sequence[str], given: bytes, timeout: float) -> bytes:
     from pipespec.cluster.host_link.connection import FAILURES, clause_of, require_end
 
     try:
-        async with connected as (connection, peer):
-            done = await connection.run(command, input=given, encoding=None, request_pty=False)
-            return done.stdout, done.stderr, require_end(done.returncode, peer)
+        async with (
+            asyncio.timeout(timeout),
+            _connected(host, ALIVE_COUNT) as (connection, peer),
+        ):
+            done = await connection.run(
+                _command(host, words), input=given, encoding=None, request_pty=False
+            )
+            code = require_end(done.returncode, peer)
+    except TimeoutError:
+        raise _late(host, words[0], timeout) from None
     except FAILURES as error:
-        return b"", clause_of(error).encode(), NO_CONNECTION
-
-
-def ask_hosts(hosts: Sequence[Host], ask: Callable[[RunModule, Host], T]) -> list[T]:
-    """What `ask` returns for each host, all at the same time, with what it has to run programs by.
-    If it raises for one, or a signal comes, the programs on the others end, and this raises the
-    same."""
-    programs = _Programs()
-    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-        try:
-            answers = [pool.submit(ask, programs.run, host) for host in hosts]
-            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
-                answer.result()
-            return [answer.result() for answer in answers]
-        except BaseException:
-            programs.end()
-            raise
+        raise failure(host, words[0], NO_CONNECTION, clause_of(error).encode()) from error
+    if code != 0:
+        raise failure(host, words[0], code, done.stderr)
+    return done.stdout
 
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
@@ -351,6 +302,13 @@ def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFail
         )
     ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
     return HostFailed(f"{host.name}: {module} ended with {ended}: {line or 'without a message'}")
+
+
+def _late(host: Host, module: str, timeout: float) -> HostFailed:
+    return HostFailed(
+        f"{host.name}: {module} did not answer within {timeout:g} s; check the load of the host "
+        "and the link to it"
+    )
 
 
 def _last_line(stderr: bytes) -> str:

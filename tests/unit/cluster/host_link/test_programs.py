@@ -130,34 +130,12 @@ def test_a_program_that_does_not_end_is_given_up(telling):
         programs.run_module(host(ssh="local", python=str(telling)), "some.module", timeout=0.2)
 
 
-def test_programs_on_other_hosts_end_with_the_first_that_fails(telling):
-    """And with a signal, whose exception comes in the same way."""
-    telling.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
-    waiting, failing = host(ssh="local", python=str(telling)), LOCAL
-
-    def ask(run, each):
-        module = "some.module" if each is waiting else "no_such_module"
-        return run(each, module, timeout=600)
-
-    with pytest.raises(HostFailed, match="No module named no_such_module"):
-        programs.ask_hosts([waiting, failing], ask)
-
-
-def test_answers_of_hosts_are_in_their_order():
-    def ask(run, each):
-        return each, run(each, "json.tool", input=b"[]", timeout=30)
-
-    hosts = [LOCAL, host(ssh="local", env={"A": "b"})]
-    assert programs.ask_hosts(hosts, ask) == [(each, b"[]\n") for each in hosts]
-    assert programs.ask_hosts([], ask) == []
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (
-            asyncssh.PermissionDenied("No key fits"),
-            "No key fits; let this user's key in with ",
+            asyncssh.PermissionDenied("Permission denied for user me"),
+            "Permission denied for user me; let this user's key in with ",
         ),
         (
             asyncssh.HostKeyNotVerifiable("Host key is not trusted for host beta"),
