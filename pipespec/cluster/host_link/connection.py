@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -42,6 +42,8 @@ QUIET: dict[str, Any] = {
     "agent_forwarding": False,
     "keepalive_interval": ALIVE_INTERVAL,
 }
+# Of sessions that run programs.
+BINARY: dict[str, Any] = {"encoding": None, "request_pty": False}
 # The ciphers that take half the time of asyncssh's first choice, before its others.
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 # Parts of messages, and the remedies.
@@ -84,21 +86,17 @@ class Peer(asyncssh.SSHClient):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = exc
 
-    def why(self) -> str:
-        """Why it has ended, as a clause."""
-        return reason_of(self.lost) if self.host is None else reason(self.host, self.lost)
+    def require(self, code: int | None) -> int:
+        """The exit code of a program. Raises LinkFailed if there is none, as the link broke."""
+        if code is None:
+            why = reason_of(self.lost) if self.host is None else reason(self.host, self.lost)
+            raise LinkFailed(why)
+        return code
 
 
 Connection = tuple[asyncssh.SSHClientConnection, Peer]
 # What a connection, and the way to one, raises.
 FAILURES = (LinkFailed, OSError, asyncssh.Error)
-
-
-def require_end(code: int | None, peer: Peer) -> int:
-    """The exit code of a program. Raises LinkFailed if there is none, as the connection broke."""
-    if code is None:
-        raise LinkFailed(peer.why())
-    return code
 
 
 def destination(host: Host) -> str:
@@ -110,12 +108,13 @@ def destination(host: Host) -> str:
 async def connected(host: Host, alive_count: int) -> AsyncIterator[Connection]:
     """A connection to a host of a hosts file, of which so many questions in a row may go
     unanswered. Raises LinkFailed."""
-    user, port = host.user or (), host.port if host.port != 22 else ()
+    name, user, port = _parts(destination(host), with_port=False)
+    to = name, host.user or user, host.port if host.port != 22 else port
     own: dict[str, Any] = {"keepalive_count_max": alive_count}
     if host.identity is not None:
         own["client_keys"] = own["agent_identities"] = [os.path.expanduser(host.identity)]
     try:
-        connection, peer = await _connect((destination(host), user, port), **own)
+        connection, peer = await _connect(to, **own)
     except (OSError, ValueError, asyncssh.Error) as error:
         raise LinkFailed(reason(host, error)) from error
     peer.host = host
@@ -132,16 +131,14 @@ async def _connect(
     through its jump hosts. Raises OSError, ValueError, asyncssh.Error."""
     name, user, port = to
     named = os.environ.get(CONFIG_VARIABLE)
-    paths = [named] if named else list(filter(_readable, CONFIGS))
+    paths = [named] if named else _readable(CONFIGS)
     config = SSHClientConfig.load(
         None, paths, False, False, False, getpass.getuser(), user, name, port
     )
     if (keys := config.get("IdentityFile")) and "client_keys" not in options:
-        options["client_keys"] = list(filter(_readable, keys))
-    known_hosts = [
-        *config.get("UserKnownHostsFile", USER_KNOWN_HOSTS),
-        *config.get("GlobalKnownHostsFile", SYSTEM_KNOWN_HOSTS),
-    ]
+        options["client_keys"] = _readable(keys)
+    known_hosts = config.get("UserKnownHostsFile", USER_KNOWN_HOSTS)
+    known_hosts = [*known_hosts, *config.get("GlobalKnownHostsFile", SYSTEM_KNOWN_HOSTS)]
     hops = [hop for hop in (config.get("ProxyJump") or "").split(",") if hop]
     if "tunnel" not in options:
         options["tunnel"] = None
@@ -159,7 +156,7 @@ async def _connect(
                 config=paths,
                 client_factory=lambda: peer,
                 # None would mean that every key is accepted.
-                known_hosts=list(filter(_readable, known_hosts)) or b"",
+                known_hosts=_readable(known_hosts) or b"",
                 ignore_encrypted=True,
                 x11_forwarding=False,
                 encryption_algs=() if config.get("Ciphers") else CIPHERS,
@@ -175,16 +172,17 @@ async def _connect(
     return connection, peer
 
 
-def _parts(hop: str) -> tuple[str, Any, Any]:
-    """Name, user and port of a jump host, as `user@name:port`."""
-    user, _, place = hop.removeprefix("ssh://").rpartition("@")
-    found = re.fullmatch(r"\[?(.+?)\]?(?::(\d+))?", place)
-    name, port = found.groups() if found else (place, None)
-    return name, user or (), int(port) if port else ()
+def _parts(place: str, *, with_port: bool = True) -> tuple[str, Any, Any]:
+    """Name, user and port of `user@name:port`; a name may be an IPv6 address, so that only a jump
+    host and a URL have a port."""
+    with_port = with_port or place.startswith("ssh://")
+    user, _, name = place.removeprefix("ssh://").rpartition("@")
+    found = re.fullmatch(r"(\[.+\]|[^:]+):(\d+)", name) if with_port else None
+    return (found[1] if found else name).strip("[]"), user or (), int(found[2]) if found else ()
 
 
-def _readable(path: str) -> bool:
-    return os.access(os.path.expanduser(path), os.R_OK)
+def _readable(paths: Iterable[str]) -> list[str]:
+    return [each for each in map(os.path.expanduser, paths) if os.access(each, os.R_OK)]
 
 
 def reason(host: Host, error: Exception | None) -> str:

@@ -75,7 +75,7 @@ def measure_hosts(
             answers[host.name] = _figures(host, _run(host, given))
             answered()
     others = [(host, given) for host, given in asked if not host.local]
-    found = programs.ask_hosts(others, MODULE, TIMEOUT_S, answered)
+    found = programs.ask_hosts(others, [MODULE], TIMEOUT_S, answered)
     for (host, _), answer in zip(others, found, strict=True):
         answers[host.name] = _figures(host, answer)
     if sums:

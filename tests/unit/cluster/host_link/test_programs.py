@@ -9,7 +9,7 @@ import sys
 import asyncssh
 import pytest
 
-from pipespec.cluster.host_link import connection, programs
+from pipespec.cluster.host_link import connection, programs, remote_program
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 
@@ -56,7 +56,7 @@ def test_arguments_and_environment_pass_through_the_remote_shell_unchanged(telli
     env = {f"KEY_{index}": text for index, text in enumerate(NASTY)}
     remote = host(python=str(telling), env=env)
 
-    arguments, environment = told(programs.remote_line(remote, ["some.module", *NASTY]))
+    arguments, environment = told(remote_program.remote_line(remote, ["some.module", *NASTY]))
 
     assert arguments == ["-m", "some.module", *NASTY]
     assert env.items() <= environment.items()
@@ -67,7 +67,8 @@ def test_a_leading_tilde_is_the_home_folder_on_the_host(telling):
     home = str(telling.parent)
 
     _, environment = told(
-        programs.remote_line(remote, ["some.module"]), env={"HOME": home, "PATH": "/usr/bin:/bin"}
+        remote_program.remote_line(remote, ["some.module"]),
+        env={"HOME": home, "PATH": "/usr/bin:/bin"},
     )
 
     assert environment["HF_HOME"] == f"{home}/data of mine"
@@ -168,6 +169,8 @@ def test_an_error_of_a_connection_is_a_clause_with_a_remedy(error, said):
 def test_jump_hosts_are_read_as_openssh_reads_them():
     assert connection._parts("jump") == ("jump", (), ())
     assert connection._parts("me@jump:2022") == ("jump", "me", 2022)
+    assert connection._parts("[fd00::7]") == connection._parts("fd00::7") == ("fd00::7", (), ())
+    assert connection._parts("fd00::7", with_port=False) == ("fd00::7", (), ())
     assert connection._parts("ssh://me@[fd00::7]:2022") == ("fd00::7", "me", 2022)
 
 
