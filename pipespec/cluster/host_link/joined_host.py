@@ -204,11 +204,11 @@ class JoinedHost:
             process.exit(1)
             return
         key = self._key.export_public_key().decode()
-        process.stdout.write(message(host=self._said, key=key, leave=self.leaving))
+        self._control = process.stdout
+        self._control.write(message(host=self._said, key=key, leave=self.leaving))
         async for line in process.stdin:
             said = json.loads(line)
             if "name" in said:
-                self._control = process.stdout
                 if not self._admitted.done():
                     self._admitted.set_result(said["name"])
             elif "refused" in said:
