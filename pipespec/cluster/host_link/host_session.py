@@ -69,6 +69,11 @@ class HostSession:
         """For how many seconds there has been no connection; 0: there is one."""
         return 0.0 if self._connection is not None else time.monotonic() - self._lost_at
 
+    def ask_to_leave(self) -> None:
+        """The host asks for it."""
+        self.leaving = True
+        self.changed.set()
+
     def tell(self, sentence: str) -> None:
         """Have the host print a sentence."""
         loop.soon(self._send, message(say=sentence))
@@ -122,8 +127,7 @@ class HostSession:
         with suppress(OSError, ValueError, asyncssh.Error):
             async for line in control.stdout:
                 if json.loads(line).get("leave"):
-                    self.leaving = True
-                    self.changed.set()
+                    self.ask_to_leave()
         await connection[0].wait_closed()
         if self._connection is connection:
             self._connection, self._control = None, None

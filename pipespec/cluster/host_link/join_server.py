@@ -162,7 +162,8 @@ class JoinServer:
                     control.stdin.write(message(refused=str(error).rstrip(".")))
                     return
             control.stdin.write(message(name=session.host.name))
-            session.leaving = session.leaving or said["leave"]
+            if said["leave"]:
+                session.ask_to_leave()
             await session.attend((connection, peer), control)
         except (OSError, ValueError, TypeError, KeyError, asyncssh.Error):
             return  # it ended, or says something else than messages

@@ -143,7 +143,11 @@ async def answers(
 async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float) -> bytes:
     try:
         async with asyncio.timeout(timeout), _connected(host, ALIVE_COUNT) as (connection, peer):
-            done = await connection.run(_command(host, words), input=given, **BINARY)
+            process = await connection.create_process(_command(host, words), **BINARY)
+            with suppress(*FAILURES):  # it may have ended already
+                process.stdin.write(given)
+                process.stdin.write_eof()
+            done = await process.wait()
             code = peer.require(done.returncode)
     except TimeoutError:
         raise late(host, words[0], timeout) from None
