@@ -352,7 +352,7 @@ class AgentHandle:
         output = self._log.read()
         if not self.host.local:
             return str(programs.failure(self.host, AGENT, self._agent.wait(), output))
-        ended = how_it_ended(self._agent.returncode)
+        ended = how_it_ended(self._agent.wait())
         return (
             f"the launcher of the ranks on host {self.display_name} ({ended}): {last_line(output)}"
         )

@@ -42,8 +42,6 @@ QUIET: dict[str, Any] = {
     "agent_forwarding": False,
     "keepalive_interval": ALIVE_INTERVAL,
 }
-# Of sessions that run programs.
-BINARY: dict[str, Any] = {"encoding": None, "request_pty": False}
 # The ciphers that take half the time of asyncssh's first choice, before its others.
 CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 # Parts of messages, and the remedies.
@@ -99,6 +97,16 @@ Connection = tuple[asyncssh.SSHClientConnection, Peer]
 FAILURES = (LinkFailed, OSError, asyncssh.Error)
 
 
+async def run_command(
+    connection: asyncssh.SSHClientConnection, command: str
+) -> asyncssh.SSHClientProcess[bytes]:
+    """A session that runs a command, without a terminal."""
+    process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(
+        command, encoding=None, request_pty=False
+    )
+    return process
+
+
 def destination(host: Host) -> str:
     """What SSH connects to: the `ssh` entry of the host, or else its address."""
     return host.ssh or host.address
@@ -132,7 +140,7 @@ async def _connect(
     name, user, port = to
     named = os.environ.get(CONFIG_VARIABLE)
     paths = [named] if named else _readable(CONFIGS)
-    config = SSHClientConfig.load(
+    config: Any = SSHClientConfig.load(
         None, paths, False, False, False, getpass.getuser(), user, name, port
     )
     if (keys := config.get("IdentityFile")) and "client_keys" not in options:
@@ -149,7 +157,7 @@ async def _connect(
     peer = Peer()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT) as peer.limit:
-            connection = await asyncssh.connect(
+            connection: asyncssh.SSHClientConnection = await asyncssh.connect(
                 name,
                 port,
                 username=user,

@@ -29,7 +29,7 @@ from typing import Any, Self
 import asyncssh
 
 from pipespec.cluster.host_link import loop
-from pipespec.cluster.host_link.connection import BINARY, CIPHERS, QUIET, Peer
+from pipespec.cluster.host_link.connection import CIPHERS, QUIET, Peer, run_command
 from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
@@ -150,7 +150,7 @@ class JoinServer:
         peer, key = connection.get_owner(), connection.get_server_host_key()
         assert isinstance(peer, Peer) and key is not None
         try:
-            control = await connection.create_process(CONTROL, **BINARY)
+            control = await run_command(connection, CONTROL)
             control.stdin.write(message(version=own_version()))
             async with asyncio.timeout(PROVING_S):
                 said = json.loads(await control.stdout.readline() or "null")

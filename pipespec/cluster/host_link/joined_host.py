@@ -257,7 +257,8 @@ async def _run(process: asyncssh.SSHServerProcess[bytes], words: Sequence[str]) 
         pump(program.stderr, process.stderr),
     )
     hung_up = asyncio.create_task(process.wait_closed())
-    await asyncio.wait({ended, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {ended, hung_up}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():  # its standard input has ended
         await asyncio.wait({ended}, timeout=PATIENCE_S + LONGER_S)
         if not ended.done():

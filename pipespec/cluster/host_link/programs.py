@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipespec.cluster.host_link import loop
 from pipespec.config.hosts import PYTHON, Host
@@ -26,7 +26,7 @@ from pipespec.errors import HostFailed
 if TYPE_CHECKING:
     from pipespec.cluster.host_link.remote_program import RemoteProgram
 
-    Program = subprocess.Popen[bytes] | RemoteProgram
+    Program: TypeAlias = subprocess.Popen[bytes] | RemoteProgram
 
 ALIVE_COUNT = 3  # that many unanswered questions, one a second, end a connection
 NOTICED_AFTER = ALIVE_COUNT + 1  # seconds

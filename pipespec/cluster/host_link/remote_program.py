@@ -19,13 +19,13 @@ import asyncssh
 
 from pipespec.cluster.host_link import host_session, loop
 from pipespec.cluster.host_link.connection import (
-    BINARY,
     CHUNK_BYTES,
     FAILURES,
     Connection,
     clause_of,
     connected,
     pump,
+    run_command,
 )
 from pipespec.cluster.host_link.programs import ALIVE_COUNT, NO_CONNECTION, failure, late
 from pipespec.config.hosts import Host
@@ -92,7 +92,7 @@ async def _run(
     _, taken = await asyncio.open_connection(sock=stdout)
     try:
         async with _connected(host, alive_count) as (connection, peer):
-            process = await connection.create_process(_command(host, words), **BINARY)
+            process = await run_command(connection, _command(host, words))
             feeding = asyncio.create_task(_feed(given, process.stdin))
             try:
                 await asyncio.gather(pump(process.stdout, taken), _keep(process.stderr, stderr))
@@ -143,19 +143,19 @@ async def answers(
 async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float) -> bytes:
     try:
         async with asyncio.timeout(timeout), _connected(host, ALIVE_COUNT) as (connection, peer):
-            process = await connection.create_process(_command(host, words), **BINARY)
+            process = await run_command(connection, _command(host, words))
             with suppress(*FAILURES):  # it may have ended already
                 process.stdin.write(given)
                 process.stdin.write_eof()
-            done = await process.wait()
-            code = peer.require(done.returncode)
+            output, errors = await process.communicate()
+            code = peer.require(process.returncode)
     except TimeoutError:
         raise late(host, words[0], timeout) from None
     except FAILURES as error:
         raise failure(host, words[0], NO_CONNECTION, clause_of(error).encode()) from error
     if code != 0:
-        raise failure(host, words[0], code, done.stderr)
-    return done.stdout
+        raise failure(host, words[0], code, errors)
+    return output
 
 
 def _connected(host: Host, alive_count: int) -> AbstractAsyncContextManager[Connection]:
