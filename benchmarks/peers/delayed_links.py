@@ -71,7 +71,7 @@ class LinkCheck:
 @contextmanager
 def delayed_links(hosts: int, delay_ms: float, gbit: float) -> Iterator[Testbed]:
     """So many hosts without SSH, each linked to each; `delay_ms` is one way."""
-    with Testbed(hosts, delay_ms, gbit) as bed:
+    with Testbed(hosts, delay_ms, gbit, with_ssh=False) as bed:
         for host in bed.hosts:
             for name, value in TCP_SETTINGS.items():
                 line = f"echo {value} > /proc/sys/net/ipv4/{name}"

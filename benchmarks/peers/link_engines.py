@@ -1,25 +1,28 @@
 """Engines that are spread over the hosts of `benchmarks.peers.delayed_links`.
 
 The first host has the client, the draft and what starts the rest; each other host has an equal part
-of the target's layers. `pipespec up` on the first host starts the others over SSH, and `pipespec
-bench` runs beside it. llama.cpp has llama-server on the first host, and an rpc-server on each of
-the others. vLLM's pipeline has a stage on each of the others, and its server beside the first
-stage.
+of the target's layers. pipespec runs as its commands do it by hand: `pipespec up` on the first
+host, `launch/torchrun.sh` on the others, and `pipespec bench` beside `up`. llama.cpp has
+llama-server on the first host, and an rpc-server on each of the others. vLLM's pipeline has a stage
+on each of the others, and its server beside the first stage.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
+from benchmarks.common.experiment import ROOT
 from benchmarks.peers.python_engines import Job, Run
 from benchmarks.peers.server_engines import (
     LOOPBACK,
     Command,
     LlamaCpp,
     RpcHost,
+    Server,
     ask_vllm,
     free_port,
     healthy,
@@ -29,13 +32,13 @@ from benchmarks.peers.server_engines import (
     vllm_environment,
 )
 from benchmarks.peers.server_engines import pipespec as of_pipespec
-from pipespec.cluster.host_link.connection import CONFIG_VARIABLE
 from tools.rig import relay
 from tools.rig.testbed import Testbed
 
 # An engine over the hosts of a bed.
 LinkedEngine = Callable[[Testbed, Job], Run]
 
+TORCHRUN = ROOT / "launch" / "torchrun.sh"
 # vLLM takes processes that see the same shared memory for those of one host, and would pass the
 # links by.
 OWN_SHARED_MEMORY = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
@@ -86,10 +89,18 @@ def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
     The hosts share the cores of this machine, so a thread of OpenMP that has nothing to do must
     sleep: one that spins takes what another host computes with. llama.cpp was slower that way.
     """
+    first, *others = bed.hosts
     hosts_file = str(bed.hosts_file())
-    environment = {"OMP_WAIT_POLICY": "passive", CONFIG_VARIABLE: str(bed.ssh_config)}
-    with relay.entered(bed.namespaces[bed.hosts[0]]):
-        return of_pipespec(job, [f"cluster={hosts_file}", *settings], environment)
+    asleep = {"OMP_WAIT_POLICY": "passive"}
+
+    def join(stack: ExitStack, up: Server, invitation: Path, env: Mapping[str, str]) -> None:
+        up.await_ready(lambda: invitation.exists() and invitation.stat().st_size > 0)
+        for host in others:
+            by_hand: Command = [*bed.prefix(host), TORCHRUN, hosts_file, host, invitation]
+            stack.enter_context(running(by_hand, lambda: True, env))
+
+    with relay.entered(bed.namespaces[first]):
+        return of_pipespec(job, [f"cluster={hosts_file}", *settings], join, asleep)
 
 
 def engines(

@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.common.experiment import ROOT
 from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
-from pipespec.client.registry import ENTRY
+from pipespec.client.registry import ENTRY, INVITATION
 from pipespec.engine.checkpoint.formats.gguf import is_gguf
 from pipespec.errors import ConfigError
 
@@ -56,6 +56,9 @@ NAME = "race"
 PIPESPEC = (sys.executable, "-m", "pipespec")
 
 Command = list[str | Path]
+# Starts what `pipespec up` leaves to others: the processes that end with the stack, `up` itself,
+# its invitation, and the environment.
+Join = Callable[[ExitStack, "Server", Path, Mapping[str, str]], None]
 
 
 # --- servers ----------------------------------------------------------------------------------
@@ -163,13 +166,18 @@ def post(port: int, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
 def pipespec(
     job: Job,
     settings: Sequence[str],
+    join: Join = lambda *_: None,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
-    """`pipespec up`, and `pipespec bench` beside it, by the clock of its head."""
+    """`pipespec up`, and `pipespec bench` beside it, by the clock of its head.
+
+    `join`: starts what of the cluster `up` does not start itself.
+    """
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         env = {
             "HF_HUB_OFFLINE": "1",
+            "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
             "TMPDIR": name,
             "XDG_STATE_HOME": name,
@@ -186,6 +194,7 @@ def pipespec(
         began = time.perf_counter()
         files = folder / "pipespec"
         server = stack.enter_context(started([*PIPESPEC, "up", "--name", NAME, *given], env))
+        join(stack, server, files / (NAME + INVITATION), env)
         server.await_ready((files / (NAME + ENTRY)).exists)
         load_s = time.perf_counter() - began
         requests = bench_on(job, folder, env)

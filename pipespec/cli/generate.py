@@ -88,7 +88,7 @@ def decode(
     from pipespec.config.compose import compose
 
     deployment = decide(compose(settings))  # errors before slow imports
-    check_deployment(deployment)
+    check_deployment(deployment, stays=False)
     deployment = with_weights(deployment)
     for line in filter(None, (summary(deployment), groups(deployment))):
         show(line, stderr=True)

@@ -14,22 +14,26 @@ from pipespec.cli.detach import detached
 from pipespec.cli.invite import JoinOptions, add_join_options, invitation_to, sentences
 from pipespec.client.registry import (
     DATA,
+    INVITATION,
     RunningCluster,
     check_name,
     claim,
     folder,
+    kept_folder,
     publish,
     remove_data,
 )
+from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides
 from pipespec.console.terminal import progress, show, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.end_signals import raise_swallowed
 from pipespec.system.validation import Unreadable, parse_json
+from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
     from pipespec.cli.host_admission import HostAdmission
-    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
@@ -178,14 +182,19 @@ def stay(
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
-                session.check_deployment(deployment)
+                session.check_deployment(deployment, stays=True)
                 deployment = with_weights(deployment)
                 with (
                     progress("loading") as (on_loaded,),
-                    session.start_agents(deployment) as agents,
+                    session.start_agents(deployment, stays=True) as agents,
                 ):
                     served = ModelInfo.of(deployment)
-                    with session.start_cluster(deployment, agents, on_loaded, on_log) as cluster:
+                    with (
+                        invited(name, deployment, settings) as on_begun,
+                        session.start_cluster(
+                            deployment, agents, on_loaded, on_log, on_begun
+                        ) as cluster,
+                    ):
                         running = running_cluster(name, cluster, served, settings)
                         if admission is not None:
                             running = replace(running, joins_through=admission.path)
@@ -246,6 +255,36 @@ def watch(name: str, cluster: ClusterSession) -> NoReturn:
         num_logged = len(cluster.faults)
         time.sleep(LOOK_S)
     raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
+
+
+@contextmanager
+def invited(
+    name: str, deployment: Deployment, settings: Sequence[str]
+) -> Iterator[Callable[[ControllerAddress], None] | None]:
+    """Yields a function that writes the invitation for hosts that are started by hand, or None if
+    there are none. The file is removed after the block."""
+    path = folder() / (name + INVITATION)
+    waiting = [host.name for host in deployment.hosts if host.by_hand]
+
+    def begin(where: ControllerAddress) -> None:
+        from pipespec.cluster.manual_host import Invitation
+
+        kept = tuple(text for text in settings if group(text) != "controller")
+        with kept_folder():
+            Invitation(where.url, where.namespace, where.secret, kept, own_version()).write(path)
+        file = deployment.config.cluster.hosts
+        on_log(
+            name,
+            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there",
+        )
+
+    if not waiting:
+        yield None
+        return
+    try:
+        yield begin
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

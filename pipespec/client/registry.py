@@ -40,8 +40,8 @@ LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
 # Whose cluster it is, where `pipespec serve` started it.
 SERVER = ".server"
-# The data of a private Redis.
-DATA = ".data"
+# The data of a private Redis, and what lets hosts that are started by hand take part.
+DATA, INVITATION = ".data", ".invitation"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def left(name: str) -> bool:
     Raises ConfigError.
     """
     check_name(name)
-    if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA)):
+    if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
     return _free(name) and held(name) is None
 
@@ -205,7 +205,8 @@ def clear(name: str) -> None:
     """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
     with claim(name):  # which removes entry and lock
         remove_data(name)
-        (folder() / (name + SERVER)).unlink(missing_ok=True)
+        for ending in (INVITATION, SERVER):
+            (folder() / (name + ending)).unlink(missing_ok=True)
 
 
 def remove_data(name: str) -> None:

@@ -26,6 +26,8 @@ RETRY_S = 0.1
 # Seconds within which a thread that waits in gloo must leave a link that was aborted, as far as the
 # heartbeat has looked meanwhile: then the thread could have run, too.
 RELEASE_S = 3.0
+# How much longer than for Redis the heartbeat waits for the launcher.
+LAUNCHER_S = 20.0
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ class Heartbeat:
             with heartbeat.aborting(epoch.number, link):
                 ...     # `link` fails soon after a newer epoch begins, or Redis is gone
 
-    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds.
+    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. With
+    `by_hand`, as no process of the launcher's ends this one, the cluster has ended, too, if the
+    launcher gives no sign of life for LAUNCHER_S seconds more.
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
@@ -60,10 +64,12 @@ class Heartbeat:
         worker: str,
         *,
         patience_s: float,
+        by_hand: bool = False,
         kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL),
     ):
         self._url, self._namespace, self._worker = url, namespace, worker
-        self._patience_s, self._kill = patience_s, kill
+        self._patience_s, self._by_hand = patience_s, by_hand
+        self._kill = kill
         self._changed = threading.Condition()
         self._epoch = Epoch(0, "")
         self._gone: ControllerError | None = None
@@ -139,10 +145,16 @@ class Heartbeat:
         while not self._closed:
             try:
                 with Membership(self._url, self._namespace) as shared:
+                    launched = time.monotonic()
                     while not self._closed:
                         progress.beat()
                         shared.renew(self._worker, os.getpid(), progress.describe())
                         reached = time.monotonic()
+                        if not self._by_hand or shared.launcher_lives():
+                            launched = reached
+                        elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
+                            self._publish(gone=_launcher_gone(away_s))
+                            return
                         self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
                         if epoch is not None:
@@ -185,3 +197,7 @@ class Heartbeat:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()
+
+
+def _launcher_gone(away_s: float) -> Unreachable:
+    return Unreachable(f"The launcher of the cluster gave no sign of life for {away_s:.0f} s.")

@@ -34,7 +34,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         for kind, path in needed.items()
         if path and not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
     }
-    others = [host for host in hosts_file.hosts if not shares_caches(host)]
+    others = [host for host in hosts_file.hosts if not (host.by_hand or shares_caches(host))]
     if not absent or not others:
         return {}
     with ExitStack() as stack, ThreadPoolExecutor(len(others)) as pool:

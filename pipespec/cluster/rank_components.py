@@ -71,7 +71,7 @@ def load_model(
     info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     layers = memory.layers_of(deployment, info, rank)
-    # In a later epoch some may be lacking.
+    # In a later epoch, and on a host that was started by hand, some may be lacking.
     fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
     model = ModelSlice.load(
         info.path,

@@ -197,8 +197,17 @@ class Recovery:
         """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
         self._take_orders()
+        shared.renew_launcher()
         found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
-        suspicions = [(FaultKind.LINK_BROKE, f"{each.worker}: {each.reason}") for each in found]
+        failed = next((each for each in found if each.start_failed), None)
+        if failed is not None and not self._ever_complete:
+            self._give_up(f"{failed.worker}: {failed.reason}")
+            return
+        suspicions = [
+            (FaultKind.LINK_BROKE, f"{each.worker}: {each.reason}")
+            for each in found
+            if not each.start_failed
+        ]
         reported = self._workers.deaths
         deaths = [reported.get() for _ in range(reported.qsize())]
         num_joined = self._pids.update(shared, self._state.epoch, self._assignment)

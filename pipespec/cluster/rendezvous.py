@@ -4,8 +4,10 @@ torchrun's own kinds open a TCPStore on every address of the machine, and the dy
 unpickles what it finds there. What torchrun starts for us is one node, whose agent meets no
 other, so this one keeps its store in memory: nothing listens and nothing is read from outside.
 
-`register` makes it known to torchrun. The ranks meet elsewhere
-(`pipespec.transport.distributed`).
+    torchrun --rdzv-backend=pipespec --nproc-per-node=2 -m ...
+
+finds it by the entry point group `torchrun.handlers`; `register` makes it known to a process
+without an installed package. The ranks meet elsewhere (`pipespec.transport.distributed`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pipespec.system.network_interfaces import LOOPBACK
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
+        RendezvousHandlerCreator,
         RendezvousInfo,
         RendezvousParameters,
     )
@@ -82,6 +85,11 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
             f"{parameters.max_nodes}; start torchrun once per host, each with --nnodes=1."
         )
     return cast("RendezvousHandler", OneNode(parameters.run_id))
+
+
+def handler() -> RendezvousHandlerCreator:
+    """What the entry point names: torch calls it for what creates handlers."""
+    return create
 
 
 def register() -> None:

@@ -41,6 +41,7 @@ from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
 from pipespec.engine.architectures import modeling_module
 from pipespec.errors import (
+    ConfigError,
     ControllerError,
     PipespecError,
     RankFailed,
@@ -121,6 +122,9 @@ class ClusterSession:
 
     def finish(self) -> None:
         """Wait until all submitted requests have finished and the ranks have ended."""
+        by_hand = [
+            worker for host in self.deployment.hosts if host.by_hand for worker in host.workers
+        ]
         closed = 0
         done_at: float | None = None
 
@@ -136,7 +140,9 @@ class ClusterSession:
                 closed = epoch
             try:
                 self._cluster.wait(HEARTBEAT_S)
-                return True
+                if not by_hand or not shared.alive(by_hand):
+                    return True
+                time.sleep(HEARTBEAT_S)
             except TimeoutError:
                 pass
             done_at = (done_at or time.monotonic()) if shared.idle() else None
@@ -176,9 +182,15 @@ class ClusterSession:
         return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
 
 
-def check_deployment(deployment: Deployment) -> None:
+def check_deployment(deployment: Deployment, *, stays: bool) -> None:
     """Raise ConfigError unless a deployment can be started from here, as far as can be known before
-    its hosts have their weights."""
+    its hosts have their weights. `stays`: see `start_agents`."""
+    by_hand = [host.name for host in deployment.hosts if host.by_hand]
+    if by_hand and not stays:
+        raise ConfigError(
+            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            "cluster with `pipespec up`, and send requests to it with --on."
+        )
     require_quantizers(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
@@ -186,24 +198,26 @@ def check_deployment(deployment: Deployment) -> None:
 
 
 @contextmanager
-def start_agents(deployment: Deployment) -> Iterator[WorkerGroup]:
+def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
     """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
 
     Before that the deployment is checked, and the hosts get the weights that they lack
     (`weight_distribution`), unless the caller has had both done.
 
+    `stays`: the cluster does not end with a request, so workers may be started by hand.
+
     Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
     agent of another host cannot begin.
     """
     if not deployment.fetched:
-        check_deployment(deployment)
+        check_deployment(deployment, stays=stays)
         distribute_weights(deployment, on_warning=print_error)
     require_weights(deployment)
     for line in (expanded(deployment), shared_gpu(deployment)):
         if line is not None:
             log.warning(line)
     with WorkerGroup(
-        deployment.hosts,
+        [host for host in deployment.hosts if not host.by_hand],
         (*PRELOAD, *modules_of(deployment)),
         name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
@@ -218,6 +232,7 @@ def start_cluster(
     agents: WorkerGroup,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
+    on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a deployment, wait until all ranks are ready, and end it afterwards.
 
@@ -228,6 +243,7 @@ def start_cluster(
         on_loaded: called again and again until all ranks have loaded their models, with how many
             have, and of how many. What it raises ends the start.
         on_log: called with a worker's name and rank, and a line that it wrote.
+        on_begun: called with the controller's address, when workers started by hand may join.
 
     Raises:
         ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
@@ -273,6 +289,8 @@ def start_cluster(
         session = ClusterSession(deployment, redis, agents, recovery, changes)
         start(None, known)
         recovery.watch(agents)
+        if on_begun is not None:
+            on_begun(where)
         failed = False
         try:
             session.await_ranks(on_loaded)
@@ -284,7 +302,7 @@ def start_cluster(
             raise
         finally:
             running.end()
-            # Spares end with the epoch.
+            # Spares, and workers that were started by hand, end with the epoch.
             with suppress(ControllerError):
                 recovery.stop()
                 epoch_control.end_epoch(redis.url, redis.namespace, failed=failed)

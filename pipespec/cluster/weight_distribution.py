@@ -107,7 +107,8 @@ def distribute_weights(
     on_warning: OnWarning = lambda sentence: None,
     running: RunningWork | None = None,
 ) -> Deployment:
-    """Fetch what the hosts lack; the deployment, marked so. `running` may stop it.
+    """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
+    for themselves. `running` may stop it.
 
     Raises ModelError, HostFailed.
     """
@@ -123,7 +124,7 @@ def distribute_weights(
             here = host
             for kind, parts in needs.items():
                 own[kind] |= parts
-        else:
+        elif not host.by_hand:
             needs = {kind: parts for kind, parts in needs.items() if models[kind].shared}
             far += [(host, needs)] if needs else []
     with ExitStack() as stack:

@@ -87,6 +87,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
         where.namespace,
         worker,
         patience_s=deployment.config.cluster.patience_s + LONGER_S,
+        by_hand=hosts[worker].by_hand,
     ) as heartbeat:
         while True:
             progress.begin(LOADING_S)

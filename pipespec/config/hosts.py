@@ -11,7 +11,8 @@ needed.
     hosts:
       - name: alpha                # the address
         address: 10.0.0.1          # where the other hosts reach it, and SSH if `ssh` is not given
-        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH
+        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH;
+                                   # `none`: its workers are started by hand
         user: me
         port: 22
         identity: ~/.ssh/key
@@ -50,6 +51,7 @@ from pipespec.system.validation import Unreadable, read_text, shown
 
 LOCAL = "local"
 PYTHON = "python3"  # on a host
+BY_HAND = "none"
 # Before the name of the connection that a host has made which has joined a running cluster.
 JOINED = "joined:"
 # Of a hosts file: bytes, and values once its aliases are replaced by what they stand for. A host
@@ -86,6 +88,11 @@ class Host:
     def local(self) -> bool:
         """Whether it is this machine, to be used without SSH."""
         return self.ssh == LOCAL
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether its workers are started by others (`launch/torchrun.sh`)."""
+        return self.ssh == BY_HAND
 
     @property
     def has_joined(self) -> bool:
@@ -152,6 +159,11 @@ class HostsFile:
         head = self.heads[0]
         spares = replace(self, draft=head).spare_workers
         return (head, *(each for each in self.workers if each != head and each not in spares))
+
+    @property
+    def by_hand(self) -> tuple[str, ...]:
+        """The hosts that are started by hand."""
+        return tuple(host.name for host in self.hosts if host.by_hand)
 
     def devices_of(self, worker: str) -> tuple[str, ...]:
         """The devices that compute the rank of a worker that can hold one, its own first."""
@@ -301,11 +313,11 @@ def _hosts(values: Any, stem: str) -> HostsFile:
 
 
 def _refuse_one_machine_twice(hosts: Sequence[Host]) -> None:
-    """Raise Wrong if two hosts are reached as one."""
+    """Raise Wrong if two hosts are reached as one; workers that others start may share theirs."""
     found: dict[tuple[object, ...], str] = {}
     for host in hosts:
         way = (host.address, host.ssh or host.address, host.user, host.port)
-        if found.setdefault(way, host.name) != host.name:
+        if not host.by_hand and found.setdefault(way, host.name) != host.name:
             raise Wrong(
                 f"{found[way]!r} and {host.name!r} are one machine (address {host.address!r}); "
                 "list its devices under one of them, or correct an address."

@@ -8,6 +8,7 @@ workers to ranks; the stream of assignments wakes the workers that wait for it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,8 @@ from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisClient
 
 # How long a lease lasts. That one has run out is no fault.
 LEASE_S = 2.0
+# The same of the launcher.
+LAUNCHER_LEASE_S = 5.0
 # Suspicions that are kept.
 KEEP_SUSPICIONS = 1000
 # How often to check which workers have joined.
@@ -35,11 +38,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A fault that a worker reports in an epoch."""
+    """A fault that a worker reports in an epoch; `start_failed`: the worker cannot start at all."""
 
     epoch: int
     worker: str
     reason: str
+    start_failed: bool = False
 
 
 class Membership(RedisClient):
@@ -52,12 +56,23 @@ class Membership(RedisClient):
         """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
         super().__init__(url, namespace, answer_s)
         self._last_suspicion = "0"
+        self._launcher_renewed_at = -math.inf
 
     def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
         """Renew the lease of a worker, for LEASE_S seconds from now, with its `progress`
         (`Progress.describe`)."""
         beat = f"{pid} {progress} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
+
+    def renew_launcher(self) -> None:
+        """Show the workers that the launcher lives, for most of LAUNCHER_LEASE_S seconds."""
+        if (now := time.monotonic()) - self._launcher_renewed_at > LAUNCHER_LEASE_S / 5:
+            self._pipe.call("SET", self._keys.launcher, 1, "PX", round(LAUNCHER_LEASE_S * 1000))
+            self._launcher_renewed_at = now
+
+    def launcher_lives(self) -> bool:
+        """Whether the launcher has shown so."""
+        return bool(self._pipe.call("EXISTS", self._keys.launcher))
 
     def alive(self, workers: Sequence[str]) -> dict[str, int]:
         """Those of the workers whose leases have not run out, and their process ids."""
@@ -78,7 +93,15 @@ class Membership(RedisClient):
 
     def suspect(self, epoch: int, worker: str, reason: str) -> None:
         """Report a fault in an epoch."""
-        fields = ("epoch", epoch, "member", worker, "reason", reason)
+        self._report(epoch, worker, reason)
+
+    def report_failed_start(self, worker: str, reason: str) -> None:
+        """Report that a worker which was started by hand cannot join."""
+        epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
+        self._report(epoch, worker, reason, "start_failed", 1)
+
+    def _report(self, epoch: int, worker: str, reason: str, *more: object) -> None:
+        fields = ("epoch", epoch, "member", worker, "reason", reason, *more)
         self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
 
     def suspicions(self, timeout: float) -> list[Suspicion]:
@@ -87,7 +110,8 @@ class Membership(RedisClient):
         if found:
             self._last_suspicion = found[-1][0].decode()
         return [
-            Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
+            Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode(), len(fields) > 6)
+            for _, fields in found
         ]
 
     def make_plain(self, reason: str) -> None:

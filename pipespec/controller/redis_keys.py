@@ -49,6 +49,11 @@ class RedisKeys:
         """Why all ranks dequantise four-bit weights."""
         return self._key("plain")
 
+    @property
+    def launcher(self) -> str:
+        """The launcher's lease."""
+        return self._key("launcher")
+
     def lease(self, worker: str) -> str:
         return self._key("leases", worker)
 

@@ -18,6 +18,7 @@ from benchmarks.peers.delayed_links import (
 )
 from benchmarks.peers.link_engines import pipespec
 from benchmarks.peers.python_engines import Job, PeerFailed
+from pipespec.config.hosts import load_hosts
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.system.folders import resource_dir
 from tools.rig import cluster, relay
@@ -75,6 +76,14 @@ def test_relay_goes_before_every_other_process(bed: Testbed) -> None:
     autogroup = Path(f"/proc/{bed.relay_pid}/autogroup")
     if autogroup.exists():  # sessions are weighed, and priorities only within one
         assert autogroup.read_text().split()[-1] == str(relay.PRIORITY)
+
+
+def test_hosts_file_without_ssh_leaves_other_hosts_to_be_started_by_hand(bed: Testbed) -> None:
+    hosts_file = load_hosts(bed.hosts_file())
+
+    assert [host.local for host in hosts_file.hosts] == [True, False, False]
+    assert hosts_file.by_hand == ("b", "c")
+    assert hosts_file.num_stages == 2
 
 
 @pytest.mark.long

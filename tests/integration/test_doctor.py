@@ -126,6 +126,42 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1] == "The hosts can work together; nothing is wrong."
 
 
+def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = hosts_file(tmp_path, beta={"ssh": "none"})
+    report, (warning,) = examined(capsys, file, code=0)
+    assert warning == (
+        "pipespec: warning: beta is started by hand (ssh: none) and not checked; run `pipespec "
+        "check` there."
+    )
+    assert report["unchecked"] == ["beta"]
+    assert list(report["hosts"]) == ["alpha", "gamma"]
+    assert [(link["source"], link["to"]) for link in report["links"]] == [
+        ("alpha", "gamma"),
+        ("gamma", "alpha"),
+    ]
+
+
+def test_if_all_hosts_are_started_by_hand_none_is_called_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_hand = {name: {"ssh": "none"} for name in HOSTS}
+    assert main(["doctor", hosts_file(tmp_path, **by_hand)]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "No host was checked, as all are started by hand."
+    assert err.startswith("pipespec: warning: alpha, beta and gamma are started by hand")
+
+
+def test_partition_refuses_a_host_that_is_started_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("pipespec: beta cannot be measured, as `ssh: none` means")
+    assert "--measured FILE" in err and len(err.splitlines()) == 1
+
+
 def test_the_layout_is_shown_before_any_host_is_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -40,6 +41,11 @@ def begin(server: EmbeddedRedis, plan: str = "") -> int:
 
 def beating(server: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:
     return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=patience_s)
+
+
+def by_hand(server: EmbeddedRedis) -> Heartbeat:
+    """Of a worker that was started by hand, without patience."""
+    return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=0.0, by_hand=True)
 
 
 def kill(server: EmbeddedRedis) -> None:
@@ -170,6 +176,32 @@ def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server: Emb
             begin(server)
             outer.await_abort()
     assert inner.callers == []
+
+
+def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Redis of the user's, whose launcher was killed."""
+    monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.2)
+    epoch = begin(server)
+    with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
+        shared.renew_launcher()
+        assert heartbeat.next(0).number == epoch
+        heartbeat.check(epoch)
+        with pytest.raises(Unreachable, match="The launcher of the cluster gave no sign of life"):
+            heartbeat.next(epoch)
+
+
+def test_a_worker_lives_as_long_as_its_launcher(
+    server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.5)
+    epoch = begin(server)
+    with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            shared.renew_launcher()
+            heartbeat.check(epoch)
 
 
 def test_a_worker_that_gloo_does_not_release_is_killed(

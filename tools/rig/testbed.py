@@ -37,6 +37,7 @@ import psutil
 import yaml
 
 from pipespec.cluster.host_link.connection import CONFIG_VARIABLE
+from pipespec.config.hosts import BY_HAND, LOCAL
 from tools.rig import relay, sshd
 
 BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
@@ -145,7 +146,7 @@ class Testbed:
         """
         env = {
             **options.pop("env", os.environ),
-            CONFIG_VARIABLE: str(self.ssh_config),
+            CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG),
         }
         return subprocess.Popen([*self.prefix(host), *argv], env=env, **options)
 
@@ -174,11 +175,6 @@ class Testbed:
         return relay.processes(self.namespaces[host])
 
     @property
-    def ssh_config(self) -> Path:
-        """The configuration of SSH that knows the hosts."""
-        return self.folder / sshd.CLIENT_CONFIG
-
-    @property
     def servers(self) -> set[int]:
         """The ids of the SSH servers."""
         return {daemon.pid for daemon in self._sshds}
@@ -202,11 +198,10 @@ class Testbed:
         `settings` are its other entries, such as `draft`, `order`, `split` and `spares`.
         """
         counts = dict.fromkeys(self.hosts, devices) if isinstance(devices, int) else devices
-        assert self.with_ssh
+        reached = {"user": "root", "identity": str(self.folder / "key")} if self.with_ssh else {}
         hosts_file = {
             "defaults": {
-                "user": "root",
-                "identity": str(self.folder / "key"),
+                **reached,
                 "python": sys.executable,
                 "env": {
                     "OMP_NUM_THREADS": "1",
@@ -220,8 +215,9 @@ class Testbed:
                     "address": self.address(host),
                     "interface": relay.DEVICE,
                     "devices": ["cpu"] * count,
+                    **({} if self.with_ssh else {"ssh": LOCAL if place == 0 else BY_HAND}),
                 }
-                for host, count in counts.items()
+                for place, (host, count) in enumerate(counts.items())
             ],
             **settings,
         }

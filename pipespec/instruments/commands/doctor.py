@@ -72,7 +72,10 @@ def conclusion(report: Report) -> str:
         return f"{what} the hosts from working together."
     num = len(report.findings)
     warned = {0: "nothing is wrong", 1: "1 warning follows"}.get(num, f"{num} warnings follow")
-    return f"The hosts can work together; {warned}."
+    if not report.hosts:
+        return "No host was checked, as all are started by hand."
+    checked = " that were checked" if report.unchecked else ""
+    return f"The hosts{checked} can work together; {warned}."
 
 
 def layout(hosts_file: HostsFile) -> list[dict[str, Any]]:

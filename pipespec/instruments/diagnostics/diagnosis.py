@@ -71,6 +71,7 @@ def diagnose(
     }
     found = [
         *(Finding(True, (name,), seen.failure) for name, seen in hosts.items() if seen.failure),
+        *_not_examined(hosts_file),
         *_addresses(hosts_file, hosts),
         *_unreachable(links),
         *_detours(hosts_file, hosts, links),
@@ -83,6 +84,17 @@ def diagnose(
         *_clocks({name: seen.clock for name, seen in hosts.items() if seen.clock is not None}),
     ]
     return sorted(found, key=lambda finding: not finding.error)
+
+
+def _not_examined(hosts_file: HostsFile) -> Iterator[Finding]:
+    if names := hosts_file.by_hand:
+        are, each = ("is", "there") if len(names) == 1 else ("are", "on each")
+        yield Finding(
+            False,
+            names,
+            f"{listed(names)} {are} started by hand (ssh: none) and not checked; run `pipespec "
+            f"check` {each}.",
+        )
 
 
 def _addresses(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterator[Finding]:

@@ -40,11 +40,15 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The reports on every host and every ordered pair of them, and the findings."""
+    """The reports on every examined host and every ordered pair of them, and the findings.
+
+    `unchecked` are the hosts that are started by hand.
+    """
 
     hosts: Mapping[str, HostReport]
     links: Sequence[LinkReport]
     findings: Sequence[Finding]
+    unchecked: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -56,18 +60,19 @@ class Report:
         return {
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
+            "unchecked": list(self.unchecked),
             "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
             "links": [asdict(link) for link in self.links],
         }
 
 
 def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
-    """Examine all hosts. If one fails, the others are examined
+    """Examine all hosts but those that are started by hand. If one fails, the others are examined
     all the same.
 
     `model` has the paths of the models on hosts whose entry does not name them.
     """
-    names = [host.name for host in hosts_file.hosts]
+    names = [host.name for host in hosts_file.hosts if not host.by_hand]
     named = {"target": model.target, "draft": model.draft, "mid": model.mid}
     with (
         ThreadPoolExecutor(max(len(names), 1)) as pool,
@@ -93,7 +98,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             if name and (can_be_fetched(name) or examination.comes_from_another_host(part, name))
         ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
-        return Report(examination.seen, links, findings)
+        return Report(examination.seen, links, findings, hosts_file.by_hand)
 
 
 def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
@@ -141,7 +146,7 @@ class _Examination:
     """
 
     def __init__(self, hosts_file: HostsFile, models: Mapping[str, str | None]):
-        self.seen = {host.name: HostReport() for host in hosts_file.hosts}
+        self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
         self.links: dict[tuple[str, str], LinkReport] = {}
         self._hosts = hosts_file
         self._models = models

@@ -14,7 +14,7 @@ from pipespec.cluster.host_link import programs
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.errors import HostFailed
+from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.costs import Route, Worker
@@ -44,10 +44,17 @@ def measure_hosts(
             counts for groups of fewer too.
 
     Raises:
-        ConfigError: a device of the hosts file is not a single device.
+        ConfigError: a device of the hosts file is not a single device, or a host is started by
+            hand.
         HostFailed: a host, or a link between two hosts, cannot be used.
     """
     hosts_file.require_devices()
+    if names := hosts_file.by_hand:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be measured, as `ssh: none` means that you start it by "
+            "hand; plan from figures of like devices with `pipespec partition --measured FILE`, or "
+            "measure a hosts file without it."
+        )
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     asked = []

@@ -30,8 +30,10 @@ def model_findings(
             if part in inventory.models
         }
         usable = {name: model for name, model in found.items() if model.problem is None}
-        # Without a place for the draft in the file, one host that has it is enough.
-        needed = part == "target" or hosts_file.draft is not None or not usable
+        # Without a place for the draft in the file, one host that has it is enough, and one that
+        # is not examined may.
+        nowhere = not usable and not hosts_file.by_hand
+        needed = part == "target" or hosts_file.draft is not None or nowhere
         for name, model in found.items():
             comes = part in fetchable and getattr(hosts_file.host(name), part) is None
             if name not in usable:

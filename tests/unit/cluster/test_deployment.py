@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.deployment_checks import require_backend, shared_gpu
 from pipespec.cluster.replanning import assignment_without
@@ -84,6 +85,21 @@ def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None
     file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
     with pytest.raises(ConfigError, match="Host a has the device auto; name its devices"):
         decide(compose([f"cluster={file}"]))
+
+
+def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        "hosts:\n"
+        "  - {name: a, address: 127.0.0.1, devices: [cpu]}\n"
+        "  - {name: b, address: 127.0.0.2, devices: [cpu], ssh: none}\n"
+    )
+    deployment = decide(compose([f"cluster={file}"]))
+    with (
+        pytest.raises(ConfigError, match="The workers of b are started by hand"),
+        session.start_agents(deployment),
+    ):
+        pass
 
 
 # --- feed -------------------------------------------------------------------------------------

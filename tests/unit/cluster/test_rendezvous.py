@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -35,3 +37,8 @@ def test_one_node_completes_each_rendezvous_alone():
 def test_several_nodes_are_refused():
     with pytest.raises(ValueError, match="--nnodes asks for 3; start torchrun once per host"):
         rendezvous.create(parameters(3))
+
+
+def test_torchrun_finds_the_backend_by_its_entry_point():
+    (point,) = entry_points(group="torchrun.handlers", name=rendezvous.BACKEND)
+    assert point.load()() is rendezvous.create

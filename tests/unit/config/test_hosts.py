@@ -219,6 +219,8 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         ("ssh: x", "ssh: y", False),
         ("port: 22", "port: 2222", False),
         ("user: a", "user: b", False),
+        ("ssh: local", "ssh: none", False),
+        ("ssh: none", "ssh: none", False),
     ],
 )
 def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):

@@ -350,6 +350,18 @@ def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) ->
     )
 
 
+def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_have_it(
+    tmp_path: Path,
+) -> None:
+    gone = Fingerprint("/models/m", "is missing")
+    hosts = {name: with_model(name, "draft", gone)[name] for name in ("beta", "gamma")}
+    links = [each for each in ALL_LINKS if "alpha" not in (each.source, each.to)]
+    by_hand = make_hosts(tmp_path, of_alpha={"ssh": "none"})
+    found = diagnose(by_hand, hosts, links)
+    assert [finding.error for finding in found] == [False] * 3
+    assert found[0].hosts == ("alpha",)
+
+
 def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
     gone = Fingerprint("/d", "is missing")
     anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")

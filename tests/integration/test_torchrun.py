@@ -1,0 +1,188 @@
+"""A host whose workers somebody starts by hand, with launch/torchrun.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipespec.cli.main import main
+from pipespec.client import registry
+from pipespec.controller.membership import Membership
+from pipespec.system.folders import resource_dir
+from pipespec.system.network_interfaces import LOOPBACK
+from tests.helpers.listening import assert_private, family, watched
+from tests.helpers.waiting import until
+from tools.rig import cluster
+
+ROOT = Path(__file__).parents[2]
+HOSTS = """
+name: hand
+hosts:
+  - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
+  - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu, cpu]}
+"""
+THERE = "address: 127.0.0.2, ssh: none, devices: [cpu, cpu]"
+PROMPT = "Once upon a time there was a king who had three sons and"
+NUM_TOKENS = 32
+LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
+PATIENCE = 120
+
+
+def expected() -> list[int]:
+    """What the target says by itself."""
+    folder = resource_dir("demo") / "target"
+    prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
+    return cluster.reference(folder, [prompt], NUM_TOKENS)[0]
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # What torchrun leaves would lie here.
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    return tmp_path
+
+
+@contextmanager
+def running(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in the foreground, ended with Ctrl-C."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file)
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    finally:
+        for pid in family(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def pipespec(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pipespec", *arguments]
+
+
+def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
+    """What the cluster of that name says to a command of this process."""
+    capfd.readouterr()
+    assert main(["generate", "--on", name, "--json", "--prompt", PROMPT, *LENGTH]) == 0
+    return json.loads(capfd.readouterr().out)["token_ids"]
+
+
+@pytest.mark.long
+def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
+    invitation = registry.folder() / "hand.invitation"
+    log = environment / "log"
+    with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
+        until(lambda: invitation.exists() and invitation.stat().st_size)
+        assert invitation.stat().st_mode & 0o077 == 0
+        script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts_file), "there", str(invitation)]
+        with running(script, log) as there:
+            with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
+                until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
+                before = answer(capfd, "hand")
+            assert before == expected()
+            assert {each.pid for each in seen} & set(family(there.pid))
+            assert_private(seen, {LOOPBACK})
+            found = registry.find("hand")
+            with Membership(found.url, found.namespace) as shared:
+                pid = shared.alive(["there/1"])["there/1"]
+                os.kill(pid, signal.SIGKILL)
+                assert answer(capfd, "hand") == before
+                assert shared.alive(["there/1"])["there/1"] != pid
+    assert up.returncode == 0
+    assert not invitation.exists()
+    left = [path.name for path in (environment / "temporary").iterdir()]
+    assert not [name for name in left if name.startswith(("pipespec", "torchelastic"))]
+
+
+@pytest.mark.long
+def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_reason(environment):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
+    invitation = registry.folder() / "hand.invitation"
+    log = environment / "log"
+    with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
+        until(lambda: invitation.exists() and invitation.stat().st_size)
+        asked = json.loads(invitation.read_text())
+        # The host lacks the model.
+        asked["overrides"] = [*asked["overrides"], f"model.target={environment / 'missing'}"]
+        of_another_model = environment / "of_another_model.invitation"
+        of_another_model.write_text(json.dumps(asked))
+        of_another_model.chmod(0o600)
+        command = [sys.executable, "-m", "pipespec.cluster.manual_host", str(hosts_file), "there"]
+        there = subprocess.run(
+            [*command, str(of_another_model)],
+            env={**os.environ, "LOCAL_RANK": "0"},
+            capture_output=True,
+            text=True,
+        )
+        failed_at = time.monotonic()
+        assert there.returncode != 0
+        assert up.wait(PATIENCE) != 0
+        assert time.monotonic() - failed_at < 3 * max(
+            1.0, os.getloadavg()[0] / (os.cpu_count() or 1)
+        )
+    said = log.read_text()
+    assert f"there/0: {there.stderr.removeprefix('pipespec: ').strip()[:40]}" in said
+    assert "missing" in said
+    assert not invitation.exists()
+
+
+def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environment):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
+    other = environment / "other.json"
+    other.write_text('{"password": "s3cret"}')
+
+    def complaint(*arguments: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "pipespec.cluster.manual_host", *arguments],
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 2
+        return run.stderr
+
+    assert "has no host 'elsewhere'; it has here, there" in complaint(
+        str(hosts_file), "elsewhere", str(other)
+    )
+    said = complaint(str(hosts_file), "there", str(other))
+    assert "is no invitation" in said
+    assert "s3cret" not in said
+
+
+@pytest.mark.long
+def test_launch_prints_worker_output_until_ctrl_c(environment, capfd):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
+    log = environment / "log"
+    with (
+        running(pipespec("launch", str(hosts_file)), log) as launched,
+        watched(lambda: family(launched.pid)) as seen,
+    ):
+        until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
+        assert answer(capfd, "hand") == expected()
+    assert launched.returncode == 0
+    assert_private(seen, {LOOPBACK})
+    said = log.read_text()
+    assert "here/1 rank 1: epoch 1" in said
+    assert "there/0 rank 2: epoch 1" in said
+    assert registry.held("hand") is None
