@@ -6,8 +6,8 @@
 
 A server and its cluster decode so many requests at once, half of which are streams over HTTP. Of
 each kind of fault equally many happen, at random moments. With `--hosts` the ranks run on hosts of
-a test bed (network namespaces, a real sshd in each); there a link between two hosts is also cut for
-a while, and all that runs on a host is killed.
+a test bed (network namespaces, an SSH server in each); there a link between two hosts is also cut
+for a while, and all that runs on a host is killed.
 
 Recovery is timed from the fault, for a cut link from its repair, until all ranks are there and
 every request has made progress. The exit code is 1 if a text differs, a request or token is lost or

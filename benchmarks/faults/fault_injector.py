@@ -56,7 +56,6 @@ KINDS = (
 BETWEEN_HOSTS = ("cut", "host")
 # Seconds for which a link is cut: from less to more than a lease and SSH's timeout.
 CUT_S = (0.5, 8.0)
-SSHD = "sshd"
 # Connections that are closed, by the last command on them: all; those of ranks that wait for
 # tasks; of readers and heartbeats; of ranks and clients that run scripts.
 CONNECTIONS = ("all", "blpop", "xread", "evalsha")
@@ -182,11 +181,11 @@ def send_signal(pid: int | None, number: signal.Signals) -> bool:
 
 
 def kill_host(bed: Testbed, host: str) -> bool:
-    """Kill all processes of a host except its sshd; False if there are none."""
+    """Kill all processes of a host except its SSH server; False if there are none."""
     killed = False
     for pid in bed.processes(host):
         with suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).name() != SSHD:
+            if pid not in bed.servers:
                 killed |= send_signal(pid, signal.SIGKILL)
     return killed
 

@@ -229,7 +229,7 @@ def parse() -> argparse.Namespace:
         "--add", action="store_true", help="keep what the JSON file has of other delays"
     )
     options = parse_job(parser)
-    if (lacking := testbed.missing(with_ssh=False)) is not None:
+    if (lacking := testbed.missing()) is not None:
         parser.error(f"{lacking}.")
     return options
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
 from pipespec.cluster.host_changes import MeasuredHost, measured, with_hosts
-from pipespec.cluster.join_server import JoinServer
+from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.look_after_host import LOOK_S, look_after_host
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
@@ -23,7 +23,7 @@ from pipespec.transport.transport_settings import NCCL
 
 if TYPE_CHECKING:
     from pipespec.cluster.deployment import Deployment
-    from pipespec.cluster.host_session import HostSession
+    from pipespec.cluster.host_link.host_session import HostSession
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.schema import Config
 

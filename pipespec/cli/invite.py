@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,8 +134,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
     """A new invitation to a cluster of this machine: "command", "token" and "minutes". Raises
     ConfigError."""
-    from pipespec.cluster.join_server import ask_for_invitation
-
     if running.joins_through is None:
         raise ConfigError(
             f"No host can join the cluster {running.name!r}; start it with `pipespec up --invite`."
@@ -147,6 +146,19 @@ def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str
             f"run `pipespec invite` on {running.host}."
         ) from error
     return described(token, minutes)
+
+
+def ask_for_invitation(path: str, seconds: float) -> str:
+    """The token of an invitation of the launcher with that socket, made by another process of this
+    user. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        server.sendall(f"{seconds}\n".encode())
+        with server.makefile() as lines:
+            found = lines.readline().strip()
+    if not found:
+        raise ConnectionError("it has closed the connection")
+    return found
 
 
 def described(token: str, minutes: float) -> dict[str, str | float]:

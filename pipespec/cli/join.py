@@ -53,23 +53,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     devices = devices_of(arguments.devices)
     name = own_name(arguments.name)
 
-    from pipespec.cluster.join_client import JoinedHost, enter
-    from pipespec.cluster.join_token import Token
+    from pipespec.cluster.host_link.joined_host import JoinedHost
+    from pipespec.cluster.host_link.token import Token
 
-    admission, link = enter(Token.decode(token), name, devices, arguments.address)
-    if arguments.json:
-        write(json.dumps({"name": admission.name, "devices": devices}) + "\n")
-    else:
-        write(f"This host has joined as {admission.name!r}. Ctrl-C leaves the cluster.\n")
+    host = JoinedHost(Token.decode(token), name, devices, arguments.address)
 
     def say(sentence: str) -> None:
         if not arguments.json:
             write(f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.\n")
 
-    with JoinedHost(admission, link, say) as host:
+    with host:
+        if arguments.json:
+            write(json.dumps({"name": host.name, "devices": devices}) + "\n")
+        else:
+            write(f"This host has joined as {host.name!r}. Ctrl-C leaves the cluster.\n")
         while True:
             try:
-                host.run()
+                host.run(say)
                 return 0
             except KeyboardInterrupt:
                 if host.leaving:

@@ -97,7 +97,7 @@ class RunningCluster:
     `host`. `epoch` is the one it began with. `overrides` made the cluster, except those of
     `controller`; those of `decode` and `sampling` are a request's defaults. `started` is in seconds
     since 1970. `joins_through`: the socket of its machine at which invitations for more hosts are
-    asked for (`pipespec.cluster.join_server`); None: no host can join.
+    asked for (`pipespec.cluster.host_link.join_server`); None: no host can join.
     """
 
     name: str

@@ -23,10 +23,10 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from pipespec.cluster import ssh
 from pipespec.cluster.agent import SIGN_OF_LIFE_S, AgentSetup, make_directory
 from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.cluster.fault_stats import FaultKind
+from pipespec.cluster.host_link import programs
 from pipespec.cluster.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.system.versions import own_version
@@ -142,21 +142,17 @@ class AgentHandle:
             restarted=restarted,
         )
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> programs.Program:
         if self.host.local:  # other hosts make one of their own
             self._directory = make_directory()
-        options: dict[str, Any] = {"start_new_session": True}
-        if self.host.local:
-            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            options["env"] = {**os.environ, "PYTHONPATH": path}
-        return ssh.start_module(
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return programs.start_module(
             self.host,
             AGENT,
             alive_count=_CUT_S,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=self._log,
-            **options,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
 
     @property
@@ -186,7 +182,7 @@ class AgentHandle:
             with self._writing:
                 stdin.write(data)
                 stdin.flush()
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             pass  # The agent has ended already; wait() reports why.
         except BaseException:
             self.stop()
@@ -274,7 +270,7 @@ class AgentHandle:
                 self._end_processes(patience_s)
                 self._remove_files()
 
-    def _listen(self, agent: subprocess.Popen[bytes]) -> None:
+    def _listen(self, agent: programs.Program) -> None:
         assert agent.stdout is not None
         for line in agent.stdout:
             message = _message(line)
@@ -308,7 +304,7 @@ class AgentHandle:
             self._refusal = reason
             log.warning("%s cannot start again: %s", self.display_name, reason)
 
-    def _send_signs_of_life(self, agent: subprocess.Popen[bytes]) -> None:
+    def _send_signs_of_life(self, agent: programs.Program) -> None:
         stdin = agent.stdin
         assert stdin is not None
         while agent.poll() is None and not self._stopped:
@@ -339,7 +335,7 @@ class AgentHandle:
 
     def _signal_group(self, number: signal.Signals) -> None:
         # While the pipe is held the group has a process, so its id cannot be another's.
-        if self._listener.is_alive():
+        if self._listener.is_alive() and isinstance(self._agent, subprocess.Popen):
             with suppress(ProcessLookupError):  # The last process ended just now.
                 os.killpg(self._agent.pid, number)
 
@@ -355,10 +351,8 @@ class AgentHandle:
         self._log.seek(0)
         output = self._log.read()
         if not self.host.local:
-            return str(
-                ssh.failure(self.host, "pipespec.cluster.agent", self._agent.returncode, output)
-            )
-        ended = how_it_ended(self._agent.returncode)
+            return str(programs.failure(self.host, AGENT, self._agent.wait(), output))
+        ended = how_it_ended(self._agent.wait())
         return (
             f"the launcher of the ranks on host {self.display_name} ({ended}): {last_line(output)}"
         )

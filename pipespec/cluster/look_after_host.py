@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from pipespec.cluster.host_changes import HostChanges, Measure
-from pipespec.cluster.host_session import HostSession
+from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.errors import PipespecError
 
 # Seconds between two checks of a host.

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.running_work import RunningWork
 from pipespec.cluster.weight_host import ALIVE_S, SILENCE_S
@@ -91,7 +91,7 @@ class Peer:
     """
 
     def __init__(
-        self, host: Host, process: subprocess.Popen[bytes], errors: IO[bytes], on: OnProgress
+        self, host: Host, process: programs.Program, errors: IO[bytes], on: OnProgress
     ) -> None:
         self.name, self.host = host.name, host
         self.needs: Needs = {}
@@ -146,7 +146,7 @@ class Peer:
         except subprocess.TimeoutExpired:
             return None
         self._errors.seek(0)
-        return ssh.failure(self.host, MODULE, code, self._errors.read())
+        return programs.failure(self.host, MODULE, code, self._errors.read())
 
     def hash_of(self, block: Block) -> str | None:
         """The recorded hash of a block of a file that is here; None: it is whole."""
@@ -179,9 +179,8 @@ class Peer:
 @contextmanager
 def connected(host: Host, on_progress: OnProgress = lambda *_: None) -> Iterator[Peer]:
     """The process of a host, which ends with the block. Raises HostFailed."""
-    pipe = subprocess.PIPE
     with tempfile.TemporaryFile() as errors:
-        process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=errors)
+        process = programs.start_module(host, MODULE, stderr=errors)
         assert process.stdin is not None and process.stdout is not None
         peer = Peer(host, process, errors, on_progress)
         try:

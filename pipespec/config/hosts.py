@@ -52,7 +52,7 @@ from pipespec.system.validation import Unreadable, read_text, shown
 LOCAL = "local"
 PYTHON = "python3"  # on a host
 BY_HAND = "none"
-# Before the path of the socket through which programs run on a host that has joined.
+# Before the name of the connection that a host has made which has joined a running cluster.
 JOINED = "joined:"
 # Of a hosts file: bytes, and values once its aliases are replaced by what they stand for. A host
 # takes some twenty.
@@ -95,10 +95,9 @@ class Host:
         return self.ssh == BY_HAND
 
     @property
-    def joined_through(self) -> str | None:
-        """The socket through which programs run on it, if it has joined a running cluster
-        (`pipespec.cluster.join_server`)."""
-        return self.ssh.removeprefix(JOINED) if self.ssh and self.ssh.startswith(JOINED) else None
+    def has_joined(self) -> bool:
+        """Whether it has joined a running cluster (`pipespec.cluster.host_link`)."""
+        return self.ssh is not None and self.ssh.startswith(JOINED)
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -70,9 +70,9 @@ class Driver:
 
 
 def leftovers(bed: Testbed, host: str, *others: bytes) -> list[int]:
-    """Processes in a host that are not its sshd's: Python's, or those of the others' names."""
+    """Processes in a host that are not its SSH server: Python's, or those of the others' names."""
     found = []
-    for pid in bed.processes(host):
+    for pid in set(bed.processes(host)) - bed.servers:
         with suppress(FileNotFoundError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
             if any(name in line for name in (b"python", *others)):

@@ -28,7 +28,7 @@ DELAY_MS = 8.0
 GBIT = 0.2
 PROMPT = "Once upon a time there was a king who had three sons and"
 
-if (lacking := missing(with_ssh=False)) is not None:
+if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
 
 

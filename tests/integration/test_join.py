@@ -21,7 +21,7 @@ from tools.rig.cluster import reference
 from tools.rig.joining import PATIENCE_S, PROMPT, Answer, Command, JoinableCluster
 from tools.rig.testbed import Testbed, missing
 
-if (lacking := missing(with_ssh=False)) is not None:
+if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
+import signal
 import socket
-import ssl
-import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import IO
 
+import asyncssh
 import pytest
 
 from pipespec.cli import host_admission
-from pipespec.cli.invite import JoinOptions
-from pipespec.cluster import host_session, join_client, join_link, join_server, ssh
+from pipespec.cli.invite import JoinOptions, ask_for_invitation
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.host_changes import MeasuredHost
-from pipespec.cluster.host_session import HostSession
-from pipespec.cluster.join_client import Admission, JoinedHost, enter
-from pipespec.cluster.join_link import JOIN, JoinLink
-from pipespec.cluster.join_server import JoinServer, ask_for_invitation
-from pipespec.cluster.join_token import Token, fingerprint_of, id_of
+from pipespec.cluster.host_link import join_server, joined_host, loop, programs
+from pipespec.cluster.host_link.connection import Connection
+from pipespec.cluster.host_link.host_session import HostSession
+from pipespec.cluster.host_link.join_server import JoinServer
+from pipespec.cluster.host_link.joined_host import JoinedHost
+from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
-from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed
 from pipespec.placement.costs import Worker
 from tests.helpers.listening import listening
@@ -66,21 +67,29 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def join(token: Token, name: str = "beta") -> tuple[Admission, JoinLink]:
-    return enter(token, name, ["cpu"], None)
+def join(token: Token, name: str = "beta") -> JoinedHost:
+    return JoinedHost(token, name, ["cpu"], None)
+
+
+@contextmanager
+def running(host: JoinedHost) -> Iterator[list[str]]:
+    """The sentences that a host receives while it runs; it leaves with the block."""
+    said: list[str] = []
+    with host:
+        thread = threading.Thread(target=host.run, args=(said.append,))
+        thread.start()
+        yield said
+        host.leave()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
 def joined(cluster: Cluster) -> Iterator[tuple[JoinedHost, HostSession, list[str]]]:
     """A host of the cluster, its session, and the sentences that it received."""
-    said: list[str] = []
-    with JoinedHost(*join(cluster.token()), said.append) as host:
-        thread = threading.Thread(target=host.run)
-        thread.start()
+    host = join(cluster.token())
+    with running(host) as said:
         yield host, cluster.sessions.get(timeout=PATIENCE_S), said
-        host.leave()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 def refused(token: Token, why: str) -> None:
@@ -90,12 +99,11 @@ def refused(token: Token, why: str) -> None:
 
 def test_a_token_lets_in_one_host_and_its_replay_none(cluster: Cluster) -> None:
     token = cluster.token()
-    admission, link = join(token)
-    assert admission.name == "beta"
-    assert cluster.sessions.get(timeout=PATIENCE_S).host.devices == ("cpu",)
-    refused(token, "does not let this host in: this invitation was used already")
+    with join(token) as host:
+        assert host.name == "beta"
+        assert cluster.sessions.get(timeout=PATIENCE_S).host.devices == ("cpu",)
+        refused(token, "does not let this host in: this invitation was used already")
     assert cluster.sessions.empty()
-    link.close()
 
 
 def test_an_expired_token_lets_no_host_in(cluster: Cluster) -> None:
@@ -111,61 +119,43 @@ def test_an_altered_token_lets_no_host_in_even_if_its_checksum_is_right(cluster:
         secret = bytearray(token.secret)
         secret[number] ^= 1
         changed = Token.decode(replace(token, secret=bytes(secret)).encode())
-        refused(changed, "not one of this cluster")
+        refused(changed, "is not one of this cluster")
     fingerprint = bytes([token.fingerprint[0] ^ 1, *token.fingerprint[1:]])
-    refused(replace(token, fingerprint=fingerprint), "another certificate")
+    refused(
+        replace(token, fingerprint=fingerprint), "another key than the cluster that made this token"
+    )
     assert cluster.sessions.empty()
-    join(token)[1].close()  # it was not used up
+    with join(token):
+        pass  # it was not used up
 
 
-def test_a_client_that_knows_the_id_of_an_invitation_without_its_secret_is_refused(
-    cluster: Cluster,
-) -> None:
-    token = cluster.token()
-    link, _ = join_link.connect(token)
-    wrong = bytes(len(token.secret))
-    hello = link.receive(PATIENCE_S)
-    assert hello is not None
-    link.send({"for": JOIN, "id": id_of(token.secret), "nonce": "1"})
-    answer = link.receive(PATIENCE_S)
-    assert answer is not None
-    nonces = hello["nonce"] + "1"
-    # The launcher's own proof is of no use to a client that returns it.
-    for proof in (join_link.proof(wrong, "host", JOIN, nonces, token.fingerprint), answer["proof"]):
-        with suppress(OSError):
-            link.send({"proof": proof, "host": {}})
-    with suppress(OSError):
-        assert link.receive(PATIENCE_S) is None
-    link.close()
-    assert cluster.sessions.empty()
-    join(token)[1].close()
+def test_a_host_says_nothing_about_itself_to_another_launcher(cluster: Cluster) -> None:
+    """One that stands in the place of the launcher, and accepts every host."""
+    token, sessions = cluster.token(), list[str]()
 
+    async def let_in(connection: asyncssh.SSHClientConnection) -> None:
+        sessions.append((await connection.run("control", input="{}\n")).stdout)
 
-def test_a_host_says_nothing_about_itself_to_an_interloper(cluster: Cluster) -> None:
-    """Whose certificate a forged token names, and who passes on all that is said."""
-    token, own = cluster.token(), Certificate.make()
-    received: list[dict[str, object]] = []
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((ADDRESS, 0)))
+    class Interloper(asyncssh.SSHClient):
+        def validate_host_public_key(self, *_: object) -> bool:
+            return True
 
-        def stand_between() -> None:
-            plain, _ = listener.accept()
-            host = join_link.accept(plain, join_link.server_context(own))
-            true, _ = join_link.connect(token)
-            with closing(host), closing(true), suppress(OSError):
-                host.send(true.receive(PATIENCE_S) or {})
-                received.append(host.receive(PATIENCE_S) or {})
-                true.send(received[-1])
-                host.send(true.receive(PATIENCE_S) or {})
-                received.append(host.receive(PATIENCE_S) or {})
+    async def stand_between() -> asyncssh.SSHAcceptor:
+        return await asyncssh.listen_reverse(
+            ADDRESS,
+            0,
+            acceptor=let_in,
+            client_factory=Interloper,
+            client_keys=[asyncssh.generate_private_key("ssh-ed25519")],
+            known_hosts=b"",
+            username="pipespec",
+            config=[],
+        )
 
-        thread = threading.Thread(target=stand_between)
-        thread.start()
-        seen = fingerprint_of(ssl.PEM_cert_to_DER_cert(own.cert))
-        forged = replace(token, port=listener.getsockname()[1], fingerprint=seen)
-        refused(forged, "does not know the secret")
-        thread.join(PATIENCE_S)
-    assert [set(each) for each in received] == [{"for", "id", "nonce"}, set()]
+    listener = loop.call(stand_between())
+    refused(replace(token, port=listener.get_port()), "another key than the cluster")
+    loop.soon(listener.close)
+    assert not sessions
     assert cluster.sessions.empty()
 
 
@@ -174,53 +164,63 @@ def test_another_version_is_refused_before_the_token_is_used(
 ) -> None:
     token = cluster.token()
     with monkeypatch.context() as patch:
-        # The launcher and the host are one process here: they ask in this order.
-        versions = iter(["0.1.0, code 1", "0.1.0, code 2"])
-        patch.setattr(join_link, "own_version", lambda: next(versions))
+        patch.setattr(join_server, "own_version", lambda: "0.1.0, code 1")
+        patch.setattr(joined_host, "own_version", lambda: "0.1.0, code 2")
         refused(token, r"pipespec here is 0\.1\.0, code 2, .* install the same on all hosts")
-    join(token)[1].close()
+    with join(token):
+        pass
 
 
 def test_connections_without_a_token_are_closed(cluster: Cluster) -> None:
     where = (cluster.server.address, cluster.server.port)
-    for greeting in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n"):
+    greeting = b"SSH-2.0-stranger\r\n"
+    for said in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", greeting + b"\0" * 100, b"1" * 2**18):
         with (
             socket.create_connection(where, PATIENCE_S) as stranger,
             suppress(OSError),  # it may have closed already
         ):
-            stranger.sendall(greeting)
+            stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
-            assert len(stranger.recv(100)) <= 7  # an alert of TLS
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    deep, long = b"[" * 10_000 + b"\n", b"1" * 2**18
-    for said in (b"{}\n", b"\n", deep, long, b'{"for": 1, "id": [], "nonce": null}\n'):
-        with (
-            socket.create_connection(where, PATIENCE_S) as plain,
-            context.wrap_socket(plain) as stranger,
-            stranger.makefile("rb") as lines,
-        ):
-            assert set(json.loads(lines.readline())) == {"version", "nonce"}
-            with suppress(OSError):
-                stranger.sendall(said)
-                assert lines.readline() == b""
+            while stranger.recv(2**16):
+                pass
+    until(lambda: not cluster.server.unproven, PATIENCE_S)
     assert cluster.sessions.empty()
-    join(cluster.token())[1].close()
+    with join(cluster.token()):
+        pass
+
+
+def test_more_connections_than_may_be_unproven_are_closed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join_server, "MOST_UNPROVEN", 2)
+    where = (cluster.server.address, cluster.server.port)
+    with ExitStack() as stack:
+        for _ in range(2):
+            stranger = stack.enter_context(socket.create_connection(where, PATIENCE_S))
+            assert stranger.recv(4) == b"SSH-"
+        with socket.create_connection(where, PATIENCE_S) as third, suppress(ConnectionError):
+            assert third.recv(4) == b""
+        refused(cluster.token(), "is no launcher of pipespec")
+    until(lambda: not cluster.server.unproven, PATIENCE_S)
+    with join(cluster.token()):
+        pass
 
 
 def test_a_name_that_is_taken_gets_a_number(cluster: Cluster) -> None:
-    links = [join(cluster.token(), name) for name in ("alpha", "beta", "beta", LOCAL)]
-    names = [admission.name for admission, _ in links]
+    with ExitStack() as stack:
+        names = [
+            stack.enter_context(join(cluster.token(), name)).name
+            for name in ("alpha", "beta", "beta", LOCAL)
+        ]
     assert names == ["alpha-2", "beta", "beta-2", f"{LOCAL}-2"]
-    for _, link in links:
-        link.close()
 
 
 def test_an_address_that_is_none_is_refused_before_the_token_is_used(cluster: Cluster) -> None:
     token = cluster.token()
     with pytest.raises(HostFailed, match=r"address is '10\.0\.0\.256', which .* --address"):
-        enter(token, "beta", ["cpu"], "10.0.0.256")
-    join(token)[1].close()
+        JoinedHost(token, "beta", ["cpu"], "10.0.0.256")
+    with join(token):
+        pass
 
 
 def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
@@ -249,49 +249,96 @@ def test_a_host_that_leaves_before_the_cluster_begins_is_waited_for_no_more(
             target=lambda: found.append(made.await_hosts(deployment, problem))
         )
         thread.start()
-        early = join(tokens.get(timeout=PATIENCE_S), "early")[1]
-        early.send({"leave": True})
+        stack.enter_context(join(tokens.get(timeout=PATIENCE_S), "early")).leave()
         assert left.wait(PATIENCE_S)
         for name in ("beta", "gamma"):
-            link = join(tokens.get(timeout=PATIENCE_S), name)[1]
-            stack.callback(link.close)
+            stack.enter_context(join(tokens.get(timeout=PATIENCE_S), name))
         thread.join(PATIENCE_S)
     assert [host.name for host in found[0].joined] == ["beta", "gamma"]
-    early.close()
 
 
 # --- programs ------------------------------------------------------------------------------------
 
 
 def test_a_program_runs_on_the_host_as_if_over_ssh(
-    joined: tuple[JoinedHost, HostSession, list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _, session, _ = joined
-    monkeypatch.setattr(join_client, "PROGRAMS", ("tests.helpers.echo",))
-    data = os.urandom(3 * 2**20)
-    line = ssh.command(session.host, "tests.helpers.echo", "7")
-    done = subprocess.run(line, input=data, capture_output=True, timeout=PATIENCE_S)
-    assert done.stdout == data
-    assert done.stderr == b"echoed\n"
-    assert done.returncode == 7
-
-
-def test_a_program_ends_with_the_process_that_started_it(
     joined: tuple[JoinedHost, HostSession, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, session, _ = joined
-    monkeypatch.setattr(join_client, "PROGRAMS", ("tests.helpers.echo",))
-    line = ssh.command(session.host, "tests.helpers.echo", "0")
-    pipe = subprocess.PIPE
-    with subprocess.Popen(line, stdin=pipe, stdout=pipe) as process:
-        assert process.stdin and process.stdout
-        process.stdin.write(b"hello")
-        process.stdin.flush()
-        assert process.stdout.read(5) == b"hello"
-        assert host._programs
-        process.kill()
-    until(lambda: not host._programs, PATIENCE_S)
+    monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
+    _, session, _ = joined
+    data = os.urandom(3 * 2**20)
+    with tempfile.TemporaryFile() as errors:
+        program = programs.start_module(session.host, "tests.helpers.echo", "7", stderr=errors)
+        with program.stdout as stdout, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(stdout.read)
+            with program.stdin as stdin:
+                stdin.write(data)
+            assert answer.result() == data
+        assert program.wait(PATIENCE_S) == 7
+        errors.seek(0)
+        assert errors.read() == b"echoed\n"
+
+
+@pytest.fixture
+def talking(
+    monkeypatch: pytest.MonkeyPatch, joined: tuple[JoinedHost, HostSession, list[str]]
+) -> Iterator[tuple[programs.Program, IO[bytes]]]:
+    """A program on the host that has answered, and its errors."""
+    monkeypatch.setattr(joined_host, "PROGRAMS", ("tests.helpers.echo",))
+    _, session, _ = joined
+    with tempfile.TemporaryFile() as errors:
+        program = programs.start_module(session.host, "tests.helpers.echo", "0", stderr=errors)
+        with program.stdin as stdin, program.stdout as stdout:
+            stdin.write(b"hello")
+            stdin.flush()
+            assert stdout.read(5) == b"hello"
+            yield program, errors
+
+
+def test_a_program_ends_when_the_launcher_hangs_up(
+    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
+) -> None:
+    (host, _, _), (program, _) = joined, talking
+    assert host._running
+    program.kill()
+    assert program.wait(PATIENCE_S) == -signal.SIGKILL
+    until(lambda: not host._running, PATIENCE_S)
+
+
+def test_a_program_ends_with_its_connection(
+    joined: tuple[JoinedHost, HostSession, list[str]], talking: tuple[programs.Program, IO[bytes]]
+) -> None:
+    (host, session, _), (program, errors) = joined, talking
+    broken(session)
+    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert program.stdout.read() == b""
+    errors.seek(0)
+    error = programs.failure(session.host, "m", program.wait(), errors.read())
+    assert str(error).startswith("beta: the connection was lost; run `pipespec join` there again")
+    until(lambda: not host._running, PATIENCE_S)
+
+
+def test_a_silent_host_is_found(
+    joined: tuple[JoinedHost, HostSession, list[str]],
+    talking: tuple[programs.Program, IO[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection is open, but answers nothing, as that of a host without power."""
+    (host, session, _), (program, errors) = joined, talking
+    monkeypatch.setattr(joined_host.JoinedHost, "_connect", failing)
+    loop.soon(host._connection.set_keepalive, 0)  # this side does not look
+    loop.soon(host._connection._transport.pause_reading)
+    began = time.monotonic()
+    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert time.monotonic() - began < join_server.SILENCE_S + 3
+    errors.seek(0)
+    assert b"not responding" in errors.read()
+    assert session.lost_s < 3
+    monkeypatch.undo()
+    loop.soon(host._connection.abort)  # it comes back
+
+
+async def failing(*_: object) -> None:
+    raise HostFailed("it has no network")
 
 
 def test_only_programs_of_pipespec_run_on_the_host(
@@ -299,35 +346,34 @@ def test_only_programs_of_pipespec_run_on_the_host(
 ) -> None:
     _, session, _ = joined
     with pytest.raises(HostFailed, match="No module named timeit for hosts that join"):
-        ssh.run_module(session.host, "timeit", timeout=PATIENCE_S)
+        programs.run_module(session.host, "timeit", timeout=PATIENCE_S)
 
 
 def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluster) -> None:
-    admission, link = join(cluster.token())
-    with JoinedHost(admission, link, lambda _: None) as host:
-        thread = threading.Thread(target=host.run)
-        thread.start()
+    with running(join(cluster.token())):
         session = cluster.sessions.get(timeout=PATIENCE_S)
-        host.leave()
-        thread.join(PATIENCE_S)
     until(lambda: not cluster.server._sessions)
     with pytest.raises(HostFailed, match=r"^beta: it has left; run `pipespec join` there again"):
-        ssh.run_module(session.host, "pipespec.cluster.agent", timeout=PATIENCE_S)
-    with pytest.raises(join_link.Refused, match="this host has left"):
-        admission.connect(join_link.RETURN)
+        programs.run_module(session.host, "pipespec.cluster.agent", timeout=PATIENCE_S)
 
 
 def test_a_host_whose_connection_breaks_comes_back_by_itself(
     joined: tuple[JoinedHost, HostSession, list[str]],
 ) -> None:
     _, session, said = joined
-    first = session._link
-    assert first is not None
-    first.end()
-    until(lambda: session._link not in (None, first), PATIENCE_S)
+    first = broken(session)
+    until(lambda: session._connection not in (None, first), PATIENCE_S)
     session.tell("welcome back")
     until(lambda: said == ["welcome back"], PATIENCE_S)
     assert session.lost_s == 0
+
+
+def broken(session: HostSession) -> Connection:
+    """The connection of a host, which is cut."""
+    first = session._connection
+    assert first is not None
+    loop.soon(first[0].abort)
+    return first
 
 
 def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
@@ -342,42 +388,37 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
     session.keep("it cannot leave yet: b holds too little memory")
     until(lambda: not host.leaving, PATIENCE_S)
     assert said == ["it cannot leave yet: b holds too little memory"]
-    first = session._link
-    assert first is not None
-    first.end()
-    until(lambda: session._link not in (None, first), PATIENCE_S)
+    first = broken(session)
+    until(lambda: session._connection not in (None, first), PATIENCE_S)
     session.tell("welcome back")
     until(lambda: "welcome back" in said, PATIENCE_S)
     assert not session.leaving
     session.changed = changed
 
 
+def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None:
+    with join(cluster.token()) as host:
+        session = cluster.sessions.get(timeout=PATIENCE_S)
+        session._over = session.leaving = True  # it was dismissed while it was away
+        session.changed.set()
+        until(lambda: not cluster.server._sessions)
+        broken(session)
+        with pytest.raises(HostFailed, match="this host has left, or was never let in"):
+            host.run(lambda _: None)
+
+
 def test_hosts_are_let_go_when_the_cluster_ends() -> None:
-    cluster, said = Cluster(), list[str]()
-    with cluster.server:
-        admission, link = join(cluster.token())
-        with JoinedHost(admission, link, said.append) as host:
-            thread = threading.Thread(target=host.run)
-            thread.start()
-            cluster.sessions.get(timeout=PATIENCE_S).leaving = True
-            cluster.server.__exit__()
-            thread.join(PATIENCE_S)
+    cluster = Cluster()
+    with cluster.server, join(cluster.token()) as host:
+        said: list[str] = []
+        thread = threading.Thread(target=host.run, args=(said.append,))
+        thread.start()
+        cluster.sessions.get(timeout=PATIENCE_S).leaving = True
+        cluster.server.__exit__()
+        thread.join(PATIENCE_S)
     assert said == ["the cluster has ended"]
 
 
 def test_hosts_join_at_one_address_of_the_machine(cluster: Cluster) -> None:
     ours = [each for each in listening([os.getpid()]) if each.port == cluster.server.port]
     assert {each.address for each in ours if each.kind == "tcp"} == {ADDRESS}
-
-
-def test_both_ends_show_that_they_live(
-    joined: tuple[JoinedHost, HostSession, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection over which nothing was said for that long counts as broken."""
-    host, session, _ = joined
-    link, ours = session._link, host._link
-    monkeypatch.setattr(host_session, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
-    monkeypatch.setattr(join_client, "SILENCE_S", 2 * join_server.SIGN_OF_LIFE_S)
-    end = time.monotonic() + 4 * join_server.SIGN_OF_LIFE_S
-    until(lambda: time.monotonic() > end)
-    assert (session._link, host._link) == (link, ours)

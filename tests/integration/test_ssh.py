@@ -1,150 +1,289 @@
-"""Modules started on hosts through a real sshd, and what is said when that fails."""
+"""Modules started on hosts through an SSH server, and what is said when that fails."""
 
 import dataclasses
+import getpass
 import json
+import os
 import secrets
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from pipespec.cluster import ssh
-from pipespec.config.hosts import Host, load_hosts
-from tools.rig.testbed import Testbed, missing
+from pipespec.cluster.host_link import connection, programs
+from pipespec.config.hosts import Host
+from pipespec.errors import HostFailed
+from pipespec.system.network_interfaces import LOOPBACK
+from tests.helpers.waiting import until
+from tools.rig import sshd
 
-if (lacking := missing()) is not None:
-    pytest.skip(lacking, allow_module_level=True)
-
-# Runs in host a: one call of `ssh.run` or `ssh.popen` as standard input describes it.
-CALLER = """
-import json, subprocess, sys, time
-from pipespec import errors
-from pipespec.cluster import ssh
-from pipespec.config import hosts
-call = json.load(sys.stdin)
-host = hosts.Host(**call["host"])
-start = time.monotonic()
-try:
-    answer = ssh.run_module(host, *call["words"], input=call["input"].encode(), timeout=30).decode()
-except errors.HostFailed as failed:
-    answer = f"HostFailed: {failed}"
-print(json.dumps([answer, time.monotonic() - start]))
-"""
-
-# Runs in host a: a program that waits on another host. Says when it runs, and how it ended.
-WAITER = """
-import json, subprocess, sys, time
-from pipespec.cluster import ssh
-from pipespec.config import hosts
-host = hosts.Host(**json.loads(sys.stdin.readline()))
-pipe = subprocess.PIPE
-words = "timeit", "-n1", "-r1", "print('runs', flush=True); input()"
-with ssh.start_module(host, *words, stdin=pipe, stdout=pipe, stderr=pipe) as far:
-    print(far.stdout.readline().decode(), end="", flush=True)
-    sys.stdin.readline()
-    start = time.monotonic()
-    said = far.stderr.read()
-    message = str(ssh.failure(host, "timeit", far.wait(), said))
-    print(json.dumps([message, time.monotonic() - start]))
-"""
+PROGRAM = "import os, sys; print(os.environ['HF_HOME'], os.environ['SSH_CONNECTION'], input())"
+PATIENCE_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def bed():
-    with Testbed(hosts=3) as bed:
-        yield bed
+class Server:
+    """An SSH server of this machine, for the block's user, with a configuration that knows it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        sshd.make_keys(folder, [f"[{LOOPBACK}]:*", LOOPBACK])
+        self.config = folder / sshd.CLIENT_CONFIG
+        self.process, self.port = sshd.start(subprocess.Popen, folder, LOOPBACK, port=0)
+
+    def host(self, **changes: object) -> Host:
+        host = Host(
+            "beta",
+            LOOPBACK,
+            port=self.port,
+            identity=str(self.folder / "key"),
+            python=sys.executable,
+            env={"PYTHONPATH": str(sshd.ROOT)},
+        )
+        return dataclasses.replace(host, **changes)
 
 
-@pytest.fixture(scope="module")
-def beta(bed) -> Host:
-    return load_hosts(bed.hosts_file()).host("b")
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    server = Server(tmp_path)
+    monkeypatch.setenv(connection.CONFIG_VARIABLE, str(server.config))
+    yield server
+    server.process.kill()
+    server.process.wait()
+    server.process.stdout.close()
 
 
-def described(host: Host) -> dict:
-    return dataclasses.asdict(host)
+def run(host: Host, module: str, *args: str, given: bytes = b"") -> str:
+    return programs.run_module(host, module, *args, input=given, timeout=PATIENCE_S).decode()
 
 
-def called(bed: Testbed, host: Host, *words: str, given: str = "") -> tuple[str, float]:
-    """What `ssh.run` in host a returned or raised, and how many seconds it took."""
-    call = {"host": described(host), "words": words, "input": given}
-    done = bed.run("a", [sys.executable, "-c", CALLER], given=json.dumps(call))
-    assert done.returncode == 0, done.stderr
-    answer, seconds = json.loads(done.stdout)
-    return answer, seconds
+def test_a_module_runs_on_the_host_with_its_input_and_environment(server):
+    host = server.host(env={"HF_HOME": 'it\'s "here" $HOME'})
 
+    answer = run(host, "timeit", "-n", "1", "-r", "1", PROGRAM, given=b"hello, world\n")
 
-def test_a_module_runs_on_the_host_with_its_input_and_environment(bed, beta):
-    host = dataclasses.replace(beta, env={"HF_HOME": 'it\'s "here" $HOME'})
-    program = "import os, sys; print(os.environ['HF_HOME'], os.environ['SSH_CONNECTION'], input())"
-
-    answer, _ = called(bed, host, "timeit", "-n", "1", "-r", "1", program, given="hello, world\n")
-
-    connection = f"{bed.address('a')} "
-    assert answer.startswith(f'it\'s "here" $HOME {connection}')
-    assert f"{bed.address('b')} 22 hello, world" in answer
+    assert answer.startswith(f'it\'s "here" $HOME {LOOPBACK} ')
+    assert f"{LOOPBACK} {server.port} hello, world" in answer
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"port": 2222}, "Connection refused; start sshd there, or set `port` of the host"),
-        ({"user": "nobody"}, "Permission denied (publickey); let this user's key in with"),
-        ({"address": "no.such.host.invalid"}, "correct `address` or `ssh` of the host"),
+        ({"port": 1}, "Connection refused; start sshd there, or set `port` of the host"),
+        ({"user": "nobody"}, "; let this user's key in with `ssh-copy-id nobody@127.0.0.1`"),
+        ({"address": "no.such.host.invalid"}, "; correct `address` or `ssh` of the host"),
+        ({"identity": "/no/key"}, "/no/key No such file or directory; try `ssh"),
         ({"python": "/no/python"}, "/no/python"),
+        ({"python": "/bin/false"}, "json.tool ended with exit code 1"),
     ],
-    ids=["port", "user", "address", "python"],
+    ids=["port", "user", "address", "identity", "python", "exit code"],
 )
-def test_what_is_wrong_is_said_with_a_remedy(bed, beta, changes, sentence):
-    answer, _ = called(bed, dataclasses.replace(beta, **changes), "json.tool", given="{}")
+def test_what_is_wrong_is_said_with_a_remedy(server, changes, sentence):
+    began = time.monotonic()
 
-    assert answer.startswith("HostFailed: b: ") and sentence in answer
+    with pytest.raises(HostFailed) as failed:
+        run(server.host(**changes), "json.tool", given=b"{}")
+
+    assert str(failed.value).startswith("beta: ") and sentence in str(failed.value)
+    assert str(failed.value).count("\n") == 0
+    assert time.monotonic() - began < connection.LOGIN_TIMEOUT
 
 
-def test_a_key_of_the_host_that_is_not_known_is_refused(bed, beta):
-    known = bed.folder / "known_hosts"
-    kept = known.read_text()
+@pytest.mark.parametrize("config", ["", "UserKnownHostsFile none\n", "StrictHostKeyChecking no\n"])
+def test_a_key_of_the_host_that_is_not_known_is_refused(server, monkeypatch, config):
+    monkeypatch.setenv("HOME", str(server.folder / "nobody"))
+    server.config.write_text(config)
+
+    with pytest.raises(HostFailed, match=r"is not trusted .*; connect once by hand with `ssh 127"):
+        run(server.host(), "json.tool", given=b"{}")
+
+
+def test_the_users_configuration_says_how_a_host_is_reached(server):
+    """An alias with address, port and key, and a file of other known hosts; a key that is missing
+    is passed over, as OpenSSH does."""
+    server.config.write_text(
+        f"Host lab\n  HostName {LOOPBACK}\n  Port {server.port}\n"
+        f"  IdentityFile {server.folder}/missing\n  IdentityFile {server.folder}/key\n"
+        f"  UserKnownHostsFile {server.folder}/missing {server.folder}/known_hosts\n"
+        "  RemoteCommand false\n  RequestTTY yes\n  LocalForward 9000 localhost:9000\n"
+    )
+
+    assert run(server.host(ssh="lab", port=22, identity=None), "json.tool", given=b"[]") == "[]\n"
+
+
+def test_the_users_own_files_count(server, monkeypatch):
+    """`~/.ssh`, where no other configuration is named."""
+    folder = server.folder / ".ssh"
+    folder.mkdir()
+    (folder / "config").write_text(f"Host lab\n  HostName {LOOPBACK}\n  Port {server.port}\n")
+    for name, own in (("known_hosts", "known_hosts"), ("key", "id_ed25519")):
+        (server.folder / name).rename(folder / own)
+    monkeypatch.setenv("HOME", str(server.folder))
+    monkeypatch.delenv(connection.CONFIG_VARIABLE)
+    user = getpass.getuser()
+
+    lab = server.host(ssh=f"{user}@lab", port=22, identity=None)
+
+    assert run(lab, "json.tool", given=b"[]") == "[]\n"
+
+
+def test_a_host_is_reached_through_a_jump_host(server):
+    """Whose key must be known, too."""
+    with server.config.open("a") as config:
+        config.write(
+            f"Host jump\n  HostName {LOOPBACK}\n  Port {server.port}\n"
+            f"  IdentityFile {server.folder}/key\n"
+            f"Host far\n  HostName {LOOPBACK}\n  ProxyJump jump\n"
+        )
+    far = server.host(ssh="far")
+
+    # The server is at both ends: it sees its own address.
+    assert f"{server.port} x" in run(
+        dataclasses.replace(far, env={"HF_HOME": "h"}),
+        "timeit",
+        "-n1",
+        "-r1",
+        PROGRAM,
+        given=b"x\n",
+    )
+    known = server.folder / "known_hosts"
+    known.write_text(known.read_text().replace(LOOPBACK, "10.0.0.1"))
+    with pytest.raises(HostFailed, match="is not trusted"):
+        run(far, "json.tool", given=b"[]")
+
+
+def test_a_key_of_the_agent_lets_in(server, monkeypatch):
+    path = server.folder / "agent"
+    agent = subprocess.Popen(
+        ["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        known.write_text("")
-        answer, _ = called(bed, beta, "json.tool", given="{}")
+        until(path.exists)
+        environment = {**os.environ, "SSH_AUTH_SOCK": str(path)}
+        subprocess.run(["ssh-add", "-q", str(server.folder / "key")], env=environment, check=True)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+        server.config.write_text(server.config.read_text().replace("IdentityAgent none\n", ""))
+        monkeypatch.setenv("HOME", str(server.folder))
+        assert run(server.host(identity=None), "json.tool", given=b"[]") == "[]\n"
     finally:
-        known.write_text(kept)
-
-    assert "Host key verification failed; connect once by hand with `ssh root@10.77.0.2`" in answer
-
-
-def test_a_host_behind_a_cut_link_is_given_up(bed, beta):
-    bed.cut("a", "b")
-    try:
-        answer, seconds = called(bed, beta, "json.tool", given="{}")
-    finally:
-        bed.mend("a", "b")
-
-    assert answer.startswith("HostFailed: b: ") and "timed out; check that the host is up" in answer
-    assert seconds < ssh.CONNECT_TIMEOUT + 5
+        agent.kill()
+        agent.wait()
 
 
-def test_a_link_that_is_cut_under_a_program_is_noticed(bed, beta):
+def test_a_key_that_is_encrypted_is_asked_of_nobody(server):
+    path = str(server.folder / "secret")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "word", "-f", path], check=True)
+
+    with pytest.raises(HostFailed, match="let this user's key in"):
+        run(server.host(identity=path), "json.tool", given=b"{}")
+
+
+def test_a_host_that_says_nothing_is_given_up(server, monkeypatch):
+    monkeypatch.setattr(connection, "LOGIN_TIMEOUT", 1)
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        host = server.host(port=silent.getsockname()[1])
+        with pytest.raises(HostFailed, match="timed out; check that the host is up"):
+            run(host, "json.tool", given=b"{}")
+
+
+@pytest.fixture
+def program(server):
+    """A program on a host that has answered, and its errors."""
+    words = "timeit", "-n1", "-r1", "print('runs', flush=True); input()"
+    with tempfile.TemporaryFile() as errors:
+        program = programs.start_module(server.host(), *words, stderr=errors)
+        with program.stdin, program.stdout:
+            assert program.stdout.readline() == b"runs\n"
+            yield program, errors
+            program.kill()
+
+
+def test_a_silent_host_is_noticed(server, program):
+    """Its server is stopped, as if its link were cut."""
+    far, errors = program
+    stop = threading.Timer(0, server.process.send_signal, [19])
+    stop.start()
+    began = time.monotonic()
+
+    assert far.wait(PATIENCE_S) == programs.NO_CONNECTION
+
+    assert time.monotonic() - began < programs.NOTICED_AFTER + 3
+    errors.seek(0)
+    message = str(programs.failure(server.host(), "timeit", 255, errors.read()))
+    assert message == "beta: Server not responding to keepalive; check the host and the link to it"
+    server.process.send_signal(18)
+
+
+def test_a_server_that_ends_ends_its_programs(server, program):
+    far, errors = program
+    server.process.kill()
+
+    assert far.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert far.stdout.read() == b""
+    errors.seek(0)
+    assert b"; try `ssh 127.0.0.1` by hand" in errors.read()
+
+
+def test_a_program_ends_with_its_standard_input(program):
+    far, _ = program
+    far.stdin.write(b"\n")
+    far.stdin.close()
+
+    assert b"1 loop" in far.stdout.read()
+    assert far.wait(PATIENCE_S) == 0
+
+
+def test_a_program_ends_with_the_launcher(server):
+    """Which is killed."""
+    code = (
+        "import sys\n"
+        "from pipespec.cluster.host_link import programs\n"
+        "from pipespec.config.hosts import Host\n"
+        f"host = {server.host()!r}\n"
+        "far = programs.start_module(host, 'timeit', '-n1', '-r1', \n"
+        "    'import os; print(os.getpid(), flush=True); input()', stderr=sys.stderr.buffer)\n"
+        "print(far.stdout.readline().decode(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
     pipe = subprocess.PIPE
-    waiter = bed.popen("a", [sys.executable, "-c", WAITER], stdin=pipe, stdout=pipe, text=True)
-    with waiter:
-        try:
-            waiter.stdin.write(json.dumps(described(beta)) + "\n")
-            waiter.stdin.flush()
-            assert waiter.stdout.readline() == "runs\n"
-            bed.cut("a", "b")
-            said, seconds = json.loads(waiter.communicate("\n")[0])
-        finally:
-            waiter.kill()
-            bed.mend("a", "b")
-
-    assert said.startswith("b: Timeout, server 10.77.0.2 not responding; check the host")
-    assert seconds < ssh.NOTICED_AFTER + 3
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+    ) as launcher:
+        far = int(launcher.stdout.readline())
+        assert Path(f"/proc/{far}").exists()
+        launcher.kill()
+    until(lambda: not Path(f"/proc/{far}").exists(), PATIENCE_S)
 
 
-def test_no_command_line_shows_what_goes_through_standard_input(bed, beta):
+def test_no_command_line_shows_what_goes_through_standard_input(server):
     secret = secrets.token_hex()
-    program = "import os; os.system('cat /proc/[0-9]*/cmdline 2> /dev/null')"
+    look = "import os; os.system('cat /proc/[0-9]*/cmdline 2> /dev/null')"
 
-    answer, _ = called(bed, beta, "timeit", "-n1", "-r1", program, given=secret)
+    answer = run(server.host(), "timeit", "-n1", "-r1", look, given=secret.encode())
 
-    assert program in answer and secret not in answer
+    assert look in answer and secret not in answer
+
+
+def test_answers_of_many_hosts_are_in_their_order(server):
+    ended = []
+    asked = [(server.host(), f"[{number}]".encode()) for number in range(8)]
+
+    answers = programs.ask_hosts(asked, ["json.tool"], PATIENCE_S, lambda: ended.append(1))
+
+    assert [json.loads(answer) for answer in answers] == [[number] for number in range(8)]
+    assert len(ended) == 8
+
+
+def test_hosts_are_waited_for_no_more_once_one_fails(server):
+    """And with a signal, whose exception comes in the same way."""
+    began = time.monotonic()
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        asked = [(server.host(port=silent.getsockname()[1]), b""), (server.host(), b"")]
+        with pytest.raises(HostFailed, match="No module named no_such; install pipespec there"):
+            programs.ask_hosts(asked, ["no_such"], PATIENCE_S)
+
+    assert time.monotonic() - began < connection.LOGIN_TIMEOUT

@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces with an sshd each, joined by links that can be cut.
+"""Hosts for tests: network namespaces with an SSH server each, joined by links that can be cut.
 
     with Testbed(hosts=3, delay_ms=0.1, gbit=10) as bed:
         hosts = bed.hosts_file(devices=2)
@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 import yaml
 
-from pipespec.cluster.ssh import CONFIG_VARIABLE
+from pipespec.cluster.host_link.connection import CONFIG_VARIABLE
 from pipespec.config.hosts import BY_HAND, LOCAL
 from tools.rig import relay, sshd
 
@@ -48,12 +48,11 @@ _serial = itertools.count()
 
 
 @functools.cache
-def missing(*, with_ssh: bool = True) -> str | None:
+def missing() -> str | None:
     """What this machine lacks for a test bed, as a reason to skip; None if nothing."""
     if os.geteuid() != 0:
         return "a test bed needs root for network namespaces"
-    of_ssh = ("ssh", "ssh-keygen", sshd.SSHD) if with_ssh else ()
-    for program in ("ip", "tc", *of_ssh):
+    for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"a test bed needs {program}"
     name = f"pipespec-{os.getpid()}-trial"
@@ -72,7 +71,7 @@ def missing(*, with_ssh: bool = True) -> str | None:
 class Testbed:
     """`hosts` hosts; a packet takes `delay_ms`; a host sends at most `gbit` Gbit/s.
 
-    Without `with_ssh` no host has an sshd, and its hosts files say that the first host starts
+    Without `with_ssh` no host has an SSH server, and its hosts files say that the first host starts
     workers on itself, and others are started by hand.
     """
 
@@ -94,7 +93,7 @@ class Testbed:
         bed = f"pipespec-{os.getpid()}-{next(_serial)}"
         self.namespaces = {host: f"{bed}-{host}" for host in self.hosts}
         self._relay: subprocess.Popen[str] | None = None
-        self._sshds: list[subprocess.Popen[str]] = []
+        self._sshds: list[subprocess.Popen[bytes]] = []
         self._asking = threading.Lock()
 
     def __enter__(self) -> Testbed:
@@ -143,7 +142,7 @@ class Testbed:
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts a program inside the host; the options are those of `subprocess.Popen`.
 
-        The process id is the program's own. `pipespec.cluster.ssh` finds the bed's keys in it.
+        The process id is the program's own. It finds the bed's keys for SSH.
         """
         env = {
             **options.pop("env", os.environ),
@@ -172,8 +171,13 @@ class Testbed:
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
     def processes(self, host: str) -> list[int]:
-        """The ids of the processes that run in the host, its sshd among them."""
+        """The ids of the processes that run in the host, its SSH server among them."""
         return relay.processes(self.namespaces[host])
+
+    @property
+    def servers(self) -> set[int]:
+        """The ids of the SSH servers."""
+        return {daemon.pid for daemon in self._sshds}
 
     def relay_cpu_s(self) -> float:
         """How many seconds of a core the relay has used so far."""
@@ -293,9 +297,8 @@ class Testbed:
             raise RuntimeError(f"the relay of the test bed ended with {answer!r}")
 
     def _start_sshd(self, host: str) -> None:
-        self._sshds.append(
-            sshd.start(functools.partial(self.popen, host), self.folder, self.address(host))
-        )
+        popen = functools.partial(self.popen, host)
+        self._sshds.append(sshd.start(popen, self.folder, self.address(host))[0])
 
 
 def _ping(pinger: socket.socket, number: int) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipespec.cluster import ssh
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_changes import MeasuredHost
+from pipespec.cluster.host_link import programs
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.slice_tensors import parts_of
@@ -56,24 +57,31 @@ def measure_hosts(
         )
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
-    answers: dict[str, HostFigures] = {}
-
-    def measure(run: ssh.RunModule, host: Host) -> None:
+    asked = []
+    for host in hosts_file.hosts:
         request = _request_for(hosts_file, host, config, dtype)
         if sums:
             request = replace(request, groups=(len(host.devices),))
-        answers[host.name] = _measured(run, host, request)
-        on_host(len(answers), len(hosts_file.hosts))
+        asked.append((host, json.dumps(asdict(request)).encode()))
+    done, count = itertools.count(1), len(asked)
 
+    def answered() -> None:
+        on_host(next(done), count)
+
+    answers: dict[str, HostFigures] = {}
     # Hosts that are this machine would slow one another down.
-    for host in hosts_file.hosts:
+    for host, given in asked:
         if host.local:
-            measure(ssh.run_module, host)
-    ssh.ask_hosts([host for host in hosts_file.hosts if not host.local], measure)
+            answers[host.name] = _figures(host, _run(host, given))
+            answered()
+    others = [(host, given) for host, given in asked if not host.local]
+    found = programs.ask_hosts(others, [MODULE], TIMEOUT_S, answered)
+    for (host, _), answer in zip(others, found, strict=True):
+        answers[host.name] = _figures(host, answer)
     if sums:
-        for found in answers.values():
-            of_all = found["devices"][0]["sum_ms"]
-            for device in found["devices"]:
+        for figures in answers.values():
+            of_all = figures["devices"][0]["sum_ms"]
+            for device in figures["devices"]:
                 device["sum_ms"] = of_all
     first = answers[hosts_file.hosts[0].name]
     return Figures(
@@ -111,7 +119,8 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []
-    devices = _measured(ssh.run_module, host, request)["devices"]
+    answer = _run(host, json.dumps(asdict(request)).encode())
+    devices = _figures(host, answer)["devices"]
     for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
@@ -137,9 +146,11 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
     return MeasuredHost(tuple(workers), routes)
 
 
-def _measured(run: ssh.RunModule, host: Host, request: MeasureRequest) -> HostFigures:
-    given = json.dumps(asdict(request)).encode()
-    answer = run(host, MODULE, input=given, timeout=TIMEOUT_S)
+def _run(host: Host, request: bytes) -> bytes:
+    return programs.run_module(host, MODULE, input=request, timeout=TIMEOUT_S)
+
+
+def _figures(host: Host, answer: bytes) -> HostFigures:
     try:
         return typed("its answer", parse_json(answer), HostFigures)
     except Unreadable as error:

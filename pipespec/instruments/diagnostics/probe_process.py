@@ -6,11 +6,11 @@ import itertools
 import json
 import queue
 import subprocess
+import tempfile
 import threading
-from collections import deque
 from typing import Any
 
-from pipespec.cluster import ssh
+from pipespec.cluster.host_link import programs
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 from pipespec.system.validation import Unreadable, parse_json
@@ -18,7 +18,6 @@ from pipespec.system.validation import Unreadable, parse_json
 MODULE = "pipespec.instruments.diagnostics.probe"
 ANSWER_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3.0
-MAX_STDERR_LINES = 20
 
 
 class ProbeProcess:
@@ -27,17 +26,12 @@ class ProbeProcess:
     def __init__(self, host: Host):
         """Raises HostFailed if the probe cannot even be started."""
         self._host = host
-        pipe = subprocess.PIPE
-        self._process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=pipe)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the probe
+        self._process = programs.start_module(host, MODULE, stderr=self._stderr)
         self._numbers = itertools.count(1)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._stderr_lines: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
-        self._readers = [
-            threading.Thread(target=read, daemon=True)
-            for read in (self._read_answers, self._read_stderr)
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
 
     def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
         """The answer to a request. Raises HostFailed when none comes."""
@@ -76,8 +70,7 @@ class ProbeProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for reader in self._readers:
-            reader.join(STOP_TIMEOUT_S)
+        self._reader.join(STOP_TIMEOUT_S)
 
     def _read_answers(self) -> None:
         assert self._process.stdout is not None
@@ -88,17 +81,11 @@ class ProbeProcess:
                     self._answers.put(answer)
         self._answers.put(None)
 
-    def _read_stderr(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            self._stderr_lines.extend(lines)
-
     def _failure(self) -> HostFailed:
         self.close_input()
         self.close()
-        return ssh.failure(
-            self._host, MODULE, self._process.returncode, b"".join(self._stderr_lines)
-        )
+        self._stderr.seek(0)
+        return programs.failure(self._host, MODULE, self._process.wait(), self._stderr.read())
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -34,12 +34,14 @@ def started(
 
         def spawn(*_: object, **options: Any) -> subprocess.Popen[bytes]:
             del options["alive_count"]  # of ssh
-            line = left.pop(0)
+            said = left.pop(0)
             stays = "" if left else "import sys; sys.stdin.read()"
-            program = f"print({line!r}, flush=True)\n{stays}" if line else stays
-            return subprocess.Popen([sys.executable, "-c", program], **options)
+            program = f"print({said!r}, flush=True)\n{stays}" if said else stays
+            pipe = subprocess.PIPE
+            line = [sys.executable, "-c", program]
+            return subprocess.Popen(line, stdin=pipe, stdout=pipe, **options)
 
-        monkeypatch.setattr(agent_handle.ssh, "start_module", spawn)
+        monkeypatch.setattr(agent_handle.programs, "start_module", spawn)
         deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         host = Host("b", "10.0.0.2", devices=("cpu", "cpu"))
         handles.append(handle := AgentHandle(host, (), None, deaths))

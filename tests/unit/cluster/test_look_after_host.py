@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipespec.cluster import look_after_host
-from pipespec.cluster.host_session import HostSession
+from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 
@@ -38,7 +38,7 @@ def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
     monkeypatch.setattr(look_after_host, "RETRY_S", 0.0)
     changes, lines = Changes(), list[str]()
     look_after_host.look_after_host(
-        HostSession(Host("b", "10.0.0.2"), b""),
+        HostSession("b", "10.0.0.2"),
         changes,
         measure=None,
         patience_s=1e3,

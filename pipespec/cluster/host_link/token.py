@@ -1,8 +1,8 @@
-"""What lets one host join a running cluster: a secret that is used once, and where to bring it.
+"""What lets one host join a running cluster: a key that is used once, and where to bring it.
 
-A *token* is one word: the launcher's address and port, the fingerprint of its certificate, the
-secret and a checksum, so that a mistyped one is refused before anything is connected to; what it
-opens is decided by the launcher alone (`Invitations`).
+A *token* is one word: the launcher's address and port, the fingerprint of its SSH key, a secret
+from which the key of the host's side follows, and a checksum, so that a mistyped one is refused
+before anything is connected to; what it opens is decided by the launcher alone (`Invitations`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,30 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import asyncssh
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
 from pipespec.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 SECRET_BYTES, FINGERPRINT_BYTES, CHECK_BYTES, PORT_BYTES = 20, 32, 5, 2
 REMEDY = "copy the whole command that `pipespec up --invite` or `pipespec invite` printed"
 
 
-def fingerprint_of(certificate: bytes) -> bytes:
-    """The fingerprint of a certificate in DER."""
-    return hashlib.sha256(certificate).digest()
+def fingerprint_of(key: asyncssh.SSHKey) -> bytes:
+    """The SHA-256 fingerprint of a key's public half."""
+    return hashlib.sha256(key.public_data).digest()
 
 
-def id_of(secret: bytes) -> str:
-    """By what an invitation is named to the launcher; it does not reveal the secret."""
-    return hashlib.sha256(b"pipespec invitation" + secret).hexdigest()
+def key_of(secret: bytes) -> asyncssh.SSHKey:
+    """The key of a host that joins with a secret."""
+    seed = hashlib.sha256(b"pipespec invitation" + secret).digest()
+    raw = Ed25519PrivateKey.from_private_bytes(seed)
+    found: asyncssh.SSHKey = asyncssh.import_private_key(
+        raw.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    return found
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ class Refused(Exception):
 
 
 class Invitations:
-    """The secrets that let hosts in, each for one host and for a limited time. For any threads.
+    """The keys that let hosts in, by their fingerprints, each for one host and for a limited time.
+    For any threads.
 
     Args:
         clock: the seconds of a clock that never goes back.
@@ -93,32 +103,25 @@ class Invitations:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[bytes, float]] = {}  # by id: the secret, and when it expires
-        self._over: dict[str, str] = {}  # by id: why it lets no host in
+        self._expiring: dict[bytes, float] = {}
+        self._used: set[bytes] = set()
 
     def make(self, seconds: float) -> bytes:
-        """A new secret, which is valid for so long."""
+        """A new secret, whose key is valid for so long."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._lock:
-            self._open[id_of(secret)] = secret, self._clock() + seconds
+            self._expiring[fingerprint_of(key_of(secret))] = self._clock() + seconds
         return secret
 
-    def secret(self, name: str) -> bytes:
-        """The secret of that id, which is still to be used. Raises Refused."""
-        with self._lock:
-            return self._valid(name)
+    def __contains__(self, fingerprint: bytes) -> bool:
+        """Whether that key is, or was, one of ours."""
+        return fingerprint in self._expiring
 
-    def use(self, name: str) -> None:
-        """Let the host in that has proven that secret; it lets in no other. Raises Refused."""
+    def use(self, fingerprint: bytes) -> None:
+        """Let the host in that has proven that key; it lets in no other. Raises Refused."""
         with self._lock:
-            self._valid(name)
-            del self._open[name]
-            self._over[name] = "was used already, and lets in one host only"
-
-    def _valid(self, name: str) -> bytes:
-        if name in self._open and self._open[name][1] <= self._clock():
-            del self._open[name]
-            self._over[name] = "has expired"
-        if name not in self._open:
-            raise Refused(f"this invitation {self._over.get(name, 'is not one of this cluster')}")
-        return self._open[name][0]
+            if fingerprint in self._used:
+                raise Refused("this invitation was used already, and lets in one host only")
+            if self._expiring[fingerprint] <= self._clock():
+                raise Refused("this invitation has expired")
+            self._used.add(fingerprint)

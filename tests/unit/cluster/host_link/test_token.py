@@ -6,13 +6,14 @@ import string
 
 import pytest
 
-from pipespec.cluster.join_token import (
+from pipespec.cluster.host_link.token import (
     FINGERPRINT_BYTES,
     SECRET_BYTES,
     Invitations,
     Refused,
     Token,
-    id_of,
+    fingerprint_of,
+    key_of,
 )
 from pipespec.errors import ConfigError
 
@@ -53,28 +54,30 @@ def test_what_is_not_a_whole_token_is_refused_and_not_repeated(text: str) -> Non
     assert len(text) < 6 or text not in str(caught.value)
 
 
+def test_the_key_of_a_secret_is_the_same_on_both_sides() -> None:
+    assert key_of(TOKEN.secret) == key_of(TOKEN.secret)
+    assert key_of(TOKEN.secret) != key_of(TOKEN.secret[::-1])
+
+
 def test_an_invitation_lets_in_one_host() -> None:
     invitations = Invitations(Clock())
-    name = id_of(invitations.make(60))
-    invitations.secret(name)  # to ask with a wrong proof does not use it up
-    invitations.use(name)
-    for again in (invitations.secret, invitations.use):
-        with pytest.raises(Refused, match="used already"):
-            again(name)
+    key = fingerprint_of(key_of(invitations.make(60)))
+    assert key in invitations
+    invitations.use(key)
+    with pytest.raises(Refused, match="used already"):
+        invitations.use(key)
 
 
 def test_an_invitation_expires_by_the_clock_of_the_launcher() -> None:
     clock = Clock()
     invitations = Invitations(clock)
-    name = id_of(invitations.make(60))
+    early, late = (fingerprint_of(key_of(invitations.make(60))) for _ in range(2))
     clock.now = 59.9
-    invitations.secret(name)
+    invitations.use(early)
     clock.now = 60.0
-    for late in (invitations.use, invitations.secret):
-        with pytest.raises(Refused, match="has expired"):
-            late(name)
+    with pytest.raises(Refused, match="has expired"):
+        invitations.use(late)
 
 
 def test_a_secret_of_another_cluster_is_not_known() -> None:
-    with pytest.raises(Refused, match="not one of this cluster"):
-        Invitations(Clock()).secret(id_of(TOKEN.secret))
+    assert fingerprint_of(key_of(TOKEN.secret)) not in Invitations(Clock())

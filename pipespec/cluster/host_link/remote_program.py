@@ -1,0 +1,184 @@
+"""A program on another host: over an SSH connection of its own on one of a hosts file
+(`connection`), and on one that has joined over the connection that the host has made
+(`host_session`)."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import IO
+
+import asyncssh
+
+from pipespec.cluster.host_link import host_session, loop
+from pipespec.cluster.host_link.connection import (
+    CHUNK_BYTES,
+    FAILURES,
+    Connection,
+    clause_of,
+    connected,
+    pump,
+    run_command,
+)
+from pipespec.cluster.host_link.programs import ALIVE_COUNT, NO_CONNECTION, failure, late
+from pipespec.config.hosts import Host
+
+
+class RemoteProgram:
+    """A program on another host, with what callers use of `subprocess.Popen`.
+
+    Args:
+        words: what follows `python -m` there.
+        stderr: a file for its standard error.
+        alive_count: see `start_module`.
+
+    Attributes:
+        returncode: its exit code, minus the number of the signal that ended it, or NO_CONNECTION,
+            and then the last line of its standard error says why; None: it runs.
+    """
+
+    def __init__(
+        self, host: Host, words: Sequence[str], stderr: IO[bytes], alive_count: int
+    ) -> None:
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+        (near_stdin, stdin), (near_stdout, stdout) = socket.socketpair(), socket.socketpair()
+        self.stdin, self.stdout = near_stdin.makefile("wb"), near_stdout.makefile("rb")
+        for near in (near_stdin, near_stdout):
+            near.close()  # once its file is closed
+        self._run = loop.start(_run(host, words, alive_count, stdin, stdout, stderr))
+        self._run.add_done_callback(self._end)
+
+    def poll(self) -> int | None:
+        """`returncode`."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """`returncode`, once it has ended. Raises TimeoutExpired."""
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("a program on another host", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """Hang up, upon which the host ends it."""
+        self._run.cancel()
+
+    def _end(self, run: Future[int]) -> None:
+        if run.cancelled():
+            self.returncode = -signal.SIGKILL
+        else:
+            self.returncode = NO_CONNECTION if run.exception() else run.result()
+        self._ended.set()
+
+
+async def _run(
+    host: Host,
+    words: Sequence[str],
+    alive_count: int,
+    stdin: socket.socket,
+    stdout: socket.socket,
+    stderr: IO[bytes],
+) -> int:
+    """Run a program between two sockets of this process; its `returncode`."""
+    given, stdin_writer = await asyncio.open_connection(sock=stdin)
+    _, taken = await asyncio.open_connection(sock=stdout)
+    try:
+        async with _connected(host, alive_count) as (connection, peer):
+            process = await run_command(connection, _command(host, words))
+            feeding = asyncio.create_task(_feed(given, process.stdin))
+            try:
+                await asyncio.gather(pump(process.stdout, taken), _keep(process.stderr, stderr))
+                await process.wait_closed()
+            finally:
+                feeding.cancel()
+                process.close()
+            return peer.require(process.returncode)
+    except FAILURES as error:
+        stderr.write(f"\n{clause_of(error)}\n".encode())
+        return NO_CONNECTION
+    finally:
+        stdin_writer.close()
+        taken.close()
+        with suppress(ValueError):  # it is closed, as it is not waited for
+            stderr.flush()
+
+
+async def _feed(given: asyncio.StreamReader, stdin: asyncssh.SSHWriter[bytes]) -> None:
+    await pump(given, stdin)
+    with suppress(*FAILURES):
+        stdin.write_eof()
+
+
+async def _keep(source: asyncssh.SSHReader[bytes], file: IO[bytes]) -> None:
+    with suppress(*FAILURES):
+        while chunk := await source.read(CHUNK_BYTES):
+            file.write(chunk)
+
+
+async def answers(
+    asked: Sequence[tuple[Host, bytes]],
+    words: Sequence[str],
+    timeout: float,
+    on_answer: Callable[[], object],
+) -> list[bytes]:
+    """See `ask_hosts`."""
+    tasks = [asyncio.create_task(_answer(*each, words, timeout)) for each in asked]
+    for task in tasks:
+        task.add_done_callback(lambda _: on_answer())
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float) -> bytes:
+    try:
+        async with asyncio.timeout(timeout), _connected(host, ALIVE_COUNT) as (connection, peer):
+            process = await run_command(connection, _command(host, words))
+            with suppress(*FAILURES):  # it may have ended already
+                process.stdin.write(given)
+                process.stdin.write_eof()
+            output, errors = await process.communicate()
+            code = peer.require(process.returncode)
+    except TimeoutError:
+        raise late(host, words[0], timeout) from None
+    except FAILURES as error:
+        raise failure(host, words[0], NO_CONNECTION, clause_of(error).encode()) from error
+    if code != 0:
+        raise failure(host, words[0], code, errors)
+    return output
+
+
+def _connected(host: Host, alive_count: int) -> AbstractAsyncContextManager[Connection]:
+    return host_session.connected(host) if host.has_joined else connected(host, alive_count)
+
+
+def _command(host: Host, words: Sequence[str]) -> str:
+    """What asks another host to run a module; a host that has joined knows how by itself."""
+    return shlex.join(words) if host.has_joined else remote_line(host, words)
+
+
+def remote_line(host: Host, words: Sequence[str]) -> str:
+    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted.
+
+    `~/` at the start of `python` or of a variable is the home folder of the user on that host.
+    """
+    variables = [f"{shlex.quote(key)}={_expanding(host.env[key])}" for key in host.env]
+    env = ["env", *variables] if variables else []
+    return " ".join(["exec", *env, _expanding(host.python), "-m", *map(shlex.quote, words)])
+
+
+def _expanding(text: str) -> str:
+    """The text quoted for a shell, but for `~/` at its start."""
+    if text.startswith("~/"):
+        return '"$HOME"/' + shlex.quote(text[2:])
+    return shlex.quote(text)
