@@ -28,7 +28,7 @@ def require_mid_device(device: str | None) -> None:
     if kind == "cuda" and int(index or 0) >= (count := num_cuda()):
         raise ConfigError(
             f"cluster.mid_device is {device}, but this machine has {count} CUDA devices; see "
-            "`pipespec check`."
+            "`pipespec doctor`."
         )
 
 

@@ -133,7 +133,7 @@ def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(
     report, (warning,) = examined(capsys, file, code=0)
     assert warning == (
         "pipespec: warning: beta is started by hand (ssh: none) and not checked; run `pipespec "
-        "check` there."
+        "doctor` there."
     )
     assert report["unchecked"] == ["beta"]
     assert list(report["hosts"]) == ["alpha", "gamma"]

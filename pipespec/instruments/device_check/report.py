@@ -14,7 +14,7 @@ def page(found: Mapping[str, Any]) -> str:
     """A page to attach to a report; ends with a newline."""
     parts: Mapping[str, Any] = found["parts"]
     lines = [
-        f"pipespec check --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
+        f"pipespec doctor --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
         "",
         found["fastest"],
         "Everything that ran passed." if not _faults(parts) else "Not everything passed:",
