@@ -119,7 +119,7 @@ class Figures:
 
     @classmethod
     def read(cls, file: str) -> Figures:
-        """From what `pipespec partition --json` printed. Raises ConfigError."""
+        """From what `pipespec plan HOSTS.yaml --json` printed. Raises ConfigError."""
         try:
             values = read_json(file, pipe=True)
             found = from_fields(cls, values.get("figures") if isinstance(values, dict) else None)

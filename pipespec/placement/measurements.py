@@ -181,14 +181,14 @@ def _file_order(hosts_file: HostsFile) -> list[str]:
 
 def _incomplete(lacking: str) -> ConfigError:
     return ConfigError(
-        f"The figures are not complete ({lacking}); measure again with `pipespec partition`."
+        f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
     )
 
 
 def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     if name not in figures.members:
         raise ConfigError(
-            f"There are no figures of {name}; measure again with `pipespec partition`."
+            f"There are no figures of {name}; measure again with `pipespec plan HOSTS.yaml`."
         )
     found = figures.members[name]
     members = hosts_file.members_of(name)

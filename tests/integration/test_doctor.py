@@ -156,10 +156,10 @@ def test_if_all_hosts_are_started_by_hand_none_is_called_fit(
 def test_partition_refuses_a_host_that_is_started_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["partition", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
+    assert main(["plan", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pipespec: beta cannot be measured, as `ssh: none` means")
-    assert "--measured FILE" in err and len(err.splitlines()) == 1
+    assert "--profile FILE" in err and len(err.splitlines()) == 1
 
 
 def test_the_layout_is_shown_before_any_host_is_reached(

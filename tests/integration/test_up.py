@@ -259,7 +259,7 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     told = zip(samples, ids, answers, strict=True)
     expected = {sample.id: (prompt, answer) for sample, prompt, answer in told}
 
-    own = [f"dataset={data}", "concurrency=3", f"prompt_tokens={cut}"]
+    own = ["--dataset", str(data), "--concurrency", "3", "--prompt-tokens", str(cut)]
     length = [f"decode.max_new_tokens={num_tokens}", "decode.ignore_eos=true"]
     bench = ["bench", "--on", NAME]
     capfd.readouterr()  # what Hugging Face has said

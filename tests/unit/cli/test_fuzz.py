@@ -127,8 +127,7 @@ def assert_ends_well(*argv: str, stdin: bytes = b"") -> None:
 WORDS = [
     *("--json", "--on", "--prompt", "--prompt-file", "--chat", "--name", "--profile", "--measured"),
     *("--dataset", "--num-prompts", "--concurrency", "--prompt-tokens", "--output", "--version"),
-    *("--request-rate", "request_rate=", "--arrival-seed", "arrival_seed="),
-    *("dataset=", "num_prompts=", "concurrency=", "prompt_tokens=", "-", "--help", "lab"),
+    *("--request-rate", "--policies", "-", "--help", "lab"),
 ]
 COMMANDS = ["generate", "bench", "up", "plan", "cache", "status", "down", "invite"]
 NAMES = [setting.name for setting in choices.settings()]
