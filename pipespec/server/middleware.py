@@ -197,7 +197,7 @@ class BodyLimit(_Check):
         self._error = ApiError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"The body has more than {max_bytes} bytes; send less, or start the server with "
-            "--max-body-bytes.",
+            "--limit max_body_bytes.",
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
