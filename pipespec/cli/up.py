@@ -326,8 +326,6 @@ def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
     from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.measurements import problem
 
-    if config.cluster.split is not None:
-        hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     with progress("measuring") as (on_host,):
         return problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
 

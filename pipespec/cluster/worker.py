@@ -53,7 +53,7 @@ from pipespec.transport.distributed import FOREVER, DistributedTransport
 from pipespec.transport.rendezvous_store import RendezvousStore
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 from pipespec.transport.transport import Transport
-from pipespec.transport.transport_settings import GLOO, NCCL, YES
+from pipespec.transport.transport_settings import GLOO, NCCL
 
 # Seconds between two checks whether all ranks have joined.
 LOOK_S = 0.5
@@ -156,7 +156,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
         mid = None
         if rank == 0 and member == 0 and deployment.mid is not None:
-            sharing = held.num_models_on(deployment.mid_device)
+            sharing = held.num_models_on(deployment.devices[0])
             mid = mid_weights.of(deployment, rank, sharing, mid=True)
         log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
         if len(held.members) == 1:
@@ -415,5 +415,4 @@ def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
             member,
             len(members),
             devices[member] if nccl else None,
-            symmetric=transport.symmetric_memory == YES,
         )

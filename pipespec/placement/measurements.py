@@ -109,10 +109,7 @@ def unmeasured(
     )
     draft_bytes = 0
     pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-    at_head = [(draft, model.draft_quantization)]
-    if config.cluster.mid_device is None:
-        at_head.append((mid, model.mid_quantization))
-    for info, wanted in at_head:
+    for info, wanted in ((draft, model.draft_quantization), (mid, model.mid_quantization)):
         if info is not None:
             own = dtype_of(info, hosts_file, config)
             draft_bytes += _whole_bytes(info, wanted, config, own, pool, context)
@@ -251,7 +248,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         draft_bytes += sum(_kept_of(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    if config.needs_mid and config.cluster.mid_device is None:
+    if config.needs_mid:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
         dtype = dtype_of(mid, hosts_file, config)

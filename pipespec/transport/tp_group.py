@@ -1,8 +1,7 @@
 """The process group of a tensor-parallel slice: processes of one host, over gloo and NCCL.
 
 The gloo group is bound to the loopback interface, so nothing leaves the host. Partial results are
-gathered over NCCL if each member has a CUDA device of its own, or through the devices' memory
-(`symmetric_memory`), else over gloo.
+gathered over NCCL if each member has a CUDA device of its own, else over gloo.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from pipespec.transport.distributed import FOREVER, close_link, gloo_group, raises_rank_failed
 from pipespec.transport.gloo_waits import GlooWait
-from pipespec.transport.symmetric_memory import PeerGather, SymmetricMemory, peer_gather
 
 _TAG = 1
 _LENGTH = 8  # bytes in front of a message that say how many follow
@@ -39,8 +37,6 @@ class TPProcessGroup:
     """Member `rank` of `size`, which find one another through a store of their own.
 
     `device` is the CUDA device of this member alone, for NCCL; None: gather over gloo, on the host.
-    With `symmetric`, tensors are gathered through the memory of the devices, if that gives the same
-    bits as NCCL.
 
     Raises:
         RankFailed: a member did not connect in time.
@@ -52,12 +48,9 @@ class TPProcessGroup:
         rank: int,
         size: int,
         device: str | None = None,
-        *,
-        symmetric: bool = False,
     ):
         self.rank, self.size = rank, size
         self._nccl: Any = None
-        self._peers: PeerGather | None = None
         with raises_rank_failed("The members of a stage did not meet"):
             self._backend = gloo_group(store, rank, size, local=True)
         if device is not None:
@@ -66,15 +59,6 @@ class TPProcessGroup:
             torch.cuda.set_device(device)
             of_nccl = PrefixStore("nccl", store)
             self._nccl = dist.ProcessGroupNCCL(of_nccl, rank, size, dist.ProcessGroupNCCL.Options())
-        if device is not None and symmetric:
-            self._peers = peer_gather(
-                lambda: SymmetricMemory(PrefixStore("symmetric", store), rank, size, device),
-                self._gather,
-                self._agree,
-                rank,
-                size,
-                device,
-            )
 
     @property
     def supports_graphs(self) -> bool:
@@ -88,12 +72,6 @@ class TPProcessGroup:
         Raises:
             RankFailed: a member has gone.
         """
-        if self._peers is not None and mine.is_cuda and self._peers.fits(mine):
-            return self._peers.gather(mine)
-        return self._gather(mine)
-
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        """The same by the process group."""
         mine = mine.contiguous()
         if self._nccl is not None and mine.is_cuda:
             found = mine.new_empty(self.size, *mine.shape)
@@ -106,10 +84,6 @@ class TPProcessGroup:
         with raises_rank_failed(f"Member {self.rank} lost the others of its stage"), GlooWait():
             self._backend.allgather([parts], [mine], options).wait()
         return parts
-
-    def _agree(self, mine: bool) -> bool:
-        """Whether all members say so."""
-        return all(bool(each) for each in self._gather(torch.tensor([mine])))
 
     def broadcast(self, message: Tensor) -> None:
         """Send bytes, uint8 `[length]`, from member 0 to all others.

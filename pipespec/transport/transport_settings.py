@@ -34,13 +34,7 @@ class TransportConfig:
         "How a rank waits for messages: spin is faster and takes a core for each rank and one for "
         "Redis, sleep takes none; auto spins where a host has the cores.",
         choices=WAITS,
-    )
-
-    symmetric_memory: str = setting(
-        NO,
-        "Whether the GPUs of one stage read one another's parts of a sum from their memory (NVLink "
-        "or PCIe), instead of over NCCL, if that passes its self-test.",
-        choices=(YES, NO),
+        experimental=True,
     )
 
     def __post_init__(self) -> None:

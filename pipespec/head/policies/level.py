@@ -10,6 +10,7 @@ import numpy as np
 from pipespec.head.policies.policy import (
     CHILDREN,
     NO_NODES,
+    WIDTH,
     Expansion,
     PipelineState,
     SpeculationPolicy,
@@ -41,22 +42,34 @@ class Level(SpeculationPolicy):
 
     width: int = setting(
         16,
-        "Most tree nodes that a step computes, each of which is a row of its batch.",
+        WIDTH,
         "rows",
         limits=(1, MAX_ROWS),
     )
-    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN))
+    children: int = setting(
+        8,
+        CHILDREN,
+        "tokens",
+        limits=(1, MAX_CHILDREN),
+        experimental=True,
+    )
     levels_per_step: int = setting(
-        1, "Tree levels of a step; needs as many draft rounds per step.", "levels"
+        1,
+        "Tree levels of a step; needs as many draft rounds per step.",
+        "levels",
+        experimental=True,
     )
     cut: str = setting(
         AFTER,
         "Whether a level is cut to the width after the verdict has pruned it (PipeDec, §3.3.4), or "
         "before (SpecPipe, Algorithm 1).",
         choices=(AFTER, BEFORE),
+        experimental=True,
     )
     shared: bool = setting(
-        False, "Whether policy.width is that of all requests together, not of each."
+        False,
+        "Whether policy.width is that of all requests together, not of each.",
+        experimental=True,
     )
 
     def __post_init__(self) -> None:

@@ -256,10 +256,6 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ),
         ("sampling.logprobs=21", ["sampling.logprobs is 21", "from 0 to 20"]),
         ("sampling.logit_bias=['12']", ["sampling.logit_bias holds '12'"]),
-        (
-            ["proposer=hybrid", "proposer.proposers=[ngam]"],
-            ["proposer.proposers holds 'ngam'", "draft_model"],
-        ),
         ("proposer=synthetic", ["proposer.truth has no value"]),
         (
             ["proposer=synthetic", "proposer.truth=/no/such,file"],

@@ -170,7 +170,7 @@ def test_levels_lists_paths_by_depth():
     [
         (BestFirst(width=4, children=2), True),
         (Level(width=4, children=2, levels_per_step=2), False),
-        (StaticTree(shape=[1, 1], children=2), False),
+        (StaticTree(shape=[1, 1]), False),
     ],
 )
 def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):

@@ -224,7 +224,7 @@ def test_level_is_cut_before_or_after_the_verdict(cut, fed):
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
 def test_static_tree_is_scheduled_whole_and_alone(shape, seed):
-    policy = StaticTree(shape, children=4, width=200)
+    policy = StaticTree(shape)
     pipeline = Pipeline(policy, num_stages=3, rounds=2, luck=0.5, seed=seed)
     tree = pipeline.tree
     for state, nodes in pipeline.run(20):
@@ -242,7 +242,7 @@ def test_static_tree_is_scheduled_whole_and_alone(shape, seed):
 
 
 def test_next_static_tree_is_drafted_while_the_last_one_is_computed():
-    policy = StaticTree([1, 1], children=3)
+    policy = StaticTree([1, 1])
     pipeline = Pipeline(policy, num_stages=6, rounds=3, luck=1.0, seed=0)
     growths = 0
     for state, _ in pipeline.run(13):
@@ -279,9 +279,7 @@ def test_default_static_tree_is_that_of_specinfer():
     [
         ({"shape": []}, "[]"),
         ({"shape": [1, 0]}, "[1, 0]"),
-        ({"shape": [2, 2], "children": 1}, "policy.children is 1"),
-        ({"shape": [4, 4, 4]}, "85 nodes"),
-        ({"shape": [4, 4], "capacity": 30}, "policy.capacity is 30"),
+        ({"shape": [16, 16, 16]}, "4369 nodes"),
     ],
 )
 def test_impossible_static_tree_is_refused(arguments, named):

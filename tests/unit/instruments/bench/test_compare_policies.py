@@ -23,11 +23,11 @@ from tests.helpers.figures import result
 
 
 def test_policies_are_listed_with_commas_and_have_settings_of_their_own() -> None:
-    listed = "root, level  policy.width=4,static_tree policy.shape=[1,2,1] policy.width=8"
+    listed = "root, level  policy.width=8 policy.children=2,static_tree policy.shape=[1,2,1]"
     assert policies_of(listed) == [
         "policy=root",
-        "policy=level policy.width=4",
-        "policy=static_tree policy.shape=[1,2,1] policy.width=8",
+        "policy=level policy.width=8 policy.children=2",
+        "policy=static_tree policy.shape=[1,2,1]",
     ]
 
 
