@@ -22,7 +22,7 @@ from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
 from pipespec.server.options import ServerOptions, model_name
 from pipespec.system.exit_codes import SIGNALLED
-from pipespec.system.validation import Unreadable, parse_json, read_text
+from pipespec.system.validation import Unreadable, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.registry import RunningCluster
@@ -88,7 +88,7 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="ORIGIN",
         help="web pages that may send requests (CORS), such as http://localhost:3000 or *; "
-        "may be given several times, or as a JSON list (none)",
+        "may be given several times (none)",
     )
     command.add_argument(
         "--allowed-hosts",
@@ -96,8 +96,8 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="HOST",
         help="names by which clients may reach the server, such as lab.example, *.example or *; "
-        "may be given several times, or as a JSON list (without an API key: localhost, --host and "
-        "addresses; with one: any)",
+        "may be given several times (without an API key: localhost, --host and addresses; with "
+        "one: any)",
     )
     finish(command, run, starts=True)
 
@@ -216,8 +216,8 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
         host=arguments.host,
         port=arguments.port,
         api_keys=keys,
-        allowed_origins=tuple(read_list("--allowed-origins", arguments.allowed_origins)),
-        allowed_hosts=tuple(read_list("--allowed-hosts", arguments.allowed_hosts)),
+        allowed_origins=tuple(arguments.allowed_origins),
+        allowed_hosts=tuple(arguments.allowed_hosts),
         private_prefixes=bool(keys),
         **read_limits(arguments.limit),
     )
@@ -259,23 +259,6 @@ def read_keys(given: list[str]) -> list[str]:
             )
         keys.append(variable)
     return keys
-
-
-def read_list(option: str, given: list[str]) -> list[str]:
-    """Texts, each an argument or one of a JSON list. Raises ConfigError."""
-    texts: list[str] = []
-    for text in given:
-        if not text.startswith("["):
-            texts.append(text)
-            continue
-        try:
-            listed = parse_json(text)
-        except Unreadable as error:
-            raise ConfigError(f"{option} cannot be read: {error}.") from None
-        if not all(isinstance(each, str) for each in listed):
-            raise ConfigError(f"{option} must be texts, as in '[\"*\"]'.")
-        texts += listed
-    return texts
 
 
 def announcement(

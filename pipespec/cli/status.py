@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pipespec.client.registry import Damaged, Entry, entries, entry
@@ -23,7 +24,6 @@ LOADING, READY, RECOVERING = "loading", "ready", "recovering"
 SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 USUAL = "sdpa"  # the default backend on a CPU
-MINUTE, HOUR, DAY = 60, 3600, 86400
 NO_CLUSTER = "No cluster is up."
 
 
@@ -138,7 +138,7 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         known = {name: str(cluster.get(name, "-")) for name in COLUMNS}
         if "ranks" in cluster:
             known["ranks"] = f"{cluster['ranks']}/{cluster['num_ranks']}"
-        since = duration(cluster["up_s"]) if "up_s" in cluster else "-"
+        since = str(timedelta(seconds=int(cluster["up_s"]))) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
@@ -197,15 +197,3 @@ def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
 def _ranks(numbers: Sequence[int]) -> str:
     """As in "ranks 0, 3"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def duration(seconds: float) -> str:
-    """The two largest units of a time that are not zero in front, as in 2 h 5 min."""
-    whole = int(max(seconds, 0))
-    if whole < MINUTE:
-        return f"{whole} s"
-    if whole < HOUR:
-        return f"{whole // MINUTE} min {whole % MINUTE} s"
-    if whole < DAY:
-        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
-    return f"{whole // DAY} d {whole % DAY // HOUR} h"

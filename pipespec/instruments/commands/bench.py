@@ -29,23 +29,12 @@ LATENCIES = {
     "tbt": "time between tokens (TBT)",
     "e2el": "whole request (E2E)",
 }
-FIGURES = {
-    "request_throughput": "requests per second",
-    "output_throughput": "output tokens per second",
-    "max_output_tokens_per_s": "output tokens in the best second",
-    "total_token_throughput": "tokens per second, prompts included",
-    "max_concurrent_requests": "requests at once, at most",
-    "tokens_per_step": "tokens per step of a request",
-    "accepted_per_batch": "tokens per verdict that decided any",
-    "hit_rate": "hit rate",
-    "rows_per_step": "rows per step of a request",
-    "pipeline_steps": "steps of the pipeline, prompts included",
-    "pipeline_tokens_per_step": "tokens per step of the pipeline",
-    "pipeline_rows_per_step": "rows per step of the pipeline",
-    "stage_busy": "share of time each stage computed",
-    "overruns": "overruns",
-    "seed": "seed",
-}
+FIGURES = (
+    *("request_throughput", "output_throughput", "max_output_tokens_per_s"),
+    *("total_token_throughput", "max_concurrent_requests", "tokens_per_step"),
+    *("accepted_per_batch", "hit_rate", "rows_per_step", "pipeline_steps"),
+    *("pipeline_tokens_per_step", "pipeline_rows_per_step", "stage_busy", "overruns", "seed"),
+)
 COLUMNS = ("mean", "p50", "p90", "p99")
 COMPARED = ("tokens", "tokens_per_s", "tokens_per_step", "speed_up")
 PROFILED = 16  # prompts of a profile, unless --num-prompts says otherwise
@@ -277,9 +266,9 @@ def print_figures(result: BenchResult) -> None:
         latencies.add_row(name, *(shown(figures[f"{c}_{kind}_ms"]) for c in COLUMNS))
     brought = table_of(f"Over all requests{label}", "", "")
     brought.show_header = False
-    for key, name in FIGURES.items():
+    for key in FIGURES:
         if key != "overruns" or figures["emulated"]:
-            brought.add_row(name, shown(figures[key]))
+            brought.add_row(key.replace("_", " "), shown(figures[key]))
     headings = ("requests", "tokens", "TTFT ms", "TBT ms", "tok/step", "hit rate", "tok/verdict")
     each = table_of(f"Means of each benchmark{label}", "benchmark", *headings)
     for row in result.by_benchmark():

@@ -19,7 +19,6 @@ from pipespec.system.devices import num_cuda
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pipespec.config.hosts import HostsFile
     from pipespec.console.arguments import Commands
     from pipespec.instruments.diagnostics.examine_hosts import Report
     from pipespec.instruments.diagnostics.findings import HostReport
@@ -130,13 +129,9 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
         )
     if not proposer.needs_mid:
         model = replace(model, mid=None)
-    hosts_file = load_hosts(cluster.hosts)
-    if not as_json:
-        show(layout_table(hosts_file))  # before anything is connected to
-    report = examine_hosts(hosts_file, model)
+    report = examine_hosts(load_hosts(cluster.hosts), model)
     if as_json:
-        answer = {**report.as_json(), "layout": layout(hosts_file)}
-        write(json.dumps(answer, indent=2) + "\n")
+        write(json.dumps(report.as_json(), indent=2) + "\n")
     else:
         show(*(table for table in (hosts_table(report), links_table(report)) if table.row_count))
         show(conclusion(report))
@@ -158,28 +153,6 @@ def conclusion(report: Report) -> str:
         return "No host was checked, as all are started by hand."
     checked = " that were checked" if report.unchecked else ""
     return f"The hosts{checked} can work together; {warned}."
-
-
-def layout(hosts_file: HostsFile) -> list[dict[str, Any]]:
-    """What each worker computes if nothing is measured, and on which devices: one entry per rank,
-    then the spares."""
-    head, *stages = hosts_file.ranks
-    parts = [(head, "head"), *((worker, f"stage {i}") for i, worker in enumerate(stages, 1))]
-    parts += [(worker, "spare") for worker in hosts_file.workers if worker not in hosts_file.ranks]
-    return [
-        {"worker": worker, "part": part, "devices": list(hosts_file.devices_of(worker))}
-        for worker, part in parts
-    ]
-
-
-def layout_table(hosts_file: HostsFile) -> Table:
-    """The same as a table."""
-    from rich.table import Table
-
-    table = Table("worker", "part", "devices", title="Layout", title_justify="left")
-    for entry in layout(hosts_file):
-        table.add_row(entry["worker"], entry["part"], " + ".join(entry["devices"]))
-    return table
 
 
 def hosts_table(report: Report) -> Table:

@@ -169,7 +169,7 @@ def test_levels_lists_paths_by_depth():
     ("policy", "deep"),
     [
         (BestFirst(width=4, children=2), True),
-        (Level(width=4, children=2, levels_per_step=2), False),
+        (Level(width=4, children=2), False),
         (StaticTree(shape=[1, 1]), False),
     ],
 )
