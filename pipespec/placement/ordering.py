@@ -1,4 +1,4 @@
-"""The search of `partition`: the best order of the hosts, and slices, for one head.
+"""The search of `pipespec plan HOSTS.yaml`: the best order of the hosts, and slices, for one head.
 
 Three observations make an exact answer quick:
 
