@@ -162,16 +162,6 @@ def test_partition_refuses_a_host_that_is_started_by_hand(
     assert "--profile FILE" in err and len(err.splitlines()) == 1
 
 
-def test_the_layout_is_shown_before_any_host_is_reached(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = hosts_file(tmp_path, alpha={"devices": [["cpu", "cpu"], "cpu"], "python": "/no/python"})
-    assert main(["doctor", file]) == 1
-    out = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    assert rows.index(["alpha/2", "head", "cpu"]) < rows.index(["alpha/0", "stage 1", "cpu + cpu"])
-
-
 def test_a_model_that_differs_and_one_that_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,9 +267,8 @@ def test_addresses_at_which_hosts_cannot_be_reached(
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ([], "required: HOSTS.YAML"),
         (["/no/such/hosts.yaml"], "No such file"),
-        (["hosts.yaml", "model.tagret=a"], "did you mean model.target?"),
+        (["model.tagret=a"], "did you mean model.target?"),
         (["hosts.yaml", "--jsn"], "did you mean --json?"),
     ],
 )
