@@ -137,7 +137,7 @@ class Figures:
         except Unreadable as error:
             raise ConfigError(
                 f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
-                "partition --json`."
+                "plan --json`."
             ) from error
         return found
 
