@@ -15,7 +15,6 @@ SETTINGS ?= sampling.temperature=0.7 sampling.top_p=0.9 sampling.seed=2
 
 # Eight stages held to the times of RTX 3090s, on any two cores: two and a half times slower than
 # life, so that these can keep up; few tokens, as plain decoding takes most of the time.
-POLICIES := policy=root policy=level policy=best_first
 RACE := cluster.stages=8 emulate=rtx3090_8 emulate.scale=2.5 decode.max_new_tokens=24 \
   sampling.temperature=0.7 sampling.top_p=0.9 sampling.seed=3
 
@@ -36,7 +35,9 @@ demo: $(VENV)/.run
 	@echo "To see what speculation brings on eight RTX 3090s, EMULATED here, in under a minute: make race"
 
 race: $(VENV)/.run
-	$(BIN)/pipespec compare $(POLICIES) --prompt "$(PROMPT)" $(RACE)
+	mkdir -p build
+	echo "$(PROMPT)" > build/race.txt
+	$(BIN)/pipespec bench --policies root,level,best_first --dataset build/race.txt $(RACE)
 
 # The documentation as a site, in build/site; a broken link fails. Read it with
 # python -m http.server --directory build/site (search does not work from files).

@@ -37,6 +37,7 @@ class About:
         hint: what an error adds to the limits, such as ", or 0 for no limit".
         choices: the only values of a text; (): any.
         kind: the type, where the field's annotation is Any because OmegaConf has no such type.
+        experimental: whether it is for experiments, may change, and is not in the help texts.
     """
 
     help: str
@@ -46,6 +47,7 @@ class About:
     hint: str = ""
     choices: Sequence[str] = ()
     kind: Any = None
+    experimental: bool = False
 
 
 NO_HELP = About("")

@@ -31,8 +31,8 @@ INTRODUCTION = """\
 <!-- Written by `python -m tools.settings_reference` from the dataclasses of settings and the files
 of conf/; change those. -->
 
-`pipespec generate`, `bench`, `compare`, `up`, `serve`, `launch` and `partition` take settings as
-arguments, in any order and in the syntax of Hydra:
+`pipespec generate`, `bench`, `up`, `serve`, `plan` and `cache fetch` take settings as arguments, in
+any order and in the syntax of Hydra:
 
 - `group=choice` picks one of a group's choices, each a file `conf/<group>/<choice>.yaml` with the
   values in which it differs from the defaults below;
@@ -49,6 +49,9 @@ computes one batch. A *row* is one token of a batch, of a prompt or of the tree 
 CHOICE = ("choice", "what it is", "sets")
 SETTING = ("setting", "type", "default", "unit", "what it does")
 UNLIMITED = 10**6  # a limit from here on is there for safety alone, and is not shown
+# What holds a cluster to other times, for benchmarks.
+INSTRUMENTS = ("emulate", "emulate_link")
+SYNTHETIC = "synthetic"  # the choices of `proposer` that are instruments too
 # The groups whose choices are of different classes; the others are described by their class.
 GROUPS = {
     "policy": "The decoding method: which draft tokens are made, and which are computed at a step.",
@@ -75,6 +78,19 @@ class Row:
     unit: str
     help: str
     defaults: dict[str, str]
+    experimental: bool = False
+
+    @property
+    def instrument(self) -> bool:
+        """Whether it is one of an instrument."""
+        group = self.name.partition(".")[0]
+        of_synthetic = all(choice.startswith(SYNTHETIC) for choice in self.defaults)
+        return not self.experimental and (group in INSTRUMENTS or of_synthetic)
+
+    @property
+    def line(self) -> str:
+        """It in one line."""
+        return f"{code(self.name)} ({self.default}): {self.help}"
 
     def cells(self, num_choices: int) -> list[str]:
         """The cells of its line in the table of a group of so many choices."""
@@ -95,14 +111,35 @@ class Row:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *map(section, default_choices()), last()])
+    return "\n".join([INTRODUCTION, *map(section, default_choices()), last(), *others()])
+
+
+def others() -> list[str]:
+    """A line for each setting that is no user's: experimental ones, then those of instruments."""
+    lines = ["## Experimental settings", "", "They may change or go.", ""]
+    found = {group: rows_of(group) for group in default_choices()}
+    lines += [f"- {row.line}" for rows in found.values() for row in rows if row.experimental]
+    lines += ["", "## Instruments", "", "They hold a cluster to other times, or make draft tokens "]
+    lines[-1] += "of a stated accuracy, for benchmarks; results are labelled."
+    lines += ["", *(f"- {row.line}" for rows in found.values() for row in rows if row.instrument)]
+    return [*lines, ""]
+
+
+def rows_of(group: str) -> list[Row]:
+    """All settings of a group."""
+    return settings_of([read_choice(group, name) for name in sorted_options(group)])
+
+
+def sorted_options(group: str) -> list[str]:
+    """The choices of a group, its default first."""
+    usual = default_choices()[group]
+    return sorted(options(group), key=lambda name: name != usual)
 
 
 def section(group: str) -> str:
     """A group: its choices and its settings."""
     usual = default_choices()[group]
-    names = sorted(options(group), key=lambda name: name != usual)
-    choices = [read_choice(group, name) for name in names]
+    choices = [read_choice(group, name) for name in sorted_options(group)]
     purpose = GROUPS.get(group) or (choices[0].cls.__doc__ or "").partition("\n\n")[0]
     lines = [f"## {group}", "", " ".join(purpose.split()), ""]
     lines += table(
@@ -112,7 +149,7 @@ def section(group: str) -> str:
             for c in choices
         ),
     )
-    rows = settings_of(choices)
+    rows = [row for row in settings_of(choices) if not (row.experimental or row.instrument)]
     lines += table(SETTING, (row.cells(len(choices)) for row in rows))
     return "\n".join(lines)
 
@@ -147,7 +184,8 @@ def row(entry: Field[Any], cls: type, name: str, choice: Choice | None) -> Row:
         kind += f" to {most:.0f}" if most < UNLIMITED else ""
     kind += ", or null" if types.NoneType in of_type else ""
     usual = default(entry) or choice.default(entry) if choice else default(entry)
-    return Row(name, kind, its.unit, its.help, {choice.name if choice else "": usual})
+    defaults = {choice.name if choice else "": usual}
+    return Row(name, kind, its.unit, its.help, defaults, its.experimental)
 
 
 def changes(choice: Choice) -> str:

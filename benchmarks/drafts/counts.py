@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,24 +75,22 @@ class Cell:
 
 
 def noise(_: Path) -> Iterator[Cell]:
-    for (name, sampling), ranked in product(SAMPLINGS.items(), ("plain", "foresight")):
+    for name, sampling in SAMPLINGS.items():
 
         def hits(
             pair: Pair,
             prompts: Sequence[Sequence[int]],
             decoded: Measured,
-            ranked: str = ranked,
             sampling: SamplingParams = sampling,
         ) -> Mapping[str, float]:
-            ranks = pair.draft_ranks(prompts, decoded.answers, sampling)[ranked]
+            ranks = pair.draft_ranks(prompts, decoded.answers, sampling)["foresight"]
             return {f"top_{k}": float((ranks < k).mean()) for k in SHOWN}
 
         for policy in ("level", "best_first"):
             yield Cell(
-                {"sampling": name, "ranked": ranked},
+                {"sampling": name},
                 policy,
-                [f"proposer.foresight={ranked == 'foresight'}"],
-                sampling,
+                sampling=sampling,
                 equal_to=name,
                 figures=hits,
             )

@@ -154,7 +154,7 @@ def run(options: argparse.Namespace, folder: Path) -> ChaosRun:
         ]
         try:
             # One thread prepares requests, so that resources can be compared.
-            flags = ("--preparation-threads", "1")
+            flags = ("--limit", "preparation_threads=1")
             with HttpServer(folder, *flags, *settings, bed=bed, environment=environment) as server:
                 injector = FaultInjector(bed, stepped, options.patience)
                 work = partial(

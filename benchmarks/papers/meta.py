@@ -53,7 +53,7 @@ def _chain(length: int, name: str) -> Cell:
 
 
 def _static(shape: tuple[int, ...], name: str) -> Cell:
-    policy = StaticTree(list(shape), children=max(8, *shape))
+    policy = StaticTree(list(shape))
     return Cell(policy, one_stage(TARGET_MS, DRAFT_MS), ACCURACIES[name])
 
 

@@ -214,7 +214,7 @@ def bench_on(job: Job, folder: Path, env: Mapping[str, str]) -> list[dict[str, A
     prompts, output = folder / "prompts.jsonl", folder / "answers.json"
     prompts.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in job.samples))
     command = [*PIPESPEC, "bench", "--on", NAME, "--json", "--output", str(output)]
-    command += [f"dataset={prompts}", f"prompt_tokens={job.prompt_tokens}"]
+    command += ["--dataset", str(prompts), "--prompt-tokens", str(job.prompt_tokens)]
     command += [f"decode.max_new_tokens={job.tokens}"]
     done = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S

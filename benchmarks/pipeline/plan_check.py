@@ -2,10 +2,11 @@
 
     python -m benchmarks.pipeline.plan_check --json benchmarks/results/plan_check.json
 
-For each number of stages the pair is profiled once (`pipespec profile`: a plain run and one with
-the default policy); from that file each policy is predicted for each data set, and then measured on
-clusters of its own. Stages and draft rounds are held to stated times, so times are EMULATED: two
-cores cannot be nine devices. With `--machine none` nothing is held, and ranks share the cores.
+For each number of stages the pair is profiled once (`pipespec bench --profile`: a plain run
+and one with the default policy); from that file each policy is predicted for each data set, and
+then measured on clusters of its own. Stages and draft rounds are held to stated times, so times are
+EMULATED: two cores cannot be nine devices. With `--machine none` nothing is held, and ranks share
+the cores.
 """
 
 from __future__ import annotations

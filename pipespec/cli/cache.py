@@ -1,54 +1,99 @@
-"""`pipespec cache`: what the parts cache of this host holds, and removing it."""
+"""`pipespec cache`: fetch the weights that hosts compute, and list or remove what this host keeps
+of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipespec.console.arguments import finish
-from pipespec.console.terminal import show, write
-from pipespec.errors import ConfigError
+from pipespec.console.arguments import finish, overrides
+from pipespec.console.terminal import named_progress, show, write
+from pipespec.errors import ConfigError, print_error
 from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
+    from pipespec.cluster.deployment import Deployment
     from pipespec.console.arguments import Commands
     from pipespec.engine.checkpoint.parts.folder import CacheEntry
-
-ACTIONS = ("list", "prune")
 
 
 def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "cache",
-        help="list or remove the weights that were fetched to this host",
-        usage="pipespec cache list [--json] | pipespec cache prune [--all] [--json] [MODEL ...]",
-        description="`list` shows the models of which this host has fetched parts, with their "
-        "sizes. `prune` removes commits that a newer one has replaced, and what was not finished; "
-        "with names of models all of these, and with --all everything. Clusters that run go on.",
+        show_settings=True,
+        help="fetch weights to the hosts that compute them; list or remove what this host has",
+        usage="pipespec cache list | pipespec cache prune [--all] [MODEL ...] | "
+        "pipespec cache fetch [SETTING=VALUE ...], each with [--json]",
+        description="`fetch` gets to every host the weights that its ranks compute, from the hub, "
+        "from this host or from another one that has them, as `generate`, `up` and `serve` do. "
+        "`list` shows the models of which this host has fetched parts. `prune` removes commits "
+        "that a newer one has replaced, and what was not finished; with names of models all of "
+        "these, and with --all everything. Clusters that run go on.",
     )
-    command.add_argument("action", choices=ACTIONS, help="list or prune")
-    command.add_argument("models", nargs="*", metavar="MODEL", help="hub ids or names, of prune")
+    actions = {"list": show_entries, "prune": prune, "fetch": fetch}
+    command.add_argument("action", choices=actions, help="list, prune or fetch")
     command.add_argument("--all", action="store_true", help="with prune: remove everything")
-    finish(command, run)
+    finish(command, lambda arguments, rest: actions[arguments.action](arguments, rest))
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """List or remove."""
+def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Fetch, and print what each host has."""
+    settings = overrides(rest, arguments.known_options)
+
+    from pipespec.cluster.deployment import decide
+    from pipespec.cluster.host_weights import require_weights
+    from pipespec.config.compose import compose
+
+    moved: dict[str, tuple[int, int, int]] = {}
+    deployment = with_weights(decide(compose(settings)), moved)
+    require_weights(deployment)
+    if arguments.json:
+        hosts = {
+            name: {"fetched_bytes": done - first, "bytes": total}
+            for name, (first, done, total) in moved.items()
+        }
+        write(json.dumps({"hosts": hosts}) + "\n")
+        return 0
+    for name, (first, done, total) in moved.items():
+        write(f"{name}: fetched {size_text(done - first)}, to have {size_text(total)} in all.\n")
+    write("All hosts have the weights that they compute.\n")
+    return 0
+
+
+def with_weights(
+    deployment: Deployment, moved: dict[str, tuple[int, int, int]] | None = None
+) -> Deployment:
+    """The deployment once its hosts have their weights, with a progress bar per host.
+
+    `moved` gets, by host, how many bytes were there at first, are there now, and are needed.
+    """
+    from pipespec.cluster.weight_distribution import distribute_weights
+
+    found = {} if moved is None else moved
+    with named_progress() as show_bytes:
+
+        def on_progress(host: str, done: int, total: int) -> None:
+            if total:
+                first = found.get(host, (done, 0, 0))[0]
+                found[host] = first, max(done, found.get(host, (0, 0, 0))[1]), total
+                show_bytes(f"{host}: weights", done, total)
+
+        return distribute_weights(deployment, on_progress, print_error)
+
+
+def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Remove parts of models."""
     from pipespec.engine.checkpoint.parts.folder import entries, remove
 
-    if rest:
-        raise ConfigError(f"`pipespec cache` takes no settings, but got {rest[0]!r}.")
+    names = overrides(rest, arguments.known_options)
     found = list(entries())
-    if arguments.action == "list":
-        if arguments.models or arguments.all:
-            raise ConfigError("`pipespec cache list` takes no models; did you mean prune?")
-        return _show(found, as_json=arguments.json)
-    unknown = [name for name in arguments.models if name not in {each.model for each in found}]
+    unknown = [name for name in names if name not in {each.model for each in found}]
     if unknown:
         raise ConfigError(f"The cache holds no model {unknown[0]!r}; see `pipespec cache list`.")
-    gone = [each for each in found if _goes(each, arguments.models, everything=arguments.all)]
+    gone = [each for each in found if arguments.all or _goes(each, names)]
     for each in gone:
         remove(each)
     freed = sum(each.disk_bytes for each in gone)
@@ -61,27 +106,21 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _goes(entry: CacheEntry, models: list[str], *, everything: bool) -> bool:
-    if models or everything:
-        return everything or entry.model in models
-    return entry.whole_bytes == 0 or not entry.current
+def _goes(entry: CacheEntry, names: list[str]) -> bool:
+    return entry.model in names if names else entry.whole_bytes == 0 or not entry.current
 
 
-def _show(found: list[CacheEntry], *, as_json: bool) -> int:
+def show_entries(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """List the models of which this host has parts."""
     from rich.table import Table
 
-    if as_json:
-        rows = [
-            {
-                "model": each.model,
-                "commit": each.commit,
-                "disk_bytes": each.disk_bytes,
-                "whole_bytes": each.whole_bytes,
-                "current": each.current,
-                "folder": str(each.folder),
-            }
-            for each in found
-        ]
+    from pipespec.engine.checkpoint.parts.folder import entries
+
+    if rest or arguments.all:
+        raise ConfigError("`pipespec cache list` takes no models; did you mean prune?")
+    found = list(entries())
+    if arguments.json:
+        rows = [asdict(each) | {"folder": str(each.folder)} for each in found]
         write(json.dumps(rows) + "\n")
         return 0
     table = Table("model", "commit", "here", "of", "current")

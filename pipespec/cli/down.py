@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pipespec.client.registry import Owner, check_name, clear, entry, left, server_of
-from pipespec.console.arguments import finish, overrides
+from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, PipespecError
 
@@ -35,8 +35,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """End a cluster."""
-    if overrides(rest, arguments.known_options):
-        raise ConfigError(f"`pipespec down` takes one name and no settings, but got {rest[0]!r}.")
+    refuse_settings(arguments, rest)
     name = arguments.name
     if name is not None:
         check_name(name)

@@ -81,7 +81,7 @@ def decode(
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
 
-    from pipespec.cli.fetch import with_weights
+    from pipespec.cli.cache import with_weights
     from pipespec.cluster.deployment import decide
     from pipespec.cluster.held_weights import groups, summary
     from pipespec.cluster.session import check_deployment

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipespec.client.registry import RunningCluster, find
-from pipespec.console.arguments import finish, overrides
+from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
 
@@ -115,8 +115,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print an invitation."""
-    if found := overrides(rest, arguments.known_options):
-        raise ConfigError(f"`pipespec invite` takes no settings, but got {found[0]!r}.")
+    refuse_settings(arguments, rest)
     if not 0 < arguments.minutes <= MOST_MINUTES:
         raise ConfigError(
             f"--minutes is {arguments.minutes:g}, but must be above 0 and at most {MOST_MINUTES:g}."

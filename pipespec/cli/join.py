@@ -107,7 +107,7 @@ def devices_of(named: list[str] | None) -> list[str]:
         if device != "cpu" and int(device.partition(":")[2]) >= count:
             raise ConfigError(
                 f"--devices holds {device}, but this machine has {count} CUDA devices; see "
-                "`pipespec check`."
+                "`pipespec doctor`."
             )
     return found
 

@@ -12,47 +12,27 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from pipespec.cli import (
-    cache,
-    down,
-    fetch,
-    generate,
-    invite,
-    join,
-    launch,
-    serve,
-    status,
-    up,
-)
+from pipespec.cli import cache, down, generate, invite, join, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.errors import ConfigError
-from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan, profile
+from pipespec.instruments.commands import bench, doctor, plan
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
 
 MODELS = ("model.target", "model.draft", "model.mid")
-COMMANDS = (
-    generate,
-    bench,
-    compare,
-    plan,
-    profile,
-    check,
-    doctor,
-    partition,
-    fetch,
-    cache,
-    launch,
-    up,
-    invite,
-    join,
-    serve,
-    down,
-    status,
-)
+COMMANDS = (generate, bench, plan, doctor, cache, up, invite, join, serve, down, status)
+# Commands of before, and what is typed instead.
+REPLACED = {
+    "compare": "pipespec bench --policies POLICY,POLICY",
+    "profile": "pipespec bench --profile FILE",
+    "check": "pipespec doctor",
+    "partition": "pipespec plan HOSTS.yaml",
+    "fetch": "pipespec cache fetch",
+    "launch": "pipespec up HOSTS.yaml",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    if argv and argv[0] in REPLACED:
+        raise ConfigError(f"`pipespec {argv[0]}` is now `{REPLACED[argv[0]]}`.")
+    arguments, rest = _parser().parse_known_args(argv)
     if arguments.version:
         from pipespec.system.versions import package_version
 

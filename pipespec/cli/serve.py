@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import default_name, read_settings, refuse_trace
@@ -19,10 +19,10 @@ from pipespec.client.registry import check_name, clear, left, serving
 from pipespec.console.arguments import STDIN, finish, overrides
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
+from pipespec.limits import suggest
 from pipespec.server.options import ServerOptions, model_name
-from pipespec.server.tool_parsers.parser_families import FAMILIES
 from pipespec.system.exit_codes import SIGNALLED
-from pipespec.system.validation import Unreadable, parse_json, read_text
+from pipespec.system.validation import Unreadable, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.registry import RunningCluster
@@ -31,23 +31,12 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
-# Options that are numbers, as `ServerOptions` has them.
+# What --limit sets of `ServerOptions`.
 LIMITS = (
-    (
-        "max_queued_requests",
-        "N",
-        "answers that may wait for their first token; further requests are refused",
-    ),
-    ("max_queued_tokens", "N", "prompt tokens of the answers that wait"),
-    ("patience", "S", "seconds for which requests wait for a cluster that does not answer"),
-    ("shutdown_timeout", "S", "seconds in which answers may finish at shutdown"),
-    ("preparation_threads", "N", "threads that read requests, tokenize and compile grammars"),
-    ("preparation_timeout", "S", "seconds that this may take for one request"),
-    ("max_connections", "N", "connections at a time"),
-    ("max_connections_per_address", "N", "of these, from one address"),
-    ("max_header_bytes", "N", "of a request's line and headers"),
-    ("header_timeout", "S", "in which the headers must arrive"),
-    ("body_timeout", "S", "in which the body must arrive after them"),
+    *("max_queued_requests", "max_queued_tokens", "patience", "shutdown_timeout"),
+    *("preparation_threads", "preparation_timeout", "max_connections"),
+    *("max_connections_per_address", "max_header_bytes", "header_timeout", "body_timeout"),
+    "max_body_bytes",
 )
 
 
@@ -66,11 +55,6 @@ def add(commands: Commands) -> None:
     )
     command.add_argument("--on", metavar="NAME", help="serve the cluster of this name")
     command.add_argument("--name", help="the name of the cluster that is started (default)")
-    command.add_argument(
-        "--measure",
-        action="store_true",
-        help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
-    )
     usual = ServerOptions
     command.add_argument("--host", default=usual.host, help=f"address to listen at ({usual.host})")
     command.add_argument(
@@ -81,10 +65,9 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"refuse requests without it; may be given several times ({KEY_VARIABLE}; "
-        "without any, all requests are accepted)",
+        help=f"refuse requests without it; @FILE: a file of keys, one per line; may be given "
+        f"several times ({KEY_VARIABLE}; without any, all requests are accepted)",
     )
-    command.add_argument("--api-key-file", metavar="FILE", help="a file of keys, one per line")
     command.add_argument(
         "--served-model-name",
         action="append",
@@ -92,20 +75,12 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help="a name of the model; may be given several times (the name of its folder)",
     )
-    for name, unit, text in LIMITS:
-        value = getattr(usual, name)
-        command.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=type(value),
-            default=value,
-            metavar=unit,
-            help=f"{text} ({value:.15g})",
-        )
     command.add_argument(
-        "--max-body-bytes",
-        type=int,
-        metavar="N",
-        help="of a request's body (1 MiB, and 64 bytes for each token that the context holds)",
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"may be given several times: {', '.join(LIMITS)} (docs/serving.md)",
     )
     command.add_argument(
         "--allowed-origins",
@@ -113,7 +88,7 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="ORIGIN",
         help="web pages that may send requests (CORS), such as http://localhost:3000 or *; "
-        "may be given several times, or as a JSON list (none)",
+        "may be given several times (none)",
     )
     command.add_argument(
         "--allowed-hosts",
@@ -121,18 +96,8 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="HOST",
         help="names by which clients may reach the server, such as lab.example, *.example or *; "
-        "may be given several times, or as a JSON list (without an API key: localhost, --host and "
-        "addresses; with one: any)",
-    )
-    command.add_argument(
-        "--private-prefixes",
-        action="store_true",
-        help="share the KV of prompts that begin alike only between requests of one API key",
-    )
-    command.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help=f"how the model writes calls of tools: {', '.join(FAMILIES)} (by its chat template)",
+        "may be given several times (without an API key: localhost, --host and addresses; with "
+        "one: any)",
     )
     finish(command, run, starts=True)
 
@@ -142,8 +107,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     settings = overrides(rest, arguments.known_options, stdin_allowed=arguments.on is None)
     check_installed()
     if arguments.on is not None:
-        if settings or arguments.name or arguments.measure:
-            given = settings[0] if settings else "--name" if arguments.name else "--measure"
+        if settings or arguments.name:
+            given = settings[0] if settings else "--name"
             raise ConfigError(
                 f"`pipespec serve --on` starts no cluster and takes no settings, but got "
                 f"{given!r}; give it to `pipespec up`."
@@ -172,7 +137,7 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
     check_name(name)
     read_options(arguments, name)  # errors before anything starts
     with listening(arguments) as listener, serving(name):
-        launcher = Launcher(name, settings, ["--measure"] * arguments.measure, ours=True)
+        launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
@@ -203,7 +168,7 @@ def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
     from pipespec.server.api_server import bind_listener
     from pipespec.server.connections import connection_capacity
 
-    connection_capacity(arguments.max_connections)  # errors before anything starts
+    connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
     with bind_listener(arguments.host, arguments.port) as listener:
         yield listener
 
@@ -245,24 +210,39 @@ def check_installed() -> None:
 
 def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
     """How the server is to be run, whose model is `target`. Raises ConfigError."""
+    keys = tuple(read_keys(arguments.api_key))
     return ServerOptions(
         names=tuple(arguments.served_model_name) or (model_name(target),),
         host=arguments.host,
         port=arguments.port,
-        api_keys=tuple(read_keys(arguments.api_key, arguments.api_key_file)),
-        max_body_bytes=arguments.max_body_bytes,
-        **{name: getattr(arguments, name) for name, *_ in LIMITS},
-        allowed_origins=tuple(read_list("--allowed-origins", arguments.allowed_origins)),
-        allowed_hosts=tuple(read_list("--allowed-hosts", arguments.allowed_hosts)),
-        private_prefixes=arguments.private_prefixes,
-        tool_call_parser=arguments.tool_call_parser,
+        api_keys=keys,
+        allowed_origins=tuple(arguments.allowed_origins),
+        allowed_hosts=tuple(arguments.allowed_hosts),
+        private_prefixes=bool(keys),
+        **read_limits(arguments.limit),
     )
 
 
-def read_keys(given: list[str], file: str | None) -> list[str]:
-    """RedisKeys of the command line, a file and the environment. Raises ConfigError."""
-    keys = list(given)
-    if file is not None:
+def read_limits(given: list[str]) -> dict[str, Any]:
+    """The fields of `ServerOptions` that --limit sets. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in LIMITS:
+            raise ConfigError(f"--limit {text} is not known; {suggest(name, LIMITS)}.")
+        try:
+            whole = not isinstance(getattr(ServerOptions, name), float)
+            found[name] = int(value) if whole else float(value)
+        except ValueError:
+            raise ConfigError(f"--limit {text} is no number; write {name}=NUMBER.") from None
+    return found
+
+
+def read_keys(given: list[str]) -> list[str]:
+    """Keys of the command line, of files that it names, and of the environment. Raises
+    ConfigError."""
+    keys = [key for key in given if not key.startswith("@")]
+    for file in (key[1:] for key in given if key.startswith("@")):
         try:
             found = [line.strip() for line in read_text(file).splitlines() if line.strip()]
         except Unreadable as error:
@@ -279,23 +259,6 @@ def read_keys(given: list[str], file: str | None) -> list[str]:
             )
         keys.append(variable)
     return keys
-
-
-def read_list(option: str, given: list[str]) -> list[str]:
-    """Texts, each an argument or one of a JSON list. Raises ConfigError."""
-    texts: list[str] = []
-    for text in given:
-        if not text.startswith("["):
-            texts.append(text)
-            continue
-        try:
-            listed = parse_json(text)
-        except Unreadable as error:
-            raise ConfigError(f"{option} cannot be read: {error}.") from None
-        if not all(isinstance(each, str) for each in listed):
-            raise ConfigError(f"{option} must be texts, as in '[\"*\"]'.")
-        texts += listed
-    return texts
 
 
 def announcement(

@@ -6,28 +6,25 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from pipespec.client.registry import Damaged, Entry, entries, entry
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
-from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import live, on_terminal, show, write
-from pipespec.errors import ConfigError, Unreachable
+from pipespec.console.arguments import finish, refuse_settings
+from pipespec.console.terminal import show, write
+from pipespec.errors import Unreachable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pipespec.console.arguments import Commands
     from pipespec.controller.cluster_status import ClusterStatus
 
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
-SILENT, DAMAGED, AWAY = "no answer", "unreadable", "away"
+SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 USUAL = "sdpa"  # the default backend on a CPU
-MINUTE, HOUR, DAY = 60, 3600, 86400
 NO_CLUSTER = "No cluster is up."
-RENEWED_S = 1.0  # the interval of --watch
 
 
 def add(commands: Commands) -> None:
@@ -39,23 +36,13 @@ def add(commands: Commands) -> None:
         "that it has survived, and its open, queued and finished requests.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
-    command.add_argument(
-        "--watch", action="store_true", help="look again every second, until Ctrl-C"
-    )
     finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print the state of clusters; returns 0 if all of them answer."""
-    if overrides(rest, arguments.known_options):
-        raise ConfigError(f"`pipespec status` takes one name and no settings, but got {rest[0]!r}.")
-    if arguments.watch and arguments.json:
-        raise ConfigError("--watch updates a table and --json prints one object; leave one out.")
-    if arguments.watch and not on_terminal():
-        raise ConfigError("--watch needs a terminal; leave it out.")
+    refuse_settings(arguments, rest)
     clusters = reports(arguments.name)
-    if arguments.watch:
-        watch(arguments.name)
     if arguments.json:
         write(json.dumps({"clusters": clusters}) + "\n")
     else:
@@ -67,21 +54,6 @@ def reports(name: str | None) -> list[dict[str, Any]]:
     """The state of the cluster of that name, or of all. Raises ConfigError."""
     found = entries() if name is None else [entry(name)]
     return [report(each, time.time()) for each in found]
-
-
-def watch(name: str | None) -> NoReturn:
-    """Show the state of clusters until Ctrl-C.
-
-    A cluster that has ended stays in the table.
-    """
-    with live() as renew:
-        while True:
-            try:
-                clusters = reports(name)
-            except ConfigError as error:
-                clusters = [{"name": name, "state": AWAY, "problem": str(error)}]
-            renew(*parts(clusters))
-            time.sleep(RENEWED_S)
 
 
 def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
@@ -149,14 +121,10 @@ def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
 
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
-    """One row per cluster, and notes below."""
-    show(*parts(clusters))
-
-
-def parts(clusters: Sequence[dict[str, Any]]) -> list[str | Table]:
     """One row per cluster, and notes below; or a sentence if there is none."""
     if not clusters:
-        return [NO_CLUSTER]
+        show(NO_CLUSTER)
+        return
 
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -170,14 +138,14 @@ def parts(clusters: Sequence[dict[str, Any]]) -> list[str | Table]:
         known = {name: str(cluster.get(name, "-")) for name in COLUMNS}
         if "ranks" in cluster:
             known["ranks"] = f"{cluster['ranks']}/{cluster['num_ranks']}"
-        since = duration(cluster["up_s"]) if "up_s" in cluster else "-"
+        since = str(timedelta(seconds=int(cluster["up_s"]))) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
         found = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
         notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
-    return [table, *notes]
+    show(table, *notes)
 
 
 def faults(kinds: Mapping[str, int]) -> str | None:
@@ -229,15 +197,3 @@ def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
 def _ranks(numbers: Sequence[int]) -> str:
     """As in "ranks 0, 3"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def duration(seconds: float) -> str:
-    """The two largest units of a time that are not zero in front, as in 2 h 5 min."""
-    whole = int(max(seconds, 0))
-    if whole < MINUTE:
-        return f"{whole} s"
-    if whole < HOUR:
-        return f"{whole // MINUTE} min {whole % MINUTE} s"
-    if whole < DAY:
-        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
-    return f"{whole // DAY} d {whole % DAY // HOUR} h"

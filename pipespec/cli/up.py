@@ -54,8 +54,10 @@ def add(commands: Commands) -> None:
         "up",
         show_settings=True,
         help="start a cluster that stays up for many requests",
-        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [SETTING=VALUE ...]",
-        description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
+        usage="pipespec up [--name NAME] [--detach] [--invite] [--json] [-] [HOSTS.yaml] "
+        "[SETTING=VALUE ...]",
+        description="Start a cluster and keep it until Ctrl-C or `pipespec down`; with a hosts "
+        "file on its hosts, over SSH, with the output of their workers on standard error. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` send requests to it, also "
         "several at a time: requests queue. With - more settings are read from standard input, one "
         "per line or as a JSON list, so that a password among them shows in no list of processes. "
@@ -160,7 +162,7 @@ def stay(
         if measure and config.cluster.hosts is None:
             raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
 
-        from pipespec.cli.fetch import with_weights
+        from pipespec.cli.cache import with_weights
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
@@ -324,8 +326,6 @@ def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
     from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.measurements import problem
 
-    if config.cluster.split is not None:
-        hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     with progress("measuring") as (on_host,):
         return problem(hosts_file, measure_hosts(hosts_file, config, on_host), config)
 

@@ -12,22 +12,18 @@ from pathlib import Path
 
 from pipespec.cluster.deployment_checks import (
     check_groups,
-    check_parallel,
     quantization_of,
     require_attention,
     require_kept,
-    require_mid_device,
 )
 from pipespec.config.cluster import ClusterConfig
-from pipespec.config.entries import numbered
 from pipespec.config.hosts import Host, load_hosts, this_machine
-from pipespec.config.schema import Config
+from pipespec.config.schema import KEPT_STATES, Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
 from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
@@ -75,12 +71,6 @@ class Deployment:
         """All checkpoints, by their names in `model.`, the target's first."""
         named = {"target": self.target, "draft": self.draft, "mid": self.mid}
         return [(name, info) for name, info in named.items() if info is not None]
-
-    @property
-    def mid_device(self) -> str:
-        """Where the head's machine computes the mid-size model."""
-        named = self.config.cluster.mid_device
-        return self.devices[0] if named is None else numbered(named)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -170,15 +160,10 @@ class Deployment:
         draft = self.draft
         if draft is None or draft.mask_token is None:
             return None
-        tokens = draft.parallel_tokens
-        if (
-            isinstance(self.config.proposer, DraftModelConfig)
-            and self.config.proposer.parallel is not None
-        ):
-            tokens = self.config.proposer.parallel
-        if tokens == 1:
+        if draft.parallel_tokens == 1:
             return None
-        return ParallelDraft(draft.mask_token, tokens, min(self.context, draft.context))
+        context = min(self.context, draft.context)
+        return ParallelDraft(draft.mask_token, draft.parallel_tokens, context)
 
     @property
     def max_retained(self) -> int:
@@ -199,7 +184,7 @@ class Deployment:
         scheduler = self.config.scheduler
         if info.recurrent is None or not scheduler.prefix_cache or members > 1:
             return 0
-        return scheduler.kept_states
+        return KEPT_STATES
 
     @property
     def max_rows(self) -> int:
@@ -244,7 +229,6 @@ def decide(
         assert config.model.draft is not None  # as Config checks
         draft = inspect(elsewhere.get("draft", config.model.draft))
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
-        check_parallel(config.proposer, draft)
     mid = None
     if config.needs_mid:
         assert config.model.mid is not None  # as Config checks
@@ -271,7 +255,6 @@ def decide(
             f"{target.vocab_size} tokens; lower policy.children."
         )
     if hosts_file is None:
-        require_mid_device(config.cluster.mid_device)
         hosts: tuple[Host, ...] = (host_here(config.cluster),)
         if placement is None:
             placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
@@ -283,8 +266,6 @@ def decide(
                 f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
                 f"workers for {hosts_file.num_stages} stages; leave cluster.stages out."
             )
-        if config.cluster.split is not None:
-            hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
         if placement is None:
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
@@ -306,7 +287,7 @@ def host_here(cluster: ClusterConfig) -> Host:
 def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
     """The placement of a cluster on this machine, whose workers are equal. Raises ConfigError."""
     stages = cluster.stages
-    split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
+    split = tuple(map(len, split_evenly(num_layers, stages)))
     return plan_slices(
         Problem(
             tuple(map(Worker, workers)),

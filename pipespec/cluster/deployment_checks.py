@@ -6,11 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipespec.engine.attention.select import missing_requirement
-from pipespec.engine.checkpoint.inspection import CheckpointInfo
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.draft_model import DraftModelConfig
-from pipespec.head.proposers.proposer import ProposerConfig
-from pipespec.system.devices import num_cuda
 from pipespec.transport.transport_settings import NCCL
 
 if TYPE_CHECKING:
@@ -20,16 +16,6 @@ if TYPE_CHECKING:
 def quantization_of(name: str) -> str:
     """The entry of `model.` that says how the weights of the model of that name are held."""
     return "quantization" if name == "target" else f"{name}_quantization"
-
-
-def require_mid_device(device: str | None) -> None:
-    """Raise ConfigError unless this machine has it."""
-    kind, _, index = (device or "").partition(":")
-    if kind == "cuda" and int(index or 0) >= (count := num_cuda()):
-        raise ConfigError(
-            f"cluster.mid_device is {device}, but this machine has {count} CUDA devices; see "
-            "`pipespec check`."
-        )
 
 
 def require_attention(deployment: Deployment) -> None:
@@ -73,16 +59,6 @@ def require_kept(deployment: Deployment) -> None:
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
             "stay in few bits; leave it out."
-        )
-
-
-def check_parallel(proposer: ProposerConfig, draft: CheckpointInfo) -> None:
-    """Raise ConfigError if an ordinary draft must propose several tokens per pass."""
-    wanted = proposer.parallel if isinstance(proposer, DraftModelConfig) else None
-    if wanted is not None and wanted > 1 and draft.mask_token is None:
-        raise ConfigError(
-            f"proposer.parallel is {wanted}, but {draft.path} is no parallel draft (its "
-            "config.json names no pard_token); leave proposer.parallel out, or take a PARD draft."
         )
 
 

@@ -45,7 +45,7 @@ class HeldRank:
         of_workers = sum(self._place(each) == (host, device) for each in self.assignment.everyone)
         head, *_ = self.assignment.members(0)
         has_mid = self.deployment.mid is not None and self.hosts[head].name == host
-        return of_workers + (has_mid and self.deployment.mid_device == device)
+        return of_workers + (has_mid and self.deployment.devices[0] == device)
 
     def core_shares(self) -> CoreShares:
         """The shares of the ranks of this worker's host in its cores, in this epoch."""

@@ -58,11 +58,6 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
     return deployment.target if rank else deployment.draft
 
 
-def device_of(deployment: Deployment, rank: int, *, mid: bool = False) -> str:
-    """The device of that model."""
-    return deployment.mid_device if mid else deployment.devices[rank]
-
-
 def required_bytes(
     deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
 ) -> Counter[str]:
@@ -95,7 +90,7 @@ def required_bytes(
         if layers.stop == info.num_layers:
             found["policy.width"] += logits
     found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
-    device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
+    device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members, member)
     return found
 
@@ -125,7 +120,7 @@ def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> 
     kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
     sequences = deployment.config.scheduler.max_num_seqs + kept
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
-    if device_of(deployment, rank, mid=mid) != "cpu" and settings.graph_rows:
+    if deployment.devices[rank] != "cpu" and settings.graph_rows:
         nodes = max(nodes, fixed_entries(max(settings.graph_rows)))
         sequences += 1  # of padding
     nodes = 1 << (nodes - 1).bit_length()  # pools of nodes grow twofold
@@ -151,7 +146,7 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
     """
     info = model_of(deployment, rank, mid=mid)
     assert info is not None
-    device = device_of(deployment, rank, mid=mid)
+    device = deployment.devices[rank]
     least = least_slots(deployment, rank).total()
     slot = slot_bytes(deployment, info, rank)
     share, amount = kv_amount(deployment.config.model.kv_memory)
@@ -268,7 +263,7 @@ def require_memory(
         for member, device in enumerate(devices):
             by_device[device] += required_bytes(deployment, rank, member=member)
         if rank == 0 and deployment.mid is not None:
-            by_device[deployment.mid_device] += required_bytes(deployment, 0, mid=True)
+            by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
     for device, wanted in by_device.items():
         free = free_on(device)
         if wanted.total() > free:

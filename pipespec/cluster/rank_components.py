@@ -16,7 +16,7 @@ import torch
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.deployment_checks import quantization_of
-from pipespec.config.schema import Config
+from pipespec.config.schema import STATE_INTERVAL, Config
 from pipespec.core import Request
 from pipespec.device_copy import on_device
 from pipespec.engine.attention.select import AUTO, SDPA
@@ -64,7 +64,7 @@ def load_model(
     info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
         return None
-    device = memory.device_of(deployment, rank, mid=mid)
+    device = deployment.devices[rank]
     slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
     name = quantization_of(deployment.name_of(info))
     held = deployment.weight_format(info)
@@ -133,7 +133,7 @@ class Weights:
             member: which part to load, of a rank that `size` workers compute.
         """
         layers = deployment.layers[rank - 1] if rank else None
-        device = memory.device_of(deployment, rank, mid=mid)
+        device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.weight_format(info)
         share = (member, size)
@@ -217,7 +217,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
         num_slots=kv_tokens + for_drafts,
         max_retained=deployment.max_retained,
         kept_states=None if deployment.target.recurrent is None else deployment.kept_states,
-        state_interval=config.scheduler.state_interval,
+        state_interval=STATE_INTERVAL,
         overlap=overlap,
         request_policies=config.request_policies,
     )
@@ -282,12 +282,11 @@ def draft_proposer(
     if info.recurrent is not None:
         members = memory.members_of(deployment, 0, mid=info is deployment.mid)
         budget = deployment.kept_states_of(info, members)
-        states = KeptStates(budget, config.scheduler.state_interval)
+        states = KeptStates(budget, STATE_INTERVAL)
     return DraftModelProposer(
         runner,
         config.decode.prefill_chunk,
         min(deployment.target.vocab_size, info.vocab_size),
-        foresight=config.proposer.foresight,
         max_retained=config.scheduler.max_retained,
         states=states,
         parallel=parallel,

@@ -107,10 +107,3 @@ class _Handler(BaseHTTPRequestHandler):
             stream.seek(start)
             while chunk := stream.read(min(stop - stream.tell(), CHUNK_BYTES)):
                 self.wfile.write(chunk)
-
-
-def shut_down(connection: socket.socket) -> None:
-    """End a connection that another thread uses. The method of an `SSLSocket` would first take the
-    encryption away, under which that thread may be sending."""
-    with suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)

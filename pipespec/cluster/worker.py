@@ -157,7 +157,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
         mid = None
         if rank == 0 and member == 0 and deployment.mid is not None:
-            sharing = held.num_models_on(deployment.mid_device)
+            sharing = held.num_models_on(deployment.devices[0])
             mid = mid_weights.of(deployment, rank, sharing, mid=True)
         log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
         if len(held.members) == 1:

@@ -120,12 +120,14 @@ def default_choices() -> dict[str, str]:
 
 
 def settings() -> Iterator[Setting]:
-    """Every group, and every setting of the choices that `conf/config.yaml` makes."""
+    """Every group, and every setting of the choices that `conf/config.yaml` makes, but for
+    experimental ones."""
     for group, name in default_choices().items():
         yield Setting(group, name, "one of " + ", ".join(options(group)))
         choice = read_choice(group, name)
         for entry in fields(choice.cls):
-            yield Setting(f"{group}.{entry.name}", choice.default(entry), about(entry).help)
+            if not about(entry).experimental:
+                yield Setting(f"{group}.{entry.name}", choice.default(entry), about(entry).help)
     for entry in fields(RunConfig):
         yield Setting(entry.name, default(entry), about(entry).help)
 

@@ -30,20 +30,18 @@ class ClusterConfig:
         "sizes, as in [2,2], or one size for all; null makes every stage a step.",
         "stages",
         kind=int | list[int] | None,
+        experimental=True,
     )
     sync: str = setting(
         "lockstep",
         "lockstep sends a batch when the verdict of its step is known; free does not wait for it.",
         choices=SYNCS,
+        experimental=True,
     )
     devices: list[str] = setting(
         ["auto"],
         "One device for all ranks, or one for each rank with the head's first: auto, cpu, cuda or "
         "cuda:N.",
-    )
-    mid_device: str | None = setting(
-        None,
-        "Device of model.mid on the head's host: cpu, cuda or cuda:N; null is the head's device.",
     )
     hosts: str | None = setting(
         None, "Hosts file of a cluster of several hosts; cluster=FILE.yaml sets it as well."
@@ -64,17 +62,14 @@ class ClusterConfig:
         "OMP_NUM_THREADS is set.",
         "threads",
         kind=int | str,
-    )
-    split: list[int] | None = setting(
-        None,
-        "Layers of each stage, as in [12,10,10]; null divides them evenly, or as planned.",
-        "layers",
+        experimental=True,
     )
     spares: int = setting(
         0,
         "More worker processes on this host, each of which can replace one that is lost.",
         "workers",
         limits=(0, MAX_STAGES),
+        experimental=True,
     )
     patience_s: float = setting(
         30.0,
@@ -83,6 +78,7 @@ class ClusterConfig:
         "s",
         limits=(0, MAX_SECONDS),
         above=True,
+        experimental=True,
     )
 
     def __post_init__(self) -> None:
@@ -102,22 +98,11 @@ class ClusterConfig:
                     f"cluster.{name} is {getattr(self, name)}, but a hosts file has {name} of its "
                     "own; write it there and leave this out."
                 )
-        if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
-            raise ConfigError(
-                f"cluster.split is {self.split}, but must be a positive number of layers for each "
-                f"of {self.stages} stages."
-            )
         sizes = self.group_sizes
         if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
             raise ConfigError(
                 f"cluster.groups is {self.groups}, but must be positive sizes that add up to "
                 f"cluster.stages={self.stages}, or one size that divides it."
-            )
-        if self.mid_device is not None and (
-            self.mid_device == "auto" or not DEVICE.fullmatch(self.mid_device)
-        ):
-            raise ConfigError(
-                f"cluster.mid_device is {self.mid_device!r}, but must be cpu, cuda or cuda:N."
             )
         for device in self.devices:
             if not DEVICE.fullmatch(device):

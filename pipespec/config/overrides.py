@@ -44,7 +44,9 @@ def _times_of(file: str) -> list[str]:
         raise ConfigError(f"The profile {file!r} cannot be read: {error}.") from error
     times = profile.get("stage_ms") if isinstance(profile, dict) else None
     if not isinstance(times, list) or not times:
-        raise ConfigError(f"{file!r} has no times of stages; make it with `pipespec profile`.")
+        raise ConfigError(
+            f"{file!r} has no times of stages; make it with `pipespec bench --profile`."
+        )
     draft = profile.get("draft_ms", 0.0)
     of_stages = [each for each in times if isinstance(each, list)] or [times]
     stages, rounds = (

@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
 
 MAX_CHUNK = 65536  # prompt tokens in a batch
 MAX_SEQS = 4096  # requests that are open at once
+# Running states (linear attention, Mamba) that a stage keeps of texts, and the tokens of a prompt
+# behind which one is kept.
+KEPT_STATES, STATE_INTERVAL = 32, 1024
 RETAINED = 4  # ended ones whose text may stay in KV, for each that may be open
 
 
@@ -41,7 +44,11 @@ class DecodeConfig:
         False, "Goes on after an end-of-sequence token, up to decode.max_new_tokens."
     )
     prefill_chunk: int = setting(
-        128, "Most prompt tokens of a batch (chunked prefill).", "tokens", limits=(1, MAX_CHUNK)
+        128,
+        "Most prompt tokens of a batch (chunked prefill).",
+        "tokens",
+        limits=(1, MAX_CHUNK),
+        experimental=True,
     )
     chat: bool = setting(False, "Applies the tokenizer's chat template to the prompt.")
     priority: int = setting(
@@ -97,21 +104,6 @@ class SchedulingConfig:
         True,
         "Requests that begin with the same tokens share their KV cache, also with requests that "
         "have ended.",
-    )
-
-    kept_states: int = setting(
-        32,
-        "Running states (linear attention, Mamba) that a stage keeps of texts, for requests that "
-        "begin with the same tokens; the least recently used is replaced.",
-        "states",
-        limits=(1, MAX_SEQS),
-    )
-    state_interval: int = setting(
-        1024,
-        "A running state is kept behind every so many tokens of a prompt; 0: before its last token "
-        "alone.",
-        "tokens",
-        limits=(0, MAX_CHUNK),
     )
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ def finish(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     known = [name for action in command._actions for name in action.option_strings]
-    command.set_defaults(command=run, known_options=known, starts=starts)
+    command.set_defaults(command=run, command_name=command.prog, known_options=known, starts=starts)
 
 
 def add_on(command: Parser) -> None:
@@ -81,11 +81,24 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def overrides(
     rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
 ) -> list[str]:
-    """What argparse did not know, as overrides; an unknown option is refused."""
+    """What argparse did not know, as overrides; an unknown option is refused.
+
+    HOSTS.yaml by itself is cluster=HOSTS.yaml.
+    """
     for argument in rest:
         if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
             name = argument.partition("=")[0]
             near = get_close_matches(name, known_options, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help."
             raise ConfigError(f"The option {name!r} does not exist; {hint}")
-    return [argument for argument in rest if argument != STDIN]
+    return [
+        f"cluster={each}" if each.endswith((".yaml", ".yml")) and "=" not in each else each
+        for each in rest
+        if each != STDIN
+    ]
+
+
+def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:
+    """Raise ConfigError if a command that takes no settings got any."""
+    if found := overrides(rest, arguments.known_options):
+        raise ConfigError(f"`{arguments.command_name}` takes no settings, but got {found[0]!r}.")

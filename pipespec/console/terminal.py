@@ -74,40 +74,6 @@ def output(name: str = "Standard output") -> Iterator[None]:
         ) from error
 
 
-def on_terminal() -> bool:
-    """Whether standard output is a terminal, where what stands there can be renewed."""
-    return _console(stderr=False).is_terminal
-
-
-def columns() -> int:
-    """How many characters a line of standard output has."""
-    return _console(stderr=False).width
-
-
-@contextmanager
-def live() -> Iterator[Callable[..., None]]:
-    """A place on the terminal for sentences and tables, which stay when it ends.
-
-    Yields a function that replaces what is shown. That raises OutputClosedError if its reader has
-    closed it.
-    """
-    from rich.console import Group
-    from rich.live import Live
-
-    with Live(
-        console=_console(stderr=False),
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as place:
-
-        def renew(*parts: str | Table) -> None:
-            with output():
-                place.update(Group(*parts), refresh=True)
-
-        yield renew
-
-
 @contextmanager
 def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
     """Bars on a terminal, one per name, that go when all are full; else nothing.

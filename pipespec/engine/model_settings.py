@@ -47,7 +47,9 @@ class ModelConfig:
         None, "Draft model, with the target's vocabulary; null for proposers that need none."
     )
     mid: str | None = setting(
-        None, "Mid-size model, with the target's vocabulary, for proposer=cascade."
+        None,
+        "Mid-size model, with the target's vocabulary, for proposer=cascade.",
+        experimental=True,
     )
     dtype: str = setting(
         "auto",
@@ -62,10 +64,16 @@ class ModelConfig:
         choices=QUANTIZATIONS,
     )
     draft_quantization: str | None = setting(
-        None, "The same as model.quantization, for the draft model.", choices=QUANTIZATIONS
+        None,
+        "The same as model.quantization, for the draft model.",
+        choices=QUANTIZATIONS,
+        experimental=True,
     )
     mid_quantization: str | None = setting(
-        None, "The same as model.quantization, for the mid-size model.", choices=QUANTIZATIONS
+        None,
+        "The same as model.quantization, for the mid-size model.",
+        choices=QUANTIZATIONS,
+        experimental=True,
     )
     keep_quantized: str = setting(
         "auto",
@@ -73,6 +81,7 @@ class ModelConfig:
         "their few bits in memory; auto does so unless a device gets their products wrong; plain "
         "weights take two to eight times the memory.",
         choices=KEEP,
+        experimental=True,
     )
     context: int | None = setting(
         None,
@@ -104,11 +113,13 @@ class ModelConfig:
         "rows",
         limits=(1, MAX_ROWS),
         hint=", or nothing: []",
+        experimental=True,
     )
     compile: bool = setting(
         False,
         "Uses torch.compile for what is between the matrix products; the start takes a minute or "
         "more longer.",
+        experimental=True,
     )
 
     def __post_init__(self) -> None:

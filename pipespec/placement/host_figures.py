@@ -104,7 +104,7 @@ class Figures:
 
     @classmethod
     def read(cls, file: str) -> Self:
-        """From what `pipespec partition --json` printed. Raises ConfigError."""
+        """From what `pipespec plan HOSTS.yaml --json` printed. Raises ConfigError."""
         try:
             values = read_json(file, pipe=True)
             found = from_fields(cls, values.get("figures") if isinstance(values, dict) else None)
@@ -122,7 +122,7 @@ class Figures:
         except Unreadable as error:
             raise ConfigError(
                 f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
-                "partition --json`."
+                "plan --json`."
             ) from error
         return found
 

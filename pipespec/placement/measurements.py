@@ -1,6 +1,6 @@
 """From measured figures to who does what on the hosts of a hosts file.
 
-`pipespec.instruments.diagnostics.measure_hosts` measures, `partition` decides; here the one
+`pipespec.instruments.diagnostics.measure_hosts` measures, `plan_slices` decides; here the one
 becomes what the other takes, with what the configuration asks of memory.
 """
 
@@ -109,10 +109,7 @@ def unmeasured(
     )
     draft_bytes = 0
     pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-    at_head = [(draft, model.draft_quantization)]
-    if config.cluster.mid_device is None:
-        at_head.append((mid, model.mid_quantization))
-    for info, wanted in at_head:
+    for info, wanted in ((draft, model.draft_quantization), (mid, model.mid_quantization)):
         if info is not None:
             own = dtype_of(info, hosts_file, config)
             draft_bytes += _whole_bytes(info, wanted, config, own, pool, context)
@@ -178,14 +175,14 @@ def _file_order(hosts_file: HostsFile) -> list[str]:
 
 def _incomplete(lacking: str) -> ConfigError:
     return ConfigError(
-        f"The figures are not complete ({lacking}); measure again with `pipespec partition`."
+        f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
     )
 
 
 def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     if name not in figures.members:
         raise ConfigError(
-            f"There are no figures of {name}; measure again with `pipespec partition`."
+            f"There are no figures of {name}; measure again with `pipespec plan HOSTS.yaml`."
         )
     found = figures.members[name]
     members = hosts_file.members_of(name)
@@ -248,7 +245,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         draft_bytes += sum(_kept_of(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    if config.needs_mid and config.cluster.mid_device is None:
+    if config.needs_mid:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
         dtype = dtype_of(mid, hosts_file, config)

@@ -1,4 +1,4 @@
-"""The search of `partition`: the best order of the hosts, and slices, for one head.
+"""The search of `pipespec plan HOSTS.yaml`: the best order of the hosts, and slices, for one head.
 
 Dynamic programming over the subsets of hosts: of all ways through the same hosts with the same one
 last, the best for each layer at which they can end is enough. It is done twice: what the slowest

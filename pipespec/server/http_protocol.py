@@ -231,7 +231,7 @@ class LimitedProtocol(H11Protocol):
             seconds = self._options.body_timeout
             message = (
                 "The body has not come within {} s; send it faster, or start the server with "
-                "--body-timeout."
+                "--limit body_timeout."
             )
         error = ApiError(HTTPStatus.REQUEST_TIMEOUT, message.format(f"{seconds:g}"))
         self._deadline = self.loop.call_later(seconds, self._refuse, error)
@@ -254,7 +254,7 @@ class LimitedProtocol(H11Protocol):
         if self.conn.status is HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
             message = (
                 f"The URL and the headers have more than {self._options.max_header_bytes} bytes; "
-                "send less, or start the server with --max-header-bytes."
+                "send less, or start the server with --limit max_header_bytes."
             )
         self._refuse(ApiError(self.conn.status, message))
 

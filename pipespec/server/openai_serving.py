@@ -148,7 +148,7 @@ class OpenAIServing:
             raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"The body has more than {most} bytes; send less, or start the server with "
-                "--max-body-bytes.",
+                "--limit max_body_bytes.",
             )
         return bytes(body)
 

@@ -70,20 +70,20 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
-        check_whole("--max-queued-requests", self.max_queued_requests, 1, MAX_COUNT)
-        check_whole("--max-queued-tokens", self.max_queued_tokens, 1, MAX_COUNT)
+        check_whole("max_queued_requests", self.max_queued_requests, 1, MAX_COUNT)
+        check_whole("max_queued_tokens", self.max_queued_tokens, 1, MAX_COUNT)
         if self.max_body_bytes is not None:
-            check_whole("--max-body-bytes", self.max_body_bytes, 1, MAX_COUNT)
-        check_whole("--preparation-threads", self.preparation_threads, 1, MAX_THREADS)
-        check_number("--preparation-timeout", self.preparation_timeout, 0.1, MAX_SECONDS)
-        check_whole("--max-connections", self.max_connections, 1, MAX_COUNT)
+            check_whole("max_body_bytes", self.max_body_bytes, 1, MAX_COUNT)
+        check_whole("preparation_threads", self.preparation_threads, 1, MAX_THREADS)
+        check_number("preparation_timeout", self.preparation_timeout, 0.1, MAX_SECONDS)
+        check_whole("max_connections", self.max_connections, 1, MAX_COUNT)
         per_address = self.max_connections_per_address
-        check_whole("--max-connections-per-address", per_address, 1, MAX_COUNT)
-        check_whole("--max-header-bytes", self.max_header_bytes, MIN_HEADER_BYTES, MAX_COUNT)
-        check_number("--header-timeout", self.header_timeout, 0.1, MAX_SECONDS)
-        check_number("--body-timeout", self.body_timeout, 0.1, MAX_SECONDS)
-        check_number("--patience", self.patience, 0, MAX_SECONDS)
-        check_number("--shutdown-timeout", self.shutdown_timeout, 0, MAX_SECONDS)
+        check_whole("max_connections_per_address", per_address, 1, MAX_COUNT)
+        check_whole("max_header_bytes", self.max_header_bytes, MIN_HEADER_BYTES, MAX_COUNT)
+        check_number("header_timeout", self.header_timeout, 0.1, MAX_SECONDS)
+        check_number("body_timeout", self.body_timeout, 0.1, MAX_SECONDS)
+        check_number("patience", self.patience, 0, MAX_SECONDS)
+        check_number("shutdown_timeout", self.shutdown_timeout, 0, MAX_SECONDS)
         if not all(self.names):
             raise ConfigError("--served-model-name is empty, but must be a name.")
         if self.tool_call_parser not in (None, *FAMILIES):

@@ -70,7 +70,7 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
         if kind == "cuda" and (not count or int(index or 0) >= count):
             raise ConfigError(
                 f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
-                "CUDA devices; see `pipespec check`."
+                "CUDA devices; see `pipespec doctor`."
             )
         # The head's draft shares a device only when there are fewer devices than ranks.
         devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")

@@ -34,6 +34,7 @@ class TransportConfig:
         "How a rank waits for messages: spin is faster and takes a core for each rank and one for "
         "Redis, sleep takes none; auto spins where a host has the cores.",
         choices=WAITS,
+        experimental=True,
     )
 
     def __post_init__(self) -> None:

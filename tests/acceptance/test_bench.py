@@ -90,8 +90,8 @@ def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_resu
 def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", f"dataset={data}", "model.context=9"]) == 2
+    assert main(["bench", "--dataset", str(data), "model.context=9"]) == 2
     err = capsys.readouterr().err
     assert "'sums/0' has" in err
     assert "the context holds 9" in err
-    assert "prompt_tokens=N" in err
+    assert "--prompt-tokens N" in err

@@ -44,7 +44,7 @@ WAYS = [
         if policy not in ("best_first", "level")
     ),
     pytest.param(
-        ("policy=level", "policy.levels_per_step=2", "policy.width=4", "proposer.rounds=3"),
+        ("policy=level", "policy.width=4", "proposer.rounds=3"),
         marks=pytest.mark.long,
     ),
 ]

@@ -90,6 +90,3 @@ def test_proposer_without_a_draft_does_not_open_the_draft_folder(pair):
     assert deployment.draft is None
     with pytest.raises(ModelError):
         cluster.make_deployment(target, Path("/no/such/draft"), "proposer=hybrid")
-    assert cluster.make_deployment(
-        target, Path("/no/such/draft"), "proposer=hybrid", "proposer.proposers=[suffix]"
-    )

@@ -24,7 +24,6 @@ MAX_PROMPT = 64
 NEW_TOKENS = {1: 16, 2: 12, 4: 10, 8: 6, 16: 5}
 POLICIES = {
     **proposers.POLICIES,
-    "levels": ("policy=level", "policy.width=4", "policy.children=4", "policy.levels_per_step=2"),
     "best_first": ("policy=best_first", "policy.width=16"),
     # The draft is so slow that speculation is stopped within the first tokens.
     "stopping": ("policy=best_first", "emulate=fixed", "emulate.stage_ms=1", "emulate.draft_ms=15"),

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster import rank_components
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.proposers import POLICIES
@@ -84,11 +83,3 @@ def test_parallel_draft_of_the_demo_gives_the_text_of_its_target(redis, proposer
     answers = [tokens for tokens, *_ in cluster.decode(deployment, redis, requests)]
     assert answers == cluster.reference(demo / "target", prompts, TOKENS)
     assert all_free(proposers)
-
-
-def test_parallel_setting_without_a_parallel_draft_is_refused(pair):
-    target, _, _ = pair
-    with pytest.raises(ConfigError, match=r"proposer\.parallel is 4, but .* no pard_token"):
-        cluster.make_deployment(target, target, "proposer.parallel=4")
-    with pytest.raises(ConfigError, match=r"proposer\.parallel is 0"):
-        cluster.make_deployment(target, target, "proposer.parallel=0")

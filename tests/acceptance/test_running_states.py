@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipespec.cluster import rank_components
 from pipespec.core import SamplingParams
 from tests.helpers import models
 from tests.helpers.matrix import some_of
@@ -117,12 +118,13 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
 
 
 @pytest.mark.parametrize(("policy", "stages"), some_of(["best_first", "root"], [1, 2], share=3))
-def test_shared_prefixes_change_no_text(target, redis, policy, stages):
+def test_shared_prefixes_change_no_text(target, redis, policy, stages, monkeypatch):
     """Of two prompts that begin alike, and of a conversation."""
+    monkeypatch.setattr(rank_components, "STATE_INTERVAL", 16)
     path = target(FAMILIES[0])
     settings = (
         *(f"cluster.stages={stages}", *POLICIES[policy]),
-        *("decode.prefill_chunk=24", "scheduler.state_interval=16", "scheduler.max_num_seqs=1"),
+        *("decode.prefill_chunk=24", "scheduler.max_num_seqs=1"),
     )
     deployment = cluster.make_deployment(path, path, *settings)
     common, *ends = prompts([70, 5, 12])

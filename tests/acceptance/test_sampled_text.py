@@ -14,6 +14,7 @@ import pytest
 
 from pipespec.config import choices
 from pipespec.core import RELAXED, STRICT, SamplingParams
+from pipespec.head.proposers.proposer import Context
 from tests.helpers import models
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import proposer_overrides, write_truth
@@ -100,16 +101,17 @@ def test_width_does_not_change_a_sampled_text(tiny, redis, expected, policy, wid
 
 
 @pytest.mark.parametrize("source", ["draft_model", pytest.param("suffix", marks=pytest.mark.long)])
-def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, source):
+def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, source, monkeypatch):
     found = {}
     for foresight in (True, False):
+        if not foresight:
+            monkeypatch.setattr(Context, "foreseeable", False)
         deployment = cluster.make_deployment(
             tiny,
             tiny,
             "cluster.stages=2",
             "policy.row_cost=0.0001",  # not as measured, so that all that is found is fed
             f"proposer={source}",
-            f"proposer.foresight={foresight}",
         )
         asked = SamplingParams(0.8, seed=1)
         request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}
@@ -124,7 +126,8 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
 @pytest.mark.parametrize(
     ("acceptance", "sync"), some_of((RELAXED, STRICT), ("lockstep", "free"), share=3)
 )
-def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance):
+def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance, monkeypatch):
+    monkeypatch.setattr(Context, "foreseeable", False)
     deployment = cluster.make_deployment(
         tiny,
         tiny,
@@ -133,7 +136,6 @@ def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance):
         "policy=level",
         "policy.width=16",
         "proposer.rounds=1",
-        "proposer.foresight=false",
     )
     asked = SamplingParams(1.5, seed=1)
     answers = cluster.decode(

@@ -14,7 +14,7 @@ from pipespec.config.method_registry import policy_class
 
 # Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
 SIZE = ("policy.width=8", "policy.children=4")
-OWN_SIZE = {"static_tree": ("policy.shape=[1,2,1]", "policy.children=4")}
+OWN_SIZE = {"static_tree": ("policy.shape=[1,2,1]",)}
 
 
 def _small(policy: str) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def test_a_host_that_is_started_by_hand_is_named_and_the_others_are_checked(
     report, (warning,) = examined(capsys, file, code=0)
     assert warning == (
         "pipespec: warning: beta is started by hand (ssh: none) and not checked; run `pipespec "
-        "check` there."
+        "doctor` there."
     )
     assert report["unchecked"] == ["beta"]
     assert list(report["hosts"]) == ["alpha", "gamma"]
@@ -139,20 +139,10 @@ def test_if_all_hosts_are_started_by_hand_none_is_called_fit(
 def test_partition_refuses_a_host_that_is_started_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["partition", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
+    assert main(["plan", hosts_file(tmp_path, beta={"ssh": "none"})]) == 2
     err = capsys.readouterr().err
     assert err.startswith("pipespec: beta cannot be measured, as `ssh: none` means")
-    assert "--measured FILE" in err and len(err.splitlines()) == 1
-
-
-def test_the_layout_is_shown_before_any_host_is_reached(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = hosts_file(tmp_path, alpha={"devices": [["cpu", "cpu"], "cpu"], "python": "/no/python"})
-    assert main(["doctor", file]) == 1
-    out = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    assert rows.index(["alpha/2", "head", "cpu"]) < rows.index(["alpha/0", "stage 1", "cpu + cpu"])
+    assert "--profile FILE" in err and len(err.splitlines()) == 1
 
 
 def test_a_model_that_differs_and_one_that_is_missing(
@@ -260,9 +250,8 @@ def test_addresses_at_which_hosts_cannot_be_reached(
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ([], "required: HOSTS.YAML"),
         (["/no/such/hosts.yaml"], "No such file"),
-        (["hosts.yaml", "model.tagret=a"], "did you mean model.target?"),
+        (["model.tagret=a"], "did you mean model.target?"),
         (["hosts.yaml", "--jsn"], "did you mean --json?"),
     ],
 )

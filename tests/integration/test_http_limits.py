@@ -43,8 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, demo: ModelInfo) -> Iterator
 @pytest.fixture(scope="module")
 def guarded(place: Sandbox) -> Iterator[Server]:
     """A server with a key and short timeouts."""
-    limits = ("--header-timeout", "1", "--body-timeout", "1")
-    limits = (*limits, "--max-header-bytes", str(MOST_HEADERS))
+    limits = ("--limit", "header_timeout=1", "--limit", "body_timeout=1")
+    limits = (*limits, "--limit", f"max_header_bytes={MOST_HEADERS}")
     with serving(place, "--on", NAME, "--api-key", KEY, *limits) as server:
         yield server
 
@@ -192,7 +192,7 @@ def idle(server: Server, count: int) -> Iterator[None]:
 
 @pytest.mark.long
 def test_idle_connections_of_an_address_are_evicted_for_its_next(place: Sandbox) -> None:
-    most = ("--max-connections-per-address", "4")
+    most = ("--limit", "max_connections_per_address=4")
     asked = {"prompt": "a", "stream": True}
     with serving(place, "--on", NAME, *most) as server, ExitStack() as stack:
         server.http.close()

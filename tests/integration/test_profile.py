@@ -1,4 +1,4 @@
-"""`pipespec profile` as a user runs it, and what its file is good for."""
+"""`pipespec bench --profile` as a user runs it, and what its file is good for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_profile_predicts_what_the_bench_then_measures(
     prompts.write_text("Once upon a time there was a king\n\nThe three laws of motion are\n")
     file = str(tmp_path / "profile.json")
     length = "decode.max_new_tokens=24"
-    profiled = ["profile", "--prompts", str(prompts), "--output", file]
+    profiled = ["bench", "--dataset", str(prompts), "--profile", file]
     assert main([*profiled, *CLUSTER, *SIZE, *TIMES, length]) == 0
     shown = capfd.readouterr().out
     assert "Milliseconds by rows, times EMULATED" in shown and "mine" in shown
@@ -85,11 +85,11 @@ def test_profile_of_hosts_holds_what_partition_reads(
     prompts.write_text("Once upon a time\n")
     hosts.write_text(listed)
     settings = ["policy.width=8", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
-    profiled = ["profile", "--prompts", str(prompts), "--output", str(file), "--json"]
+    profiled = ["bench", "--dataset", str(prompts), "--profile", str(file), "--json"]
     assert main([*profiled, f"cluster={hosts}", *settings]) == 0
     found = json.loads(capfd.readouterr().out)
     assert set(found["figures"]["members"]) == members
-    assert main(["partition", "--json", "--measured", str(file), str(hosts), settings[0]]) == 0
+    assert main(["plan", "--json", "--profile", str(file), str(hosts), settings[0]]) == 0
     assert sum(json.loads(capfd.readouterr().out)["hosts"]["split"]) == NUM_LAYERS
 
 

@@ -170,12 +170,12 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
 
 
 @pytest.mark.long
-def test_launch_prints_worker_output_until_ctrl_c(environment, capfd):
+def test_up_prints_worker_output_until_ctrl_c(environment, capfd):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
     log = environment / "log"
     with (
-        running(pipespec("launch", str(hosts_file)), log) as launched,
+        running(pipespec("up", str(hosts_file)), log) as launched,
         watched(lambda: family(launched.pid)) as seen,
     ):
         until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)

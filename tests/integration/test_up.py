@@ -245,7 +245,7 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     told = zip(samples, ids, answers, strict=True)
     expected = {sample.id: (prompt, answer) for sample, prompt, answer in told}
 
-    own = [f"dataset={data}", "concurrency=3", f"prompt_tokens={cut}"]
+    own = ["--dataset", str(data), "--concurrency", "3", "--prompt-tokens", str(cut)]
     length = [f"decode.max_new_tokens={num_tokens}", "decode.ignore_eos=true"]
     bench = ["bench", "--on", NAME]
     capfd.readouterr()  # what Hugging Face has said
@@ -441,14 +441,13 @@ def test_down_ends_a_cluster_that_is_still_loading(place: Sandbox) -> None:
     ("argv", "part"),
     [
         (["up", "trace=t.json"], "`pipespec up` writes no trace"),
-        (["launch", "hosts.yaml", "trace=t.json"], "`pipespec launch` writes no trace"),
         (["serve", "trace=t.json"], "`pipespec serve` writes no trace"),
         (["up", "--name", "a/b"], "The name of a cluster is 'a/b'"),
         (["up", "policy.widht=3"], "did you mean policy.width?"),
         (["up", "--detatch"], "did you mean --detach?"),
         (["down"], "No cluster is up"),
         (["down", "lab"], "No cluster named 'lab' is up"),
-        (["down", "lab", "policy=level"], "takes one name and no settings, but got 'policy=level'"),
+        (["down", "lab", "policy=level"], "takes no settings, but got 'policy=level'"),
         (["status", "lab"], "No cluster named 'lab' is up"),
         (["bench", "--on", "lab"], "No cluster named 'lab' is up"),
     ],

@@ -123,7 +123,7 @@ def hosts_file(
 
 
 def fetched(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, dict[str, int]]:
-    assert main(["fetch", "--json", *settings]) == 0
+    assert main(["cache", "fetch", "--json", *settings]) == 0
     found: dict[str, dict[str, int]] = json.loads(capsys.readouterr().out)["hosts"]
     return found
 
@@ -208,7 +208,7 @@ def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(
 def test_two_starts_at_once_fetch_every_byte_once(hub: Hub, served: Path, tmp_path: Path) -> None:
     """The second one waits for the first."""
     settings = [hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model"]
-    line = [sys.executable, "-m", "pipespec", "fetch", "--json", *settings]
+    line = [sys.executable, "-m", "pipespec", "cache", "fetch", "--json", *settings]
     starts = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     found = [start.communicate(timeout=120) for start in starts]
     assert [start.returncode for start in starts] == [0, 0], found
@@ -261,7 +261,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
     settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
     kills, headers = 0, 2 * len(list(served.glob("*.safetensors")))
     for moment in (1, 3, 5) if long else (3,):
-        command = [sys.executable, "-m", "pipespec", "fetch", *settings]
+        command = [sys.executable, "-m", "pipespec", "cache", "fetch", *settings]
         seen: list[int] = []
         with subprocess.Popen(command, stdout=-1, stderr=-1) as process:
             children: list[psutil.Process] = []
@@ -367,12 +367,12 @@ def test_a_folder_that_only_another_host_has_is_enough(
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    found = pipespec("fetch")["hosts"]
+    found = pipespec("cache", "fetch")["hosts"]
     assert found.keys() == {"alpha", "gamma"}
     size = model.stat().st_size if model.suffix else size_of(model)
     assert sum(each["fetched_bytes"] for each in found.values()) < 0.95 * size  # not beta's layers
     assert not list((tmp_path / "beta").glob("pipespec/parts/*"))
-    assert pipespec("fetch")["hosts"] == {}
+    assert pipespec("cache", "fetch")["hosts"] == {}
     assert not hub.requests
     if not named.startswith("model.target"):
         return
@@ -390,7 +390,7 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(served: Path, tmp_pa
     beta = {"python": in_view(tmp_path, only, sys.executable, hide=False)}
     launcher = in_view(tmp_path, only, sys.executable, hide=True)
     settings = [hosts_file(tmp_path, [8, 8], beta=beta), f"model.target={model}"]
-    line = [launcher, "-m", "pipespec", "fetch", *settings]
+    line = [launcher, "-m", "pipespec", "cache", "fetch", *settings]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == (
@@ -406,7 +406,7 @@ def test_a_folder_that_no_host_has_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [hosts_file(tmp_path, [8, 8]), "model.target=/models/nowhere"]
-    assert main(["fetch", *settings]) == 2
+    assert main(["cache", "fetch", *settings]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("pipespec: there is no model folder /models/nowhere; give an existing")
 
@@ -482,7 +482,7 @@ def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(
         stream.seek(file.ranges[wrong][0])
         stream.write(b"wrong")
     sent = hub.weight_bytes
-    assert main(["fetch", hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model"]) == 0
+    assert main(["cache", "fetch", hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("beta sends wrong bytes of the target (to gamma), so it is left out;")
     assert "gamma: fetched" in out
@@ -517,7 +517,7 @@ def test_a_host_that_cannot_write_its_cache_is_named(
 ) -> None:
     assert hub.token
     (tmp_path / "beta").touch()
-    assert main(["fetch", hosts_file(tmp_path, [8, 8]), "model.target=org/model"]) == 2
+    assert main(["cache", "fetch", hosts_file(tmp_path, [8, 8]), "model.target=org/model"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("pipespec: beta: ")
     assert "cannot be written (Not a directory); make room or set XDG_CACHE_HOME" in line
@@ -548,7 +548,7 @@ def test_a_host_that_is_killed_while_it_fetches_goes_on_at_the_next_start(
                         os.kill(process.pid, signal.SIGKILL)
 
         hub.on_range = kill
-        code = main(["fetch", *settings])
+        code = main(["cache", "fetch", *settings])
         err = capsys.readouterr().err
         if code == 0:
             break

@@ -125,7 +125,7 @@ def test_version_and_help(installed: Installed) -> None:
 
 
 def test_check(installed: Installed) -> None:
-    done = installed.run("pipespec", "check", "--json")
+    done = installed.run("pipespec", "doctor", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"] is True
 

@@ -157,7 +157,7 @@ def test_compose_starts_a_server_that_pipespec_understands() -> None:
     for model in models:  # of the folder that is mounted by default
         assert (ROOT / "demo" / Path(model).name / "config.json").is_file()
     assert "--host=0.0.0.0" in words, "Prometheus asks from another container"
-    assert any(word.startswith("--api-key-file=") for word in words)
+    assert any(word.startswith("--api-key=@") for word in words)
 
 
 def test_server_has_time_to_end() -> None:

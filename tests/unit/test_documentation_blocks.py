@@ -71,7 +71,7 @@ def test_block_without_end_and_mark_without_block_are_refused(tmp_path: Path, te
 
 
 def test_commands_outside_fences_are_found(tmp_path: Path) -> None:
-    file = written(tmp_path, "Run\n\n    pipespec check\n\n```bash\n    pipespec check\n```\n")
+    file = written(tmp_path, "Run\n\n    pipespec doctor\n\n```bash\n    pipespec doctor\n```\n")
     assert indented_commands(file) == ["page.md:3"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 from pipespec.config.choices import groups, options, read_choice
@@ -13,7 +14,8 @@ def test_docs_settings_is_up_to_date() -> None:
 
 
 def test_every_choice_and_every_setting_is_in_the_reference() -> None:
-    rows = {line.split("|")[1].strip().split(" ")[0] for line in page().splitlines() if "|" in line}
+    lines = [line.lstrip("|- ") for line in page().splitlines() if line.startswith(("|", "-"))]
+    rows = {line.split(" ")[0] for line in lines}
     for group in groups():
         for name in options(group):
             assert f"`{name}`" in rows
@@ -21,5 +23,11 @@ def test_every_choice_and_every_setting_is_in_the_reference() -> None:
 
 
 def test_default_that_differs_between_choices_is_given_for_each() -> None:
-    assert "| `auto`; `1` with `suffix` |" in page()
+    assert "`proposer.rounds` (`auto`; `1` with `suffix`): " in page()
     assert "| `null`; required with `url` |" in page()
+
+
+def test_few_settings_are_those_of_users() -> None:
+    tables = page().partition("## Experimental")[0].splitlines()
+    counted = [line for line in tables if re.match(r"\| `(\w+\.\w+|trace)` \|", line)]
+    assert len(counted) <= 45

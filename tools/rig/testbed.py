@@ -2,7 +2,7 @@
 
     with Testbed(hosts=3, delay_ms=0.1, gbit=10) as bed:
         hosts = bed.hosts_file(devices=2)
-        done = bed.run("a", [sys.executable, "-m", "pipespec", "launch", str(hosts)])
+        done = bed.run("a", [sys.executable, "-m", "pipespec", "up", str(hosts)])
         bed.cut("a", "b")
 
 Every host ("a", "b", ...) has an address of its own and shares the file system. It reaches the

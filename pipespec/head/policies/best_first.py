@@ -11,6 +11,7 @@ from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.head.policies.policy import (
     CHILDREN,
     NO_NODES,
+    WIDTH,
     Expansion,
     PipelineState,
     SpeculationPolicy,
@@ -65,21 +66,22 @@ class BestFirst(SpeculationPolicy):
 
     width: int | str = setting(
         AUTO,
-        "Most tree nodes that a step computes, each of which is a row of its batch; auto is 64, of "
-        "which measured times may take fewer.",
+        WIDTH,
         "rows",
     )
-    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN))
+    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
     capacity: int = setting(
         0,
         "Nodes that a tree may hold; 0 is 128 for each row of policy.width, at least 2048.",
         "nodes",
         limits=(0, MAX_NODES),
+        experimental=True,
     )
     row_cost: float | None = setting(
         None,
         "How much longer one more row makes a step, as a share of the step; null measures it.",
         "share",
+        experimental=True,
     )
 
     def __post_init__(self) -> None:

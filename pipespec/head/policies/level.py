@@ -10,6 +10,7 @@ import numpy as np
 from pipespec.head.policies.policy import (
     CHILDREN,
     NO_NODES,
+    WIDTH,
     Expansion,
     PipelineState,
     SpeculationPolicy,
@@ -30,9 +31,6 @@ class Level(SpeculationPolicy):
     it (PipeDec 3.3.3, 3.3.4), which leaves more nodes on the accepted path, or `before` it, when
     the draft proposes it (SpecPipe, Algorithm 1).
 
-    `levels_per_step` (SpecPipe 3.4) computes so many levels at once, which needs as many draft
-    rounds per step; a step with fewer rounds computes the levels that exist.
-
     With many requests each has a level of that width, or all of them together if
     `shared`.
     """
@@ -41,28 +39,32 @@ class Level(SpeculationPolicy):
 
     width: int = setting(
         16,
-        "Most tree nodes that a step computes, each of which is a row of its batch.",
+        WIDTH,
         "rows",
         limits=(1, MAX_ROWS),
     )
-    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN))
-    levels_per_step: int = setting(
-        1, "Tree levels of a step; needs as many draft rounds per step.", "levels"
+    children: int = setting(
+        8,
+        CHILDREN,
+        "tokens",
+        limits=(1, MAX_CHILDREN),
+        experimental=True,
     )
     cut: str = setting(
         AFTER,
         "Whether a level is cut to the width after the verdict has pruned it (PipeDec, §3.3.4), or "
         "before (SpecPipe, Algorithm 1).",
         choices=(AFTER, BEFORE),
+        experimental=True,
     )
     shared: bool = setting(
-        False, "Whether policy.width is that of all requests together, not of each."
+        False,
+        "Whether policy.width is that of all requests together, not of each.",
+        experimental=True,
     )
 
     def __post_init__(self) -> None:
         check_settings("policy", self)
-        hint = f", as policy.width is {self.width}"
-        check_whole("policy.levels_per_step", self.levels_per_step, 1, MAX_ROWS // self.width, hint)
         check_whole("policy.width * policy.children", self.width * self.children, 1, MAX_NODES)
 
     @property
@@ -71,7 +73,7 @@ class Level(SpeculationPolicy):
 
     @property
     def max_rows(self) -> int:
-        return self.width * self.levels_per_step
+        return self.width
 
     @property
     def max_nodes(self) -> int:
@@ -81,7 +83,7 @@ class Level(SpeculationPolicy):
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
         # The draft never runs further ahead than one batch.
-        if len(np.unique(tree.position[~tree.fed])) >= self.levels_per_step:
+        if not tree.fed.all():
             return Expansion(NO_NODES)
         deepest = np.flatnonzero((tree.position == tree.position[-1]) & ~tree.expanded)
         limit = self.width if self.cut == BEFORE else None
@@ -89,9 +91,7 @@ class Level(SpeculationPolicy):
 
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
         unfed = np.flatnonzero(~tree.fed)
-        position = tree.position[unfed]
-        levels = np.unique(position)[: self.levels_per_step]
         # The survivors of the most probable nodes of a level are the most probable survivors. So
         # the parents of the next level's nodes, the best when it was drafted, have been fed.
-        chosen = [tree.most_probable(unfed[position == level], self.width) for level in levels]
-        return np.concatenate([NO_NODES, *chosen])
+        level = unfed[tree.position[unfed] == tree.position[unfed].min(initial=2**62)]
+        return tree.most_probable(level, self.width)

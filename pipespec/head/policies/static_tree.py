@@ -11,15 +11,17 @@ import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.head.policies.policy import (
-    CHILDREN,
     NO_NODES,
     Expansion,
     PipelineState,
     SpeculationPolicy,
 )
 from pipespec.head.tree import ROOT, Tree
-from pipespec.limits import MAX_NODES, MAX_ROWS, check_whole
-from pipespec.settings import check_settings, setting
+from pipespec.limits import MAX_ROWS
+from pipespec.settings import setting
+
+LEAST_CHILDREN = 8
+SMALLEST_TREE = 2048  # nodes
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class StaticTree(SpeculationPolicy):
     tokens.
 
     While a tree is in the pipeline the draft grows the next ones below the candidates that were
-    not fed (`children` is how many it proposes for a node): the token that ends the verdict is one
+    not fed: the token that ends the verdict is one
     of these, if the draft proposed it at all. What is missing when the verdict arrives is drafted
     while the pipeline idles.
     """
@@ -42,36 +44,29 @@ class StaticTree(SpeculationPolicy):
         [1, 1, 3, 1, 1, 1, 1, 1],
         "Children of each node, level by level; [1,1,1,1] is a chain of four draft tokens.",
         "tokens",
+        experimental=True,
     )
-    width: int = setting(
-        64,
-        "Most tree nodes that a step computes; the whole tree must fit.",
-        "rows",
-        limits=(1, MAX_ROWS),
-    )
-    children: int = setting(8, CHILDREN, "tokens")
-    capacity: int = setting(
-        2048, "Nodes that a tree and those drafted ahead of it may hold together.", "nodes"
-    )
-
-    @property
-    def max_nodes(self) -> int:
-        return self.capacity
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1:
             raise ConfigError(
                 f"policy.shape is {self.shape}, but must be whole numbers from 1 up, one per level."
             )
-        check_settings("policy", self)
-        if self.max_rows > self.width:
+        if self.max_rows > MAX_ROWS:
             raise ConfigError(
                 f"policy.shape {self.shape} is a tree of {self.max_rows} nodes, but a batch holds "
-                f"policy.width={self.width} rows; cut the shape or raise policy.width."
+                f"{MAX_ROWS} rows; cut the shape."
             )
-        most = MAX_NODES // (2 * self.max_rows)
-        check_whole("policy.children", self.children, max(self.shape), most)
-        check_whole("policy.capacity", self.capacity, 2 * self.max_rows * self.children, MAX_NODES)
+
+    @property
+    def children(self) -> int:
+        """Candidates that the draft proposes for a node."""
+        return max(LEAST_CHILDREN, *self.shape)
+
+    @property
+    def max_nodes(self) -> int:
+        """Of a tree and those drafted ahead of it."""
+        return max(SMALLEST_TREE, 2 * self.max_rows * self.children)
 
     @property
     def whole(self) -> bool:
@@ -90,7 +85,7 @@ class StaticTree(SpeculationPolicy):
             next_level = wanted[tree.position[wanted] == tree.position[wanted].min(initial=2**62)]
             return Expansion(next_level, urgent=True)
         # Leave room for the next tree, so that nothing of it has to be trimmed.
-        room = (self.capacity - len(tree)) // self.children - self.max_rows
+        room = (self.max_nodes - len(tree)) // self.children - self.max_rows
         return Expansion(tree.most_probable(wanted, min(self.max_rows, max(room, 0))))
 
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:

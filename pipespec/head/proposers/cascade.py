@@ -29,7 +29,9 @@ from pipespec.settings import setting
 class CascadeModelConfig(DraftModelConfig):
     """Settings of a small draft model with a mid-size model beside it."""
 
-    mid_rows: int = setting(MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS))
+    mid_rows: int = setting(
+        MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS), experimental=True
+    )
 
     @property
     def needs_mid(self) -> bool:

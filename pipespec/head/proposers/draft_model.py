@@ -18,7 +18,6 @@ from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
 from pipespec.head.proposers.parallel import ParallelDraft, best_paths
 from pipespec.head.proposers.proposer import (
-    FORESIGHT,
     Context,
     Encode,
     Proposal,
@@ -27,9 +26,7 @@ from pipespec.head.proposers.proposer import (
     ProposerConfig,
 )
 from pipespec.head.tree import ROOT
-from pipespec.limits import MAX_PARALLEL
 from pipespec.sampling.grammar import unpack_mask
-from pipespec.settings import setting
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +39,6 @@ if TYPE_CHECKING:  # the runner imports models, which reading settings does not 
 @dataclass(frozen=True)
 class DraftModelConfig(ProposerConfig):
     """Settings of the draft model."""
-
-    foresight: bool = setting(True, FORESIGHT)
-    parallel: int | None = setting(
-        None,
-        "Tokens that a parallel draft (PARD) proposes in one pass; null is as its checkpoint says.",
-        "tokens",
-        limits=(1, MAX_PARALLEL),
-    )
 
     @property
     def needs_draft(self) -> bool:
@@ -79,7 +68,6 @@ class DraftModelProposer:
         chunk: int,
         vocabulary: int,
         *,
-        foresight: bool = True,
         max_retained: int = 0,
         states: KeptStates | None = None,
         parallel: ParallelDraft | None = None,
@@ -96,7 +84,6 @@ class DraftModelProposer:
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
-        self.foresight = foresight
         self.texts = DraftTexts(runner, max_retained, states)
         self.parallel = parallel
         self.confidence = ForesightConfidence()
@@ -182,8 +169,8 @@ class DraftModelProposer:
             self.runner.discard(np.concatenate(masks))
         # All sequences with foresight are ranked together, and so are all others, so that the host
         # waits for the device as often as for one sequence.
-        for foresight, rank in ((False, self._by_probability), (True, self._by_foresight)):
-            if mine := [each for each in ready if self._uses_foresight(each) == foresight]:
+        for foreseen, rank in ((False, self._by_probability), (True, self._by_foresight)):
+            if mine := [x for x in ready if x.request.context.foreseeable == foreseen]:
                 logits = self._logits(hidden, np.concatenate([each.rows for each in mine]))
                 ranked = rank(mine, self._allowed(mine, logits), children)
                 for each, (tokens, logps) in zip(mine, ranked, strict=True):
@@ -209,9 +196,6 @@ class DraftModelProposer:
         if self.parallel is None or not request.max_path_tokens:
             return 0
         return self.parallel.num_masks
-
-    def _uses_foresight(self, ready: _Ready) -> bool:
-        return self.foresight and ready.request.context.foreseeable
 
     def _fitting(self, request: ProposalRequest, free: int) -> tuple[ProposalRequest, np.ndarray]:
         """The request for the likeliest nodes for which `free` slots suffice, and the nodes to

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from pipespec.core import Verdict
-from pipespec.errors import ConfigError
 from pipespec.head.paths import Paths
 from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.head.proposers.calibration import CalibratedProposer
@@ -27,43 +26,20 @@ from pipespec.head.proposers.proposer import (
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.settings import setting
 
-MEMBERS = ("draft_model", "suffix")
-
 
 @dataclass(frozen=True)
 class HybridConfig(SuffixConfig):
-    """Settings of a mixture, and of the suffix proposer in it."""
+    """Settings of a mixture of the draft model and the suffix proposer."""
 
-    rounds: int | str = setting(AUTO, ROUNDS)
-    proposers: list[str] = setting(
-        ["draft_model", "suffix"], "Which proposers are mixed: draft_model, suffix."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = self.proposers
-        if not names or len(set(names)) < len(names):
-            raise ConfigError("proposer.proposers must name one or more proposers, each once.")
-        for name in names:
-            if name not in MEMBERS:
-                raise ConfigError(
-                    f"proposer.proposers holds {name!r}, but a hybrid is made of "
-                    f"{', '.join(MEMBERS)}."
-                )
+    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
 
     @property
     def needs_draft(self) -> bool:
-        return "draft_model" in self.proposers
+        return True
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
-        members: dict[str, Proposer] = {}
-        for name in self.proposers:
-            if name == "suffix":
-                members[name] = self.suffix_proposer(encode)
-            else:
-                assert draft is not None
-                members[name] = draft
-        return CalibratedProposer(HybridProposer(members))
+        assert draft is not None
+        return CalibratedProposer(HybridProposer([draft, self.suffix_proposer(encode)]))
 
 
 # The tokens that may follow a node, and the probabilities that each proposer states for them,
@@ -78,8 +54,8 @@ class HybridProposer:
     that none falls behind the tree.
     """
 
-    def __init__(self, members: Mapping[str, Proposer]):
-        self.members = [CalibratedProposer(member) for member in members.values()]
+    def __init__(self, members: Sequence[Proposer]):
+        self.members = [CalibratedProposer(member) for member in members]
         self.mixture = LogOddsMixture(len(self.members))
         self._stated: NodeRecords[ProbabilitiesByToken] = NodeRecords()
 

@@ -40,10 +40,6 @@ from pipespec.settings import check_settings, setting
 OVERLAPS = (AUTO, "yes", "no")
 # What settings of several proposers mean.
 ROUNDS = "How often the tree is expanded per step at most; auto is as often as fits into the step."
-FORESIGHT = (
-    "Ranks draft tokens with the random numbers that the target will draw with, so that they are "
-    "accepted more often when sampling."
-)
 
 
 @dataclass(slots=True)
@@ -178,13 +174,14 @@ class Proposer(Protocol):
 class ProposerConfig(ABC):
     """The settings of a proposer, as a file in `conf/proposer/` names them."""
 
-    rounds: int | str = setting(AUTO, ROUNDS)
+    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
     overlap: str = setting(
         AUTO,
         "Whether the draft works while the stages compute, or only while they wait for a batch, "
         "which takes best_first with policy.row_cost=null; auto measures both and keeps the faster "
         "for these models and machines, and is yes where times are emulated.",
         choices=OVERLAPS,
+        experimental=True,
     )
 
     def __post_init__(self) -> None:
@@ -199,11 +196,6 @@ class ProposerConfig(ABC):
     @property
     def synthetic(self) -> bool:
         """Whether draft tokens are made from the answer, so that results are labelled."""
-        return False
-
-    @property
-    def foresight(self) -> bool:
-        """Whether draft tokens are ranked with the target's own noise (docs/sampling.md)."""
         return False
 
     @abstractmethod

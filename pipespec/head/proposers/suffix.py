@@ -22,7 +22,6 @@ from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.history import AnswerHistory, MatchAccuracy, read_corpus
 from pipespec.head.proposers.node_records import drop_pruned
 from pipespec.head.proposers.proposer import (
-    FORESIGHT,
     ROUNDS,
     Context,
     Encode,
@@ -38,6 +37,8 @@ from pipespec.settings import setting
 from pipespec.system.validation import is_folder
 
 MAX_HELD = 1 << 26
+# Tokens of a corpus that are read.
+CORPUS_TOKENS = 1 << 18
 # Tokens that are read in one round, of all sequences that are behind.
 CHUNK = 1024
 # Of the tokens that a round has left to read, past answers get one in so many.
@@ -57,21 +58,18 @@ REMATCH_TOKENS = 64
 class SuffixConfig(ProposerConfig):
     """Settings of the suffix proposer."""
 
-    rounds: int | str = setting(1, ROUNDS)
+    rounds: int | str = setting(1, ROUNDS, experimental=True)
     past: int = setting(
         1 << 16,
         "Tokens of past answers that the suffix proposer keeps; with 0 no request uses another's.",
         "tokens",
         limits=(0, MAX_HELD),
+        experimental=True,
     )
     corpus: str | None = setting(
         None,
         "Folder of text files, on the head's host, in which the suffix proposer finds matches too.",
     )
-    corpus_tokens: int = setting(
-        1 << 18, "How many tokens of proposer.corpus are read.", "tokens", limits=(1, MAX_HELD)
-    )
-    foresight: bool = setting(True, FORESIGHT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,8 +83,8 @@ class SuffixConfig(ProposerConfig):
 
     def suffix_proposer(self, encode: Encode) -> SuffixProposer:
         """The proposer, not calibrated."""
-        corpus = read_corpus(self.corpus, self.corpus_tokens, encode)
-        return SuffixProposer(self.past, corpus, foresight=self.foresight)
+        corpus = read_corpus(self.corpus, CORPUS_TOKENS, encode)
+        return SuffixProposer(self.past, corpus)
 
 
 # The known texts: the request's own, the newer and the older half of past answers, the files.
@@ -125,11 +123,8 @@ class _SequenceText:
 class SuffixProposer:
     """Matches the text and its draft tokens in the texts that it knows."""
 
-    def __init__(
-        self, past: int = 0, corpus: SuffixAutomaton | None = None, *, foresight: bool = True
-    ):
+    def __init__(self, past: int = 0, corpus: SuffixAutomaton | None = None):
         """`past`: tokens of past answers that may be held."""
-        self.foresight = foresight
         self.accuracy = MatchAccuracy()
         self.past = AnswerHistory(past)
         self._corpus = corpus or SuffixAutomaton()
@@ -138,9 +133,7 @@ class SuffixProposer:
         self._shared: list[tuple[int, SuffixAutomaton]] = []
 
     def start_sequence(self, context: Context) -> None:
-        self._texts[context.sequence] = _SequenceText(
-            context, self.foresight and context.foreseeable
-        )
+        self._texts[context.sequence] = _SequenceText(context, context.foreseeable)
 
     def accept_verdict(self, verdict: Verdict) -> None:
         """Nothing: the context holds the new tokens, and the next round reads them."""

@@ -1,1 +1,1 @@
-"""`pipespec bench` and `compare`: requests from a data set, and figures over their answers."""
+"""`pipespec bench`: requests from a data set, and figures over their answers."""

@@ -1,4 +1,4 @@
-"""The same prompts decoded by several policies on one cluster: what `pipespec compare` runs.
+"""The same prompts decoded by several policies on one cluster, for `pipespec bench --policies`.
 
 A *policy* is here a choice of `policy` with its settings: "policy=level policy.width=32". The
 cluster is made for the most that any of them needs (`Config.request_policies`), and each request
@@ -15,22 +15,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipespec.client import answers
-from pipespec.client.model_info import ModelInfo
-from pipespec.client.request_settings import RequestSettings, group
-from pipespec.clock import monotonic_ns
+from pipespec.client.request_settings import group
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config
-from pipespec.controller.log_records import Accepted, Event
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench.arrivals import Load
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.figures import BenchResult
 from pipespec.instruments.bench.measurement import measure, started
-from pipespec.text import FinalText
 
 POLICY, REQUEST_POLICIES = "policy", "request_policies"
-# Between settings of one policy: a blank or comma before a name, and none inside a list.
-BETWEEN = re.compile(r"[\s,]+(?=[A-Za-z_][\w.]*=)")
+# A comma that stands in no list.
+BETWEEN = re.compile(r",(?![^\[]*\])")
 ONE_AT_A_TIME = Load.of(1)
 
 
@@ -38,8 +34,8 @@ ONE_AT_A_TIME = Load.of(1)
 
 
 def parts(policy: str) -> list[str]:
-    """The settings of a policy, which blanks or commas may stand between. Raises ConfigError."""
-    found = BETWEEN.split(policy.strip(" ,"))
+    """The settings of a policy, with blanks between them. Raises ConfigError."""
+    found = policy.split()
     for text in found:
         if group(text) != POLICY:
             raise ConfigError(
@@ -49,26 +45,16 @@ def parts(policy: str) -> list[str]:
     return found
 
 
-def policies_of(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The policies among these arguments, each in one spelling, and the other arguments.
-
-    Raises ConfigError.
-    """
+def policies_of(text: str) -> list[str]:
+    """The policies that are listed with commas between them, as settings. Raises ConfigError."""
     policies: list[str] = []
-    others = []
-    for text in texts:
-        if group(text.lstrip(" ,")) != POLICY:
-            others.append(text)
-            continue
-        policy = " ".join(parts(text))
+    for named in BETWEEN.split(text):
+        policy = " ".join(f"policy={named.strip()}".split())
+        parts(policy)
         if policy in policies:
             raise ConfigError(f"The policy {policy!r} is given twice; give it once.")
         policies.append(policy)
-    if not policies:
-        raise ConfigError(
-            "No policy was given; pass at least one, as in policy=root policy=best_first."
-        )
-    return policies, others
+    return policies
 
 
 def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
@@ -86,32 +72,7 @@ def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
     return Config(**first, request_policies=request_policies)
 
 
-# --- what is known of a policy -------------------------------------------------------------------
-
-
-@dataclass
-class Standing:
-    """A policy while it decodes, as this client sees it.
-
-    Attributes:
-        labels: what must be said of its figures (`answers.labels`).
-        text: of the answer that it is at, or was at last.
-        tokens: of all answers so far.
-        tokens_per_s: after the first of each answer; at the end as the head has measured it.
-        result: what was measured, once it has decoded all.
-    """
-
-    policy: str
-    labels: Mapping[str, Any]
-    text: str = ""
-    tokens: int = 0
-    tokens_per_s: float | None = None
-    result: BenchResult | None = None
-
-    def finish(self, result: BenchResult) -> None:
-        """It has decoded all."""
-        self.result, self.tokens_per_s = result, rate(result)
-        self.text = result.requests[-1].text
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def rate(result: BenchResult) -> float | None:
@@ -131,21 +92,32 @@ class Comparison:
         """`answers.labels`, alike for all."""
         return next(iter(self.results.values())).labels
 
+    @property
     def differing(self) -> dict[str, int]:
-        """For every policy, how many answers have other tokens than those of the first."""
+        """How many answers have other tokens than those of the first policy, for those policies
+        that have any."""
         first = next(iter(self.results.values()))
-        return {
+        counts = {
             policy: sum(
                 one.token_ids != other.token_ids
                 for one, other in zip(result.requests, first.requests, strict=True)
             )
             for policy, result in self.results.items()
         }
+        return {policy: count for policy, count in counts.items() if count}
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on the texts."""
+        if not self.differing:
+            return "The texts of all policies are equal, token for token."
+        counts = ", ".join(f"{count} with {policy}" for policy, count in self.differing.items())
+        why = " as the verifier is LOSSY" if self.labels["lossy"] else ""
+        return f"Texts differ from those of {next(iter(self.results))}{why}: {counts}."
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of every policy; `speed_up` is over the first."""
         rows: list[dict[str, Any]] = []
-        differing = self.differing()
         plain = None
         for policy, result in self.results.items():
             figures, mine = result.summary(), rate(result)
@@ -161,13 +133,10 @@ class Comparison:
                     "hit_rate": figures["hit_rate"],
                     "rows_per_step": figures["rows_per_step"],
                     "overruns": figures["overruns"],
-                    "differing_answers": differing[policy],
+                    "differing_answers": self.differing.get(policy, 0),
                 }
             )
         return rows
-
-
-# --- decoding ---------------------------------------------------------------------------------
 
 
 def compare(
@@ -176,14 +145,14 @@ def compare(
     *,
     prompt_tokens: int | None = None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
-    on_change: Callable[[Standing], None] = lambda standing: None,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
     """Decode all samples by every policy of `config` (`composed`) on one cluster, started for them.
 
     Args:
         prompt_tokens: cut every prompt to its first so many tokens.
         on_loaded: called with how many ranks have loaded their models, and of how many.
-        on_change: called with the progress of a policy, whenever tokens have come and at its end.
+        on_done: called with how many answers are finished, and of how many.
 
     Raises:
         ConfigError, Unreachable: before any rank starts, if anything is wrong.
@@ -191,61 +160,18 @@ def compare(
     """
     results: dict[str, BenchResult] = {}
     seed = answers.fresh_seed()  # one for all, so that they have the same text
+    count = len(config.request_policies) * len(samples)
     with started(config, samples, prompt_tokens, 1, on_loaded) as run:
-        served, settings = run.client.served, run.settings
-        labels = answers.labels(served, settings.params(fresh_seed=seed))
         for policy in config.request_policies:
-            standing = Standing(policy, labels)
-            seen = _Progress(served, settings, run.prompts, standing, on_change)
+            before = len(results) * len(samples)
             results[policy], reports = measure(
                 run.client,
-                replace(settings, policy=policy),
+                replace(run.settings, policy=policy),
                 samples,
                 run.prompts,
                 ONE_AT_A_TIME,
-                on_event=seen.event,
+                on_done=lambda done, _, before=before: on_done(before + done, count),  # type: ignore[misc]
                 fresh_seed=seed,
             )
             run.reports += reports
-            standing.finish(results[policy])
-            on_change(standing)
     return Comparison(results)
-
-
-class _Progress:
-    """Keeps the progress of a policy from its events."""
-
-    def __init__(
-        self,
-        served: ModelInfo,
-        settings: RequestSettings,
-        prompts: Sequence[list[int]],
-        standing: Standing,
-        on_change: Callable[[Standing], None],
-    ):
-        self.standing = standing
-        self._texts = [FinalText(served.tokenizer, ids, settings.decode.stop) for ids in prompts]
-        self._on_change = on_change
-        self._ns_per_s = 1e9 * (served.time_scale or 1.0)  # of the emulated machine
-        self._sample: int | None = None
-        self._later = 0  # tokens after the first ones of their answers
-        self._between_ns = 0  # that these took
-        self._last_ns = 0
-
-    def event(self, sample: int, event: Event) -> None:
-        """Something came of a sample."""
-        if not isinstance(event, Accepted):
-            return
-        standing, now, count = self.standing, monotonic_ns(), len(event.tokens)
-        if sample != self._sample:
-            self._sample, standing.text = sample, ""
-            self._later += count - 1
-        else:
-            self._later += count
-            self._between_ns += now - self._last_ns
-        self._last_ns = now
-        standing.text += self._texts[sample].push(event.tokens)
-        standing.tokens += count
-        if self._between_ns:
-            standing.tokens_per_s = self._later / (self._between_ns / self._ns_per_s)
-        self._on_change(standing)

@@ -64,7 +64,7 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]
             seen[sample.id] = place
             samples.append(sample)
     if not samples:
-        raise ConfigError(f"The data set {str(path)!r} holds no sample; pass another dataset=PATH.")
+        raise ConfigError(f"The data set {str(path)!r} holds no sample; pass another --dataset.")
     count = len(samples) if limit is None else min(limit, len(samples))
     return [samples[i * len(samples) // count] for i in range(count)]
 
@@ -84,7 +84,7 @@ def _read(file: Path) -> Iterator[tuple[str, Sample]]:
         data = read_bytes(file, most=MOST_BYTES, pipe=True)
     except Unreadable as error:
         raise ConfigError(
-            f"The data set {str(file)!r} cannot be read: {error}; pass another dataset=PATH."
+            f"The data set {str(file)!r} cannot be read: {error}; pass another --dataset PATH."
         ) from error
     parse = _plain if file.suffix == PLAIN else _parse
     # Not `splitlines`: a text may hold characters that it takes for the end of a line.

@@ -140,7 +140,7 @@ def encode(
         if len(prompts[-1]) >= served.context:
             raise PromptError(
                 f"The prompt of {sample.id!r} has {len(prompts[-1])} tokens, but the context holds "
-                f"{served.context} and needs room for an answer; pass prompt_tokens=N to cut "
+                f"{served.context} and needs room for an answer; pass --prompt-tokens N to cut "
                 "prompts, or raise model.context."
             )
     return prompts
@@ -153,13 +153,11 @@ def measure(
     prompts: Sequence[list[int]],
     load: Load,
     on_done: Callable[[int, int], None] = lambda done, of: None,
-    on_event: Callable[[int, Event], None] = lambda sample, event: None,
     fresh_seed: int | None = None,
 ) -> tuple[BenchResult, list[Report]]:
     """Decode the prompts of all samples, and what the ranks say of all requests.
 
-    `on_event` hears what comes of which sample. `fresh_seed` is that of draws whose settings
-    name none, None: any.
+    `fresh_seed` is that of draws whose settings name none, None: any.
     """
     served = client.served
     seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
@@ -189,7 +187,6 @@ def measure(
                 one.reports = client.reports(one.number)
             for number, event in followed.next(None if wait is None else wait * scale):
                 unfinished[number].events.append(event)
-                on_event(unfinished[number].index, event)
                 if isinstance(event, Finished):
                     if failure := failure_of(event.reason):
                         raise failure

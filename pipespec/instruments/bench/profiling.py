@@ -1,6 +1,6 @@
-"""Measures a pair of models on a cluster and a user's own prompts: what `pipespec profile` runs.
+"""Measures a pair of models on a cluster and a user's own prompts, for `pipespec bench --profile`.
 
-Devices and links of a hosts file are measured first, as `pipespec partition` measures them. The
+Devices and links of a hosts file are measured first, as `pipespec plan HOSTS.yaml` does. The
 prompts are decoded twice on the cluster, plainly and with its policy; the stages and the head
 report how long their batches and draft rounds took. Then the draft reads the answers.
 """
@@ -100,27 +100,27 @@ def check(config: Config) -> None:
     """Raise ConfigError unless the pair can be measured so."""
     if not config.proposer.needs_draft:
         raise ConfigError(
-            "`pipespec profile` measures a draft model, but the proposer has none; pass "
+            "`pipespec bench --profile` measures a draft model, but the proposer has none; pass "
             "proposer=draft_model."
         )
     if type(config.proposer) is not DraftModelConfig:
         raise ConfigError(
-            "`pipespec profile` measures what a draft model proposes by itself; pass "
+            "`pipespec bench --profile` measures what a draft model proposes by itself; pass "
             "proposer=draft_model."
         )
     if any(size > 1 for size in config.cluster.group_sizes or ()):
         raise ConfigError(
-            f"cluster.groups is {config.cluster.groups}, but `pipespec profile` measures stages "
-            "that are a step each; leave cluster.groups out."
+            f"cluster.groups is {config.cluster.groups}, but `pipespec bench --profile` "
+            "measures stages that are a step each; leave cluster.groups out."
         )
     if config.policy.max_rows == 1:
         raise ConfigError(
-            "`pipespec profile` decodes with draft tokens to measure their batches, but this "
-            "policy schedules one row a step; leave policy out."
+            "`pipespec bench --profile` decodes with draft tokens to measure their batches, but "
+            "this policy schedules one row a step; leave policy out."
         )
     if config.sampling.temperature:
         raise ConfigError(
-            "`pipespec profile` measures greedy decoding; leave sampling.temperature out."
+            "`pipespec bench --profile` measures greedy decoding; leave sampling.temperature out."
         )
 
 

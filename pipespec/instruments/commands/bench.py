@@ -1,11 +1,10 @@
-"""`pipespec bench`: decode a data set of prompts and measure."""
+"""`pipespec bench`: decode a data set of prompts and measure; one policy, several, or a profile."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,13 @@ from pipespec.console.arguments import add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, table_of, write
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.instruments.bench import dataset
-from pipespec.instruments.bench.arrivals import Load, check_rate
-from pipespec.limits import MAX_COUNT, MAX_SEED, check_whole
+from pipespec.instruments.bench.arrivals import Load
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
+    from pipespec.instruments.bench.comparison import Comparison
     from pipespec.instruments.bench.figures import BenchResult
+    from pipespec.instruments.plan.machine_profile import Profile
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -29,24 +29,15 @@ LATENCIES = {
     "tbt": "time between tokens (TBT)",
     "e2el": "whole request (E2E)",
 }
-FIGURES = {
-    "request_throughput": "requests per second",
-    "output_throughput": "output tokens per second",
-    "max_output_tokens_per_s": "output tokens in the best second",
-    "total_token_throughput": "tokens per second, prompts included",
-    "max_concurrent_requests": "requests at once, at most",
-    "tokens_per_step": "tokens per step of a request",
-    "accepted_per_batch": "tokens per verdict that decided any",
-    "hit_rate": "hit rate",
-    "rows_per_step": "rows per step of a request",
-    "pipeline_steps": "steps of the pipeline, prompts included",
-    "pipeline_tokens_per_step": "tokens per step of the pipeline",
-    "pipeline_rows_per_step": "rows per step of the pipeline",
-    "stage_busy": "share of time each stage computed",
-    "overruns": "overruns",
-    "seed": "seed",
-}
+FIGURES = (
+    *("request_throughput", "output_throughput", "max_output_tokens_per_s"),
+    *("total_token_throughput", "max_concurrent_requests", "tokens_per_step"),
+    *("accepted_per_batch", "hit_rate", "rows_per_step", "pipeline_steps"),
+    *("pipeline_tokens_per_step", "pipeline_rows_per_step", "stage_busy", "overruns", "seed"),
+)
 COLUMNS = ("mean", "p50", "p90", "p99")
+COMPARED = ("tokens", "tokens_per_s", "tokens_per_step", "speed_up")
+PROFILED = 16  # prompts of a profile, unless --num-prompts says otherwise
 
 
 def add(commands: Commands) -> None:
@@ -55,38 +46,51 @@ def add(commands: Commands) -> None:
         "bench",
         show_settings=True,
         help="decode a data set of prompts and measure",
-        usage="pipespec bench [--on NAME] [--json] [--output FILE] [dataset=PATH] [concurrency=N] "
-        "[request_rate=R] [arrival_seed=N] [num_prompts=N] [prompt_tokens=N] [SETTING=VALUE ...]",
+        usage="pipespec bench [--on NAME | --policies POLICY,... | --profile FILE] "
+        "[--dataset PATH] [...] [SETTING=VALUE ...]",
         description="Decode a data set of prompts on one cluster: latencies and throughput, named "
-        "as by `vllm bench serve`, and what speculation brought. --dataset, --concurrency, "
-        "--request-rate, --arrival-seed, --num-prompts and --prompt-tokens may also be written "
-        "like settings: concurrency=4.",
+        "as by `vllm bench serve`, and what speculation brought. With --policies the same prompts "
+        "are decoded by each, one after another. With --profile they are decoded plainly and with "
+        "the policy, and the draft reads the answers: the file says how long stages, draft rounds "
+        "and links take and how well the draft predicts each text, for `pipespec plan --profile` "
+        "and for emulate=FILE.",
     )
     command.add_argument(
         "--dataset",
         metavar="PATH",
-        help="a JSON Lines file, or a folder of them: id, benchmark and prompt per line "
-        "(320 prompts of HumanEval, HumanEval-X, GSM8K and Alpaca that pipespec has)",
+        help="a text file with a prompt per line, a JSON Lines file, or a folder of these: id, "
+        "benchmark and prompt per line (320 prompts of HumanEval, HumanEval-X, GSM8K and Alpaca)",
+    )
+    command.add_argument(
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help=f"take so many, at equal distances from all (all; {PROFILED} of a profile)",
+    )
+    command.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="cut every prompt to so many tokens (uncut)"
     )
     command.add_argument(
         "--concurrency",
+        type=int,
         metavar="N",
         help="requests handed in and not yet finished, at most; the next is handed in when one "
         "finishes (1; with a rate: any number)",
     )
     command.add_argument(
         "--request-rate",
+        type=float,
         metavar="R",
         help="requests handed in per second, at random moments (Poisson), as far as --concurrency "
         "allows; of the emulated machine's seconds, if there is one (inf: each at once)",
     )
-    command.add_argument("--arrival-seed", metavar="N", help="the seed of these random moments (0)")
     command.add_argument(
-        "--num-prompts", metavar="N", help="take so many, at equal distances from all (all)"
+        "--policies",
+        metavar="POLICY,...",
+        help="compare policies, each with settings of its own if it has any, as in "
+        "'root,level policy.width=4,best_first'",
     )
-    command.add_argument(
-        "--prompt-tokens", metavar="N", help="cut every prompt to so many tokens (uncut)"
-    )
+    command.add_argument("--profile", metavar="FILE", help="write a profile of machine and draft")
     command.add_argument(
         "--output", metavar="FILE", help="write the figures and every request to a JSON file"
     )
@@ -96,41 +100,36 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Decode a data set and print what was measured."""
-    ours, settings = split(overrides(rest, arguments.known_options))
-    for name in NAMES:
-        value = getattr(arguments, name)
-        if value is not None and name in ours:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{name} is given twice, as {option} and as a setting; give it once.")
-        if value is not None:
-            ours[name] = value
-    load: dict[str, Any] = {
-        "concurrency": number(ours, "concurrency"),
-        "request_rate": _rate(ours),
-        "arrival_seed": number(ours, "arrival_seed", 0, MAX_SEED) or 0,
-    }
+    settings = overrides(rest, arguments.known_options)
+    names = ("policies", "profile", "on")
+    forms = [name for name in names if getattr(arguments, name) is not None]
+    if len(forms) > 1:
+        raise ConfigError(f"--{forms[0]} and --{forms[1]} cannot be combined; leave one out.")
+    load = {"concurrency": arguments.concurrency, "request_rate": arguments.request_rate}
     Load.of(**load)  # what is wrong is said before anything is read
-    prompt_tokens = number(ours, "prompt_tokens")
-    where = dataset.chosen(ours.get("dataset"))
-    samples = dataset.load(where, number(ours, "num_prompts"))
-    if arguments.output is not None:
-        check_new_file("--output", arguments.output)
+    for option in ("output", "profile"):
+        if getattr(arguments, option) is not None:
+            check_new_file(f"--{option}", getattr(arguments, option))
+    where = dataset.chosen(arguments.dataset)
+    count = arguments.num_prompts
+    usual = PROFILED if arguments.profile is not None else None
+    samples = dataset.load(where, usual if count is None else count)
+    if arguments.policies is not None:
+        return _compare(arguments, settings, samples)
+    if arguments.profile is not None:
+        return _profile(arguments, settings, samples)
 
-    result, inherited = measured(samples, settings, arguments.on, load, prompt_tokens)
+    result, inherited = measured(samples, settings, arguments.on, load, arguments.prompt_tokens)
     figures = {
         **result.summary(),
         "dataset": str(where),
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": arguments.prompt_tokens,
         "settings": list(map(masked, [*inherited, *settings])),
         "benchmarks": result.by_benchmark(),
     }
-    if arguments.output is not None:
-        requests = [asdict(request) for request in result.requests]
-        text = json.dumps(figures | {"requests": requests}, allow_nan=False)
-        store(arguments.output, text + "\n")
-    if arguments.json:
-        write(json.dumps(figures, allow_nan=False) + "\n")
-    else:
+    requests = [asdict(request) for request in result.requests]
+    _finish(arguments, figures, {"requests": requests})
+    if not arguments.json:
         print_figures(result)
     return 0
 
@@ -139,7 +138,7 @@ def measured(
     samples: Sequence[dataset.Sample],
     settings: list[str],
     on: str | None,
-    load: dict[str, Any],
+    load: Mapping[str, Any],
     prompt_tokens: int | None,
 ) -> tuple[BenchResult, tuple[str, ...]]:
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
@@ -153,15 +152,8 @@ def measured(
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         with attach(running) as client, progress("decoding") as (on_done,):
-            result = bench_on(
-                client,
-                chosen,
-                samples,
-                **load,
-                prompt_tokens=prompt_tokens,
-                on_done=on_done,
-            )
-        return result, running.overrides
+            given = {**load, "prompt_tokens": prompt_tokens, "on_done": on_done}
+            return bench_on(client, chosen, samples, **given), running.overrides
 
     from pipespec.config.compose import compose
 
@@ -170,75 +162,89 @@ def measured(
     from pipespec.instruments.bench.measurement import bench
 
     with progress("loading", "decoding") as (on_loaded, on_done):
-        result = bench(
+        given = {**load, "prompt_tokens": prompt_tokens, "on_done": on_done}
+        return bench(config, samples, on_loaded=on_loaded, **given), ()
+
+
+def _compare(
+    arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
+) -> int:
+    """Decode the prompts by several policies."""
+    from pipespec.instruments.bench.comparison import compare, composed, policies_of
+
+    policies = policies_of(arguments.policies)
+    config = composed(settings, policies)
+    with progress("loading", "decoding") as (on_loaded, on_done):
+        done = compare(
             config,
             samples,
-            **load,
-            prompt_tokens=prompt_tokens,
-            on_done=on_done,
+            prompt_tokens=arguments.prompt_tokens,
             on_loaded=on_loaded,
+            on_done=on_done,
         )
-    return result, ()
+    given = {"prompt_tokens": arguments.prompt_tokens, "settings": list(map(masked, settings))}
+    figures = {**done.labels, "equal": not done.differing, **given, "policies": done.rows()}
+    each = {policy: list(map(asdict, of.requests)) for policy, of in done.results.items()}
+    _finish(arguments, figures, {"requests": each})
+    if not arguments.json:
+        print_comparison(done)
+    if done.differing and not done.labels["lossy"]:
+        raise PipespecError(done.verdict)
+    if not arguments.json:
+        show(done.verdict)
+    return 0
 
 
-# --- settings of the bench itself -------------------------------------------------------------
+def _profile(
+    arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
+) -> int:
+    """Measure machine and draft, and write the file."""
+    from pipespec.config.compose import compose
+    from pipespec.instruments.bench.profiling import Shown, check, nothing, profile
 
-NAMES = (
-    "dataset",
-    "concurrency",
-    "request_rate",
-    "arrival_seed",
-    "num_prompts",
-    "prompt_tokens",
-)
-
-
-def split(texts: Sequence[str], names: Sequence[str] = NAMES) -> tuple[dict[str, str], list[str]]:
-    """Settings of the command itself, by name, and those of the run. Raises ConfigError."""
-    ours: dict[str, str] = {}
-    others = []
-    for text in texts:
-        name, separator, value = text.partition("=")
-        if not separator or name not in names:
-            others.append(text)
-            continue
-        if name in ours:
-            raise ConfigError(f"{name} is given twice; give it once.")
-        if not value:
-            raise ConfigError(f"{name} has no value; write {name}=VALUE.")
-        ours[name] = value
-    return ours, others
-
-
-def number(ours: dict[str, str], name: str, least: int = 1, most: int = MAX_COUNT) -> int | None:
-    """The value of a setting that is a whole number, if it is given. Raises ConfigError."""
-    text = ours.get(name)
-    if text is None:
-        return None
-    # `int` refuses a text of thousands of digits, and so does the sentence about it.
-    value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
-    check_whole(name, value, least, most)
-    return int(value)
-
-
-def _rate(ours: dict[str, str]) -> float | None:
-    """The requests per second, if they are given. Raises ConfigError."""
-    text = ours.get("request_rate")
-    if text is None:
-        return None
-    plain = r"[+-]?([0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18})(e[+-]?[0-9]{1,2})?|inf"
-    value = float(text) if re.fullmatch(plain, text) else text
-    check_rate(value)
-    return float(value)
+    config = compose(settings)
+    check(config)
+    bars = ["loading", "plain decoding", "speculative decoding", "reading"]
+    if config.cluster.hosts is not None:
+        bars.insert(0, "measuring hosts")
+    with progress(*bars) as moved:
+        bar = dict(zip(bars, moved, strict=True))
+        found = profile(
+            settings,
+            samples,
+            prompt_tokens=arguments.prompt_tokens,
+            shown=Shown(bar.get("measuring hosts", nothing), *moved[-4:]),
+        )
+    values = {name: value for name, value in asdict(found).items() if value not in ((), [], {}, "")}
+    store(arguments.profile, values)
+    _finish(arguments, values, {})
+    if not arguments.json:
+        print_profile(found)
+        show(
+            f"{arguments.profile} is written. Predict other policies and sizes with `pipespec plan "
+            f"--profile {arguments.profile}`, and decode at these times with "
+            f"emulate={arguments.profile}."
+        )
+    return 0
 
 
 # --- what comes out ---------------------------------------------------------------------------
 
 
-def store(file: str, text: str) -> None:
+def _finish(
+    arguments: argparse.Namespace, figures: Mapping[str, Any], more: Mapping[str, Any]
+) -> None:
+    """Write the figures, with `more` to a file, as the options say."""
+    if arguments.output is not None:
+        store(arguments.output, {**figures, **more})
+    if arguments.json:
+        write(json.dumps(figures, allow_nan=False) + "\n")
+
+
+def store(file: str, values: Mapping[str, Any]) -> None:
     """Write what was measured. Raises PipespecError."""
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        Path(file).write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise PipespecError(f"{file!r} cannot be written: {error.strerror}.") from error
 
@@ -260,12 +266,36 @@ def print_figures(result: BenchResult) -> None:
         latencies.add_row(name, *(shown(figures[f"{c}_{kind}_ms"]) for c in COLUMNS))
     brought = table_of(f"Over all requests{label}", "", "")
     brought.show_header = False
-    for key, name in FIGURES.items():
+    for key in FIGURES:
         if key != "overruns" or figures["emulated"]:
-            brought.add_row(name, shown(figures[key]))
-    rows = result.by_benchmark()
+            brought.add_row(key.replace("_", " "), shown(figures[key]))
     headings = ("requests", "tokens", "TTFT ms", "TBT ms", "tok/step", "hit rate", "tok/verdict")
     each = table_of(f"Means of each benchmark{label}", "benchmark", *headings)
-    for row in rows:
+    for row in result.by_benchmark():
         each.add_row(*map(shown, row.values()))
     show(summary, latencies, brought, each)
+
+
+def print_comparison(done: Comparison) -> None:
+    """A row for every policy; overruns where times are emulated."""
+    columns = (*COMPARED, "overruns") if done.labels["emulated"] else COMPARED
+    headings = [name.replace("_per_", "/").replace("_", "-") for name in columns]
+    table = table_of(f"Policies{labelled(done.labels)}", "policy", *headings)
+    for row in done.rows():
+        table.add_row(row["policy"], *(shown(row[name]) for name in columns))
+    show(table)
+
+
+def print_profile(found: Profile) -> None:
+    """Times of stages, draft rounds and links, and of each benchmark."""
+    label = ", times EMULATED" if found.about["emulated"] else ""
+    times = table_of(f"Milliseconds by rows{label}", "", "rows: ms", left=2)
+    stages = ((f"stage {rank}", points) for rank, points in enumerate(found.stage_ms, 1))
+    for name, points in (*stages, ("draft round", found.draft_ms), ("hop", found.hop_ms)):
+        parts = (str(point).partition(":") for point in points)  # type: ignore[union-attr]
+        times.add_row(name, "  ".join(f"{rows}: {float(ms):.2f}" for rows, _, ms in parts))
+    headings = ("tokens", "plain TBT", "TBT", "tok/step", "hit rate")
+    each = table_of(f"By benchmark{label}", "benchmark", *headings)
+    for row in found.about["measured"]:
+        each.add_row(*map(shown, row.values()))
+    show(times, each)

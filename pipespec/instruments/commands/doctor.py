@@ -1,60 +1,137 @@
-"""`pipespec doctor`: what keeps the hosts of a hosts file from working together."""
+"""`pipespec doctor`: what this machine can run, or what keeps hosts from working together."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.console.arguments import finish, overrides
+from pipespec.console.arguments import finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
-from pipespec.errors import print_error
+from pipespec.errors import ConfigError, print_error
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.devices import num_cuda
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pipespec.config.hosts import HostsFile
     from pipespec.console.arguments import Commands
     from pipespec.instruments.diagnostics.examine_hosts import Report
     from pipespec.instruments.diagnostics.findings import HostReport
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
+JSON_FILE, TEXT_FILE = "pipespec-check.json", "pipespec-check.txt"
 
 
 def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "doctor",
-        help="look at the hosts of a hosts file and the links between them",
-        usage="pipespec doctor [--json] HOSTS.YAML [model.target=MODEL] [model.draft=MODEL]",
-        description="Look at every host and at the way from each to every other: interface, round "
-        "trip, bandwidth, versions, model files, open ports. The exit code is 1 if "
-        "something keeps them from working together; docs/doctor.md explains the findings. A MODEL "
-        "is a folder or a hub id; nothing is downloaded.",
+        help="say what this machine can run, or whether hosts can work together",
+        usage="pipespec doctor [--gpu [DEVICE]] | pipespec doctor HOSTS.yaml [model.target=MODEL] "
+        "[model.draft=MODEL], each with [--json]",
+        description="Without a hosts file, say what this machine can run. With one, look at every "
+        "host and at the way from each to every other: interface, round trip, bandwidth, "
+        "versions, model files, open ports. The exit code is 1 if something is wrong; "
+        "docs/doctor.md explains the findings. A MODEL is a folder or a hub id; nothing is "
+        "downloaded.",
     )
-    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the hosts")
+    command.add_argument(
+        "--gpu",
+        nargs="?",
+        const="cuda:0",
+        metavar="DEVICE",
+        help="test and time everything that runs on a GPU (cuda:0; cpu to try it), in at most ten "
+        f"minutes, and write {JSON_FILE} and {TEXT_FILE}, to be attached to a report",
+    )
     finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print what was found; 0 if the hosts can work together."""
+    """Print what was found; 0 if this machine, or the hosts together, can decode."""
     settings = overrides(rest, arguments.known_options)
+    if arguments.gpu is not None:
+        refuse_settings(arguments, rest)
+        return _check_gpu(arguments.gpu, as_json=arguments.json)
+    if settings:
+        return _examine(settings, as_json=arguments.json)
 
+    from pipespec.instruments.diagnostics.machine_check import check_machine, table
+
+    findings = check_machine()
+    if arguments.json:
+        write(json.dumps(findings, indent=2) + "\n")
+    else:
+        show(table(findings))
+    for problem in findings["problems"]:
+        print_error(f"pipespec: {problem}")
+    return 0 if findings["ok"] else 1
+
+
+def _check_gpu(device: str, *, as_json: bool) -> int:
+    _require_device(device)
+    from pipespec.instruments.device_check.check_device import PARTS, Part, check_device
+    from pipespec.instruments.device_check.report import page
+    from pipespec.instruments.device_check.verdict import faults
+
+    def on_part(part: Part, found: Mapping[str, Any]) -> None:
+        wrong = list(faults(part.name, found))
+        if not as_json:
+            write(f"{part.title}: {'; '.join(wrong) or found.get('not_available', 'done')}\n")
+
+    if not os.access(".", os.W_OK):  # before minutes pass
+        raise ConfigError("Nothing can be written into this folder; change to another one.")
+    if not as_json:
+        write(f"{len(PARTS)} parts, in ten minutes at most.\n")
+    findings = check_device(device, on_part)
+    text = json.dumps(findings, indent=2) + "\n"
+    for name, content in ((JSON_FILE, text), (TEXT_FILE, page(findings))):
+        try:
+            write_atomically(Path(name), content.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be written here ({error.strerror}); change to another folder."
+            ) from error
+    written = f"\n{findings['fastest']}\nWritten: {JSON_FILE}, {TEXT_FILE}.\n"
+    write(text if as_json else written)
+    return 0 if findings["ok"] else 1
+
+
+def _require_device(device: str) -> None:
+    if device == "cpu":
+        return
+    kind, _, index = device.partition(":")
+    count = num_cuda()
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ConfigError(f"--gpu must be cpu, cuda or cuda:N, not {device!r}.")
+    if int(index or 0) >= count:
+        raise ConfigError(
+            f"{device} is not there: torch can use {count} CUDA devices here; name another one, or "
+            "try the check with --gpu cpu."
+        )
+
+
+def _examine(settings: list[str], *, as_json: bool) -> int:
+    """Look at the hosts of a hosts file."""
     from pipespec.config.compose import compose_sections
     from pipespec.config.hosts import load_hosts
     from pipespec.instruments.diagnostics.examine_hosts import examine_hosts
 
-    model, proposer = compose_sections(["model", "proposer"], settings)
+    cluster, model, proposer = compose_sections(["cluster", "model", "proposer"], settings)
+    if cluster.hosts is None:
+        raise ConfigError(
+            "`pipespec doctor` looks at this machine, and takes settings for the hosts of a hosts "
+            "file alone; pass HOSTS.yaml."
+        )
     if not proposer.needs_mid:
         model = replace(model, mid=None)
-    hosts_file = load_hosts(arguments.hosts)
-    if not arguments.json:
-        show(layout_table(hosts_file))  # before anything is connected to
-    report = examine_hosts(hosts_file, model)
-    if arguments.json:
-        answer = {**report.as_json(), "layout": layout(hosts_file)}
-        write(json.dumps(answer, indent=2) + "\n")
+    report = examine_hosts(load_hosts(cluster.hosts), model)
+    if as_json:
+        write(json.dumps(report.as_json(), indent=2) + "\n")
     else:
         show(*(table for table in (hosts_table(report), links_table(report)) if table.row_count))
         show(conclusion(report))
@@ -76,28 +153,6 @@ def conclusion(report: Report) -> str:
         return "No host was checked, as all are started by hand."
     checked = " that were checked" if report.unchecked else ""
     return f"The hosts{checked} can work together; {warned}."
-
-
-def layout(hosts_file: HostsFile) -> list[dict[str, Any]]:
-    """What each worker computes if nothing is measured, and on which devices: one entry per rank,
-    then the spares."""
-    head, *stages = hosts_file.ranks
-    parts = [(head, "head"), *((worker, f"stage {i}") for i, worker in enumerate(stages, 1))]
-    parts += [(worker, "spare") for worker in hosts_file.workers if worker not in hosts_file.ranks]
-    return [
-        {"worker": worker, "part": part, "devices": list(hosts_file.devices_of(worker))}
-        for worker, part in parts
-    ]
-
-
-def layout_table(hosts_file: HostsFile) -> Table:
-    """The same as a table."""
-    from rich.table import Table
-
-    table = Table("worker", "part", "devices", title="Layout", title_justify="left")
-    for entry in layout(hosts_file):
-        table.add_row(entry["worker"], entry["part"], " + ".join(entry["devices"]))
-    return table
 
 
 def hosts_table(report: Report) -> Table:

@@ -6,15 +6,17 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, list_of, overrides
 from pipespec.console.terminal import progress, show, table_of, write
 from pipespec.errors import ConfigError
+from pipespec.instruments.commands import plan_hosts
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pipespec.console.arguments import Commands
     from pipespec.instruments.emulation.synthetic_proposer import Accuracy
     from pipespec.instruments.plan.advice import DecodingMethod, Layout, Prediction
@@ -41,7 +43,6 @@ MODELS = ("model.target", "model.draft")
 ACCURACY = ("curve", "spread")
 METHOD = ("policy", "policy.width", "policy.children", "proposer.rounds")
 TIMES = ("stages", "stage_ms", "hop_ms", "draft_ms", "experts")
-GROUPS = ("target_group_ms", "draft_group_ms")
 NUMBERS: dict[str, Callable[[str], Any]] = {"stages": int, "spread": float}
 
 
@@ -49,16 +50,16 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "plan",
-        help="predict what a cluster will do, and which decoding method suits it",
-        usage="pipespec plan [--gpus NAME:COUNT,... | --devices K | --profile FILE] [...] "
-        "[NAME=VALUE ...]",
+        help="predict what a cluster will do, and say how to lay it out and how to decode",
+        usage="pipespec plan --gpus NAME:COUNT,... [...] | pipespec plan [--profile FILE] "
+        "[NAME=VALUE ...] | pipespec plan HOSTS.yaml [--groups] [...] [SETTING=VALUE ...]",
         description="Predict the time between tokens and the speed-up over plain pipeline "
         "parallelism: with --gpus of model.target and model.draft on GPUs, from their names alone; "
-        "with --devices of each division of a host's devices between target and draft; else of "
-        "every decoding method, for times of stages and draft that a profile or settings give "
-        "(stages, stage_ms, hop_ms, draft_ms, experts, curve, spread). policy, policy.width, "
-        "policy.children and proposer.rounds fix what is tried. docs/planning.md says how it is "
-        "done.",
+        "else of every decoding method, for times of stages and draft that a profile or arguments "
+        "give (stages, stage_ms, hop_ms, draft_ms, experts, curve, spread); policy, policy.width, "
+        "policy.children and proposer.rounds fix what is tried. With a hosts file, measure its "
+        "devices and links, and choose the slices, the order of the hosts and the place of the "
+        "draft with which the slowest rank is fastest, within memory. docs/planning.md says how.",
     )
     command.add_argument(
         "--gpus",
@@ -76,14 +77,16 @@ def add(commands: Commands) -> None:
         help="of all requests together (8192; with --profile that at which it was measured)",
     )
     command.add_argument(
-        "--profile", metavar="FILE", help="times and texts, as `pipespec profile` writes them"
+        "--profile",
+        metavar="FILE",
+        help="times and texts, as `pipespec bench --profile` writes them; with a hosts file, the "
+        "figures of hosts in it, or those that an earlier --json printed: nothing is measured",
     )
     command.add_argument(
-        "--devices",
-        type=int,
-        metavar="K",
-        help="of a host, to be divided between a group for the target and one for the draft, by "
-        "target_group_ms=DEVICES:MS,... and draft_group_ms, the times on groups of some sizes",
+        "--groups",
+        action="store_true",
+        help="with a hosts file: divide the devices of its only host into tensor-parallel groups "
+        "for draft and target, by simulation with the measured times",
     )
     command.add_argument(
         "--tokens",
@@ -91,7 +94,6 @@ def add(commands: Commands) -> None:
         default=500,
         help="simulated for the fastest (500); for the others a fifth of them",
     )
-    command.add_argument("--seed", type=int, default=0)
     finish(command, run)
 
 
@@ -118,21 +120,25 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.instruments.plan.advice import predict_all, recommend
 
     settings = overrides(rest, arguments.known_options)
-    makers = {"gpus": _on_gpus, "devices": _divided, "profile": _by_times}
-    forms = [name for name in makers if getattr(arguments, name) is not None]
-    if len(forms) > 1:
-        raise ConfigError(f"--{forms[0]} and --{forms[1]} are different plans; give one of them.")
+    if any(text.startswith("cluster=") for text in settings):
+        for name in ("gpus", "link", "weights", "context"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name} is of no plan with a hosts file; leave one out.")
+        return plan_hosts.run(arguments, settings)
+    if arguments.groups:
+        raise ConfigError("--groups is for the devices of a hosts file; pass HOSTS.yaml.")
+    if arguments.gpus is not None and arguments.profile is not None:
+        raise ConfigError("--gpus and --profile are different plans; give one of them.")
     for option in ("link", "weights"):
         if getattr(arguments, option) is not None and arguments.gpus is None:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
-    plan = makers[forms[0] if forms else "profile"](arguments, settings)
+    plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
         found = predict_all(
             plan.layouts,
             plan.methods,
             plan.accuracy,
             num_tokens=arguments.tokens,
-            seed=arguments.seed,
             on_done=on_done,
         )
     advised = recommend(found, plan.same)
@@ -154,8 +160,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         }
         write(json.dumps(answer, allow_nan=False) + "\n")
         return 0
-    show_predictions(found, advised)
-    show(*sentences, *_advice(found, advised, layout))
+    show(predictions_table(found, advised), *sentences, *_advice(found, advised, layout))
     return 0
 
 
@@ -221,45 +226,6 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     return Plan([layout], _methods(given), profile.accuracy(), about=about)
 
 
-def _divided(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
-    """Each division of a host's devices, by the times of groups of some sizes."""
-    from pipespec.instruments.plan.group_splits import divisions, layouts_of, machine_by_devices
-    from pipespec.instruments.plan.machine_profile import Profile
-
-    given = _given(settings, GROUPS, ACCURACY, METHOD)
-    if any(name not in given for name in GROUPS):
-        raise ConfigError(
-            "--devices needs target_group_ms and draft_group_ms, the times on groups of some "
-            "numbers of devices."
-        )
-    if arguments.devices < 2:
-        raise ConfigError(
-            f"--devices is {arguments.devices}, but the draft and the target need one each."
-        )
-    target_ms, draft_ms = (_times(name, given[name]) for name in GROUPS)
-    found = layouts_of(
-        divisions(arguments.devices, one_stage=True),
-        partial(machine_by_devices, target_ms, draft_ms),
-    )
-    profile = Profile().replaced(**{name: given.get(name) for name in ACCURACY})
-    usual = {"policy": ["best_first"], "proposer.rounds": ["auto"]}
-    layouts = [layout for _, layout in found.values()]
-    return Plan(layouts, _methods(usual | given), profile.accuracy())
-
-
-def _times(name: str, texts: Sequence[str]) -> dict[int, float]:
-    """From texts such as 1:24.8 and 8:11.2: devices and milliseconds."""
-    from pipespec.instruments.emulation.machine import TimeCurve, point
-
-    try:
-        return dict(TimeCurve(tuple(point(text) for text in texts)).points)
-    except ConfigError:
-        raise ConfigError(
-            f"{name} is {','.join(texts)!r}, but must be devices and milliseconds by rising "
-            "numbers of devices, as in 1:24.8,8:11.2."
-        ) from None
-
-
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """The default policy on each number of GPUs, with which the layers of a model would fit."""
     from pipespec.config.compose import compose_sections
@@ -307,9 +273,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         times = [
             (
                 each.hit_rate(1),
-                predict(
-                    method, cluster.machine, each, num_tokens=arguments.tokens, seed=arguments.seed
-                ).tbt_ms,
+                predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms,
             )
             for each in accuracies * (draft is not None)
         ]
@@ -324,7 +288,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
             said.append("Give model.draft too: a smaller model of the same family is much faster.")
         said.append(
             "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft "
-            "unless curve states it; `pipespec partition` measures."
+            "unless curve states it; `pipespec plan HOSTS.yaml` measures."
         )
         accuracy = [{"top1": top1, "tbt_ms": ms} for top1, ms in times]
         return {**cluster.described(gpus), "by_accuracy": accuracy}, said
@@ -333,8 +297,8 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
 
 
-def show_predictions(predictions: Sequence[Prediction], advised: Prediction | None) -> None:
-    """Print the fastest, and what the advised one does with each benchmark of a recorded draft."""
+def predictions_table(predictions: Sequence[Prediction], advised: Prediction | None) -> Table:
+    """The fastest, and what the advised one does with each benchmark of a recorded draft."""
     headings = ("layout", "policy", "width", "top-k", "rounds", "tok/step", "±", "rows", "TBT")
     table = table_of("", *(f"{heading} " for heading in (*headings, "gain")), left=2)
     for column in table.columns[2:]:
@@ -354,7 +318,7 @@ def show_predictions(predictions: Sequence[Prediction], advised: Prediction | No
         table.add_row(
             benchmark, "(recommended) ", *[""] * 3, f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}"
         )
-    show(table)
+    return table
 
 
 def _advice(

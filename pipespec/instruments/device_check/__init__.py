@@ -1,1 +1,1 @@
-"""`pipespec check --gpu`: what works on a GPU, and how fast, for a report."""
+"""`pipespec doctor --gpu`: what works on a GPU, and how fast, for a report."""

@@ -166,7 +166,7 @@ def page(found: Mapping[str, Any]) -> str:
     parts: Mapping[str, Any] = found["parts"]
     wrong = [f"- {part.title}: {why}" for part in PARTS for why in faults(parts[part.name])]
     lines = [
-        f"pipespec check --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
+        f"pipespec doctor --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
         "",
         found["fastest"],
         "Not everything passed:" if wrong else "Everything that ran passed.",

@@ -87,7 +87,7 @@ def _not_examined(hosts_file: HostsFile) -> Iterator[Finding]:
             False,
             names,
             f"{listed(names)} {are} started by hand (ssh: none) and not checked; run `pipespec "
-            f"check` {each}.",
+            f"doctor` {each}.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What this machine can run: the findings of `pipespec check`."""
+"""What this machine can run: the findings of `pipespec doctor`."""
 
 from __future__ import annotations
 

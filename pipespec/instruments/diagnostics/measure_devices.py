@@ -1,8 +1,8 @@
 """Measures how fast the devices of this host compute a model, and their memory.
 
 It reads a JSON object with the fields of `MeasureRequest` from standard input, and writes the
-result of `measure` to standard output as another. `pipespec partition` runs it on every host over
-SSH.
+result of `measure` to standard output as another. `pipespec plan HOSTS.yaml` runs it on
+every host over SSH.
 
 Results are cached in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
 files, device, threads, rows, text length, dtype, quantisation, type of K and V, and versions; free

@@ -52,7 +52,7 @@ def measure_hosts(
     if names := hosts_file.by_hand:
         raise ConfigError(
             f"{', '.join(names)} cannot be measured, as `ssh: none` means that you start it by "
-            "hand; plan from figures of like devices with `pipespec partition --measured FILE`, or "
+            "hand; plan from figures of like devices with `pipespec plan --profile FILE`, or "
             "measure a hosts file without it."
         )
     links = _links(hosts_file, config)

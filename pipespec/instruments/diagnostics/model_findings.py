@@ -15,7 +15,7 @@ from pipespec.instruments.diagnostics.findings import Finding
 from pipespec.instruments.diagnostics.inventory import Inventory
 from pipespec.placement.slices import split_evenly
 
-COMES = "the host gets what it computes when the cluster starts, or by `pipespec fetch`"
+COMES = "the host gets what it computes when the cluster starts, or by `pipespec cache fetch`"
 
 
 def model_findings(

@@ -220,7 +220,9 @@ class SyntheticCascadeConfig(SyntheticConfig):
     mid_curve: list[str] = setting(
         ["1:0.81", "8:0.99"], "Accuracy of the mid-size model, in the form of proposer.curve."
     )
-    mid_rows: int = setting(MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS))
+    mid_rows: int = setting(
+        MID_ROWS, MID_ROWS_HELP, "nodes", limits=(0, MAX_ROWS), experimental=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

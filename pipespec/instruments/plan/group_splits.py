@@ -7,13 +7,9 @@ which division is best also depends on how good the draft is. So each is simulat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from pipespec.errors import ConfigError
-from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.plan.advice import Layout
 from pipespec.instruments.plan.pipeline_times import Machine
 
@@ -41,16 +37,12 @@ class Division:
         return Layout(f"{self.draft} + {self.stages} x {self.members}", machine, settings=settings)
 
 
-def divisions(count: int, *, one_stage: bool = False) -> Iterator[Division]:
-    """All ways to use `count` devices, of which every stage has as many as the others.
-
-    Args:
-        one_stage: only those whose target is one group.
-    """
+def divisions(count: int) -> Iterator[Division]:
+    """All ways to use `count` devices, of which every stage has as many as the others."""
     for draft in range(1, count):
         left = count - draft
         for members in range(1, left + 1):
-            if left % members == 0 and (members == left or not one_stage):
+            if left % members == 0:
                 yield Division(draft, left // members, members)
 
 
@@ -62,25 +54,3 @@ def layouts_of(
     fitting = ((each, made) for each in found if (made := machine_of(each)) is not None)
     pairs = ((each, each.layout(made)) for each, made in fitting)
     return {layout.label: (each, layout) for each, layout in pairs}
-
-
-def machine_by_devices(
-    target_ms: Mapping[int, float], draft_ms: Mapping[int, float], division: Division
-) -> Machine:
-    """The times of a division whose target is one group, from those of groups of some sizes.
-
-    Between the given sizes they are interpolated. Raises ConfigError for a size beyond them.
-    """
-    stage_ms = _interpolated("target_group_ms", target_ms, division.members)
-    round_ms = _interpolated("draft_group_ms", draft_ms, division.draft)
-    return Machine((TimeCurve(((1, stage_ms),)),), draft_ms=round_ms)
-
-
-def _interpolated(name: str, times: Mapping[int, float], devices: int) -> float:
-    sizes = sorted(times)
-    if not sizes[0] <= devices <= sizes[-1]:
-        raise ConfigError(
-            f"{name} has times of {sizes[0]} to {sizes[-1]} devices, but {devices} are to be "
-            "planned; give times of as few and of as many."
-        )
-    return float(np.interp(devices, sizes, [times[size] for size in sizes]))

@@ -4,7 +4,8 @@
      "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
 
 Every entry may be missing. For stages that differ, `stage_ms` is a list of such lists.
-`pipespec profile` writes one from what it measured, with what the draft proposed along each text.
+`pipespec bench --profile` writes one from what it measured, with what the draft proposed along each
+text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Profile:
             that shares a device with the only stage.
         texts: what the draft proposed along each text; its accuracy, in place of the curve.
         about: of what and when it was measured.
-        figures: what `pipespec partition` measured of the hosts, for its --measured.
+        figures: what was measured of hosts, for `pipespec plan HOSTS.yaml`.
     """
 
     stages: int = 8

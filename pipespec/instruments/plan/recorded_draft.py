@@ -1,4 +1,4 @@
-"""A draft as it was recorded along answers of a target (`pipespec profile`), for simulation.
+"""A draft as `pipespec bench --profile` recorded it along answers of a target, for simulation.
 
 A curve says how good a draft is on the whole. Texts differ, and within one hard stretches follow
 one another: so `pipespec plan` replays what the draft proposed at every position of every text.

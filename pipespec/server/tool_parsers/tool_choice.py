@@ -77,7 +77,7 @@ def tool_use_of(
         raise invalid_field(
             "tools",
             "tools are given, but the chat template does not show how this model writes a "
-            f"call; start the server with --tool-call-parser {'|'.join(FAMILIES)}.",
+            f"call; forms that are known: {', '.join(FAMILIES)}.",
             "unsupported_field",
         )
     return ToolUse(FAMILIES[name], parallel, strings=string_parameters(offered)), None

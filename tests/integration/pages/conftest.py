@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="package")
 def server(place: Sandbox) -> Iterator[Server]:
-    with serving(place, "--on", NAME, "--api-key", KEY, "--shutdown-timeout", "1") as server:
+    with serving(place, "--on", NAME, "--api-key", KEY, "--limit", "shutdown_timeout=1") as server:
         server.http.headers.update({"Authorization": f"Bearer {KEY}"})
         yield server
 

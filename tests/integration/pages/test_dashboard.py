@@ -359,7 +359,7 @@ def test_page_shows_a_new_epoch_and_continues(
 
 @pytest.mark.long
 def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> None:
-    arguments = ("--on", NAME, "--api-key", KEY, "--shutdown-timeout", "30")
+    arguments = ("--on", NAME, "--api-key", KEY, "--limit", "shutdown_timeout=30")
     with serving(place, *arguments) as first:
         port = first.url.rpartition(":")[2]
         view = View(browser, first.url)
@@ -386,7 +386,8 @@ def test_charts_without_data_show_no_axes(browser: Any, server: Server) -> None:
 
 def test_hostile_names_and_texts_stay_text(place: Sandbox, browser: Any) -> None:
     hostile = '<img src=x onerror="window.hacked = 1">\u202eevil'
-    arguments = ("--on", NAME, "--api-key", KEY, "--api-key", "other", "--shutdown-timeout", "0")
+    keys = ("--api-key", KEY, "--api-key", "other")
+    arguments = ("--on", NAME, *keys, "--limit", "shutdown_timeout=0")
     with serving(place, *arguments, model=hostile) as server:
         view = View(browser, server.url)
         with Asking(server, 1, prompt=hostile):

@@ -306,7 +306,7 @@ def test_cluster_metrics_count_the_requests(
 
 @pytest.mark.long
 def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
-    with serving(place, "--on", NAME, "--shutdown-timeout", str(PATIENCE_S)) as server:
+    with serving(place, "--on", NAME, "--limit", f"shutdown_timeout={PATIENCE_S}") as server:
         asked = LONG | {"max_tokens": 100}
         stream = server.openai().completions.create(prompt="a", model=MODEL, stream=True, **asked)
         pieces = iter(stream)
@@ -321,7 +321,7 @@ def test_shutdown_finishes_running_requests(place: Sandbox) -> None:
 
 @pytest.mark.long
 def test_shutdown_timeout_of_zero_ends_the_server_at_once(place: Sandbox, server: Server) -> None:
-    with serving(place, "--on", NAME, "--shutdown-timeout", "0") as ending:
+    with serving(place, "--on", NAME, "--limit", "shutdown_timeout=0") as ending:
         client = ending.openai()
         stream = client.completions.create(prompt="a", model=MODEL, stream=True, **LONG)
         with ThreadPoolExecutor() as users:

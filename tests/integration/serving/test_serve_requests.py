@@ -23,7 +23,7 @@ FIRST, SECOND = "first-key", "second-key"
 @pytest.fixture(scope="module")
 def private(place: Sandbox) -> Iterator[Server]:
     keys = ("--api-key", FIRST, "--api-key", SECOND)
-    with serving(place, "--on", NAME, *keys, "--private-prefixes") as server:
+    with serving(place, "--on", NAME, *keys) as server:
         yield server
 
 

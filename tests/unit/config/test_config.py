@@ -256,10 +256,6 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
         ),
         ("sampling.logprobs=21", ["sampling.logprobs is 21", "from 0 to 20"]),
         ("sampling.logit_bias=['12']", ["sampling.logit_bias holds '12'"]),
-        (
-            ["proposer=hybrid", "proposer.proposers=[ngam]"],
-            ["proposer.proposers holds 'ngam'", "draft_model"],
-        ),
         ("proposer=synthetic", ["proposer.truth has no value"]),
         (
             ["proposer=synthetic", "proposer.truth=/no/such,file"],
@@ -299,7 +295,6 @@ def test_an_unknown_name_or_form_is_answered_with_the_nearest(override: str, hin
             ["policy=static_tree", f"policy.shape={[99999999999] * 9}".replace(" ", "")],
             ["policy.shape"],
         ),
-        (["policy=level", "policy.width=1000", "policy.levels_per_step=5"], ["per_step is 5"]),
         (["emulate_link=10gbe", "emulate_link.row_bytes=0"], ["emulate_link.row_bytes is 0"]),
         (
             ["emulate_link=10gbe", "emulate_link.gbit_per_s=0.000001"],

@@ -117,7 +117,7 @@ def test_a_partition_of_devices_of_any_name(
     hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
     file.write_text(json.dumps({"figures": figures}))
     settings = ["policy.width=8", "proposer=suffix", "model.draft=null"]
-    assert main(["partition", "--measured", str(file), str(hosts_file), *settings]) == 0
+    assert main(["plan", "--profile", str(file), str(hosts_file), *settings]) == 0
     out = capsys.readouterr().out
     assert NASTY in out
     assert str(hosts_file) in out

@@ -41,7 +41,7 @@ from tests.helpers.policies import small_policies
 NUM_STEPS = 3
 MOST = 4  # requests that are open at once
 ROWS = 12
-POLICIES = [*small_policies(width=8), Level(2, 2, 2)]
+POLICIES = [*small_policies(width=8), Level(2, 2)]
 
 
 OTHER = "policy=other"

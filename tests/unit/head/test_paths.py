@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pipespec.core import Request, Verdict
 from pipespec.head.paths import Paths
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.level import Level
 from pipespec.head.policies.static_tree import StaticTree
 from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
@@ -169,8 +168,7 @@ def test_levels_lists_paths_by_depth():
     ("policy", "deep"),
     [
         (BestFirst(width=4, children=2), True),
-        (Level(width=4, children=2, levels_per_step=2), False),
-        (StaticTree(shape=[1, 1], children=2), False),
+        (StaticTree(shape=[1, 1]), False),
     ],
 )
 def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):

@@ -103,7 +103,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (called("[1]"), "messages[1].tool_calls[0].function.arguments", "must be a JSON object"),
     (called("{"), "messages[1].tool_calls[0].function.arguments", "it is not JSON"),
     (called("{}", role="user"), "messages[1]", "only 'assistant' calls tools"),
-    ({"tools": [WEATHER]}, "tools", "--tool-call-parser hermes|llama3_json|mistral"),
+    ({"tools": [WEATHER]}, "tools", "forms that are known: hermes, llama3_json, mistral"),
     ({"tools": [WEATHER] * 129}, "tools", "128 items at most"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "'custom'"),
     (tool(name="a b"), "tools[0].function.name", "'a b', but should match"),
@@ -327,7 +327,7 @@ def test_unknown_tool_format_names_the_option(running: RunningCluster) -> None:
     with client_of(unknown) as http:
         reply = http.post(CHAT, json=asked)
         assert reply.status_code == 400
-        check_error(reply, "tools", "--tool-call-parser hermes|llama3_json|mistral")
+        check_error(reply, "tools", "forms that are known: hermes, llama3_json, mistral")
         assert http.post(CHAT, json=asked | {"tool_choice": "none"}).status_code == 503
     with client_of(unknown, tool_call_parser="hermes") as http:
         assert http.post(CHAT, json=asked).status_code == 503

@@ -99,7 +99,7 @@ def test_files_on_the_command_line(
     hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
     argv = {
         "profile": ["plan", "--profile", str(file)],
-        "figures": ["partition", "--measured", str(file), str(hosts_file)],
+        "figures": ["plan", "--profile", str(file), str(hosts_file)],
     }[kind]
     assert why in refused(capsys, *argv)
 
@@ -110,7 +110,7 @@ def test_a_device_without_an_end_is_not_read_for_ever(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "more than" in refused(capsys, *command, "/dev/zero")
-    assert "more than" in refused(capsys, "bench", "dataset=/dev/zero")
+    assert "more than" in refused(capsys, "bench", "--dataset", "/dev/zero")
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,8 @@ def test_hosts_files(
 @pytest.mark.parametrize(
     "argv",
     [
-        ["bench", f"num_prompts={DIGITS}"],
+        ["bench", "--num-prompts", DIGITS],
         ["bench", "--concurrency", DIGITS],
-        ["bench", f"request_rate={DIGITS}"],
         ["plan", "--tokens", DIGITS],
         ["plan", f"policy.width=8,{DIGITS}"],
         ["plan", f"curve={DIGITS}:0.5"],

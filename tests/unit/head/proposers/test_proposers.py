@@ -14,7 +14,6 @@ import torch
 from pipespec.core import DRAFT, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
 from pipespec.engine.kv_allocator import KVSlotAllocator
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
@@ -297,7 +296,7 @@ class Fixed:
 
 
 def test_hybrid_counts_a_token_of_two_proposers_once():
-    proposer = HybridProposer({"a": Fixed((1, 0.5), (2, 0.2)), "b": Fixed((2, 0.3), (3, 0.1))})
+    proposer = HybridProposer([Fixed((1, 0.5), (2, 0.2)), Fixed((2, 0.3), (3, 0.1))])
     context, tree = started(proposer, [7])
     mixed = expand(proposer, context, tree, np.array([ROOT]), 8)
     assert mixed.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
@@ -312,7 +311,7 @@ def test_hybrid_learns_how_much_agreement_of_proposers_is_worth():
     """One proposer always states .8; it is right where the other names its token too."""
     agrees, contradicts = ((1, 0.8), (2, 0.1)), ((2, 0.4),)
     other = Fixed(*agrees)
-    proposer = HybridProposer({"sure": Fixed((1, 0.8)), "other": other})
+    proposer = HybridProposer([Fixed((1, 0.8)), other])
     context, tree = started(proposer, [7])
     for i in range(600):
         other.candidates = agrees if i % 2 else contradicts
@@ -329,7 +328,7 @@ def test_hybrid_learns_how_much_agreement_of_proposers_is_worth():
 def test_hybrid_proposes_nothing_until_every_proposer_is_ready():
     late = Fixed((1, 0.5))
     late.ready = False
-    proposer = HybridProposer({"a": late, "b": Fixed((2, 0.5))})
+    proposer = HybridProposer([late, Fixed((2, 0.5))])
     context, tree = started(proposer, [7])
     assert expand(proposer, context, tree, np.array([ROOT]), 8) is None
     late.ready = True
@@ -338,7 +337,7 @@ def test_hybrid_proposes_nothing_until_every_proposer_is_ready():
 
 def test_hybrid_weighs_a_proposer_by_its_hits():
     """Both state one half; one is right nine times of ten, the other never."""
-    proposer = HybridProposer({"right": Fixed((1, 0.5)), "wrong": Fixed((2, 0.5))})
+    proposer = HybridProposer([Fixed((1, 0.5)), Fixed((2, 0.5))])
     context, tree = started(proposer, [7])
     for i in range(200):
         candidates = expand(proposer, context, tree, np.array([ROOT]), 8)
@@ -351,17 +350,6 @@ def test_hybrid_weighs_a_proposer_by_its_hits():
 
 def test_hybrid_settings_are_checked():
     assert HybridConfig().needs_draft
-    alone = HybridConfig(proposers=["suffix"])
-    assert not alone.needs_draft
-    made = alone.make(None, 100, lambda _: [])
-    assert isinstance(made, CalibratedProposer) and isinstance(made.proposer, HybridProposer)
-    for proposers, part in (
-        ([], "one or more"),
-        (["suffix", "suffix"], "each once"),
-        (["synthetic"], "'synthetic'"),
-    ):
-        with pytest.raises(ConfigError, match=part):
-            HybridConfig(proposers=proposers)
     for cls in (HybridConfig, SuffixConfig):
         with pytest.raises(ConfigError, match=r"proposer\.past is -1"):
             cls(past=-1)

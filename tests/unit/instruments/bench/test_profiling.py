@@ -1,4 +1,4 @@
-"""What `pipespec profile` can measure."""
+"""What `pipespec bench --profile` can measure."""
 
 from __future__ import annotations
 

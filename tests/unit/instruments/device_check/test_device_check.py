@@ -1,4 +1,4 @@
-"""`pipespec check --gpu`: its parts, on a CPU, and what it says of them."""
+"""`pipespec doctor --gpu`: its parts, on a CPU, and what it says of them."""
 
 from __future__ import annotations
 
@@ -144,22 +144,21 @@ def test_hops_are_timed_by_rows():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "--device", "cuda:7"], "cuda:7 is not there"),
-        (["--gpu", "--device", "tpu"], "--device must be cpu, cuda or cuda:N, not 'tpu'."),
-        (["--device", "cpu"], "--device needs --gpu."),
+        (["--gpu", "cuda:7"], "cuda:7 is not there"),
+        (["--gpu", "tpu"], "--gpu must be cpu, cuda or cuda:N, not 'tpu'."),
     ],
 )
 def test_wrong_devices_are_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["check", *arguments]) != 0
+    assert main(["doctor", *arguments]) != 0
     assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.long
 @pytest.mark.timeout(700)
 def test_all_parts_run_on_a_cpu(tmp_path: Path):
-    command = [sys.executable, "-m", "pipespec", "check", "--gpu", "--device", "cpu"]
+    command = [sys.executable, "-m", "pipespec", "doctor", "--gpu", "cpu"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "pipespec-check.json").read_text())

@@ -307,7 +307,7 @@ def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
     assert not found.error
     assert found.sentence == (
         "The target org/m on gamma is missing; the host gets what it computes when the cluster "
-        "starts, or by `pipespec fetch`."
+        "starts, or by `pipespec cache fetch`."
     )
     absent = replace(SLICED, absent={"m-2": ["2", "3", "head"]})
     found = only(diagnose(own, with_model("gamma", "target", absent), ALL_LINKS, ["target"]))

@@ -1,4 +1,4 @@
-"""What `pipespec partition` makes of figures that were measured."""
+"""What `pipespec plan HOSTS.yaml` makes of figures that were measured."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def partition(tmp_path: Path) -> Any:
             if member["sum_ms"] is None:
                 del member["sum_ms"]
         (tmp_path / "figures.json").write_text(json.dumps({"figures": {**figures, **changed}}))
-        files = [str(tmp_path / "hosts.yaml"), "--measured", str(tmp_path / "figures.json")]
-        return main(["partition", *files, "policy.width=8", *arguments])
+        files = [str(tmp_path / "hosts.yaml"), "--profile", str(tmp_path / "figures.json")]
+        return main(["plan", *files, "policy.width=8", *arguments])
 
     return run
 
@@ -99,16 +99,6 @@ def test_figures_of_what_each_worker_may_become_are_enough(more: str, partition:
     first = {"draft: a/0": {"draft": DRAFT}, "spares: 1": BOTH}[more]
     of_devices = [first, BOTH, {"stage": STAGE}]
     assert partition(devices="[cpu, cpu, cpu]", of_devices=of_devices, more=more) == 0
-
-
-def test_even_slices_have_the_first_worker_as_head_that_can_draft(
-    partition: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    group_first = {"devices": "[[cpu, cpu], cpu, cpu]", "of_devices": [BOTH] * 4}
-    assert partition("--json", **group_first) == 0
-    answer = json.loads(capsys.readouterr().out)
-    # Two layers by two devices, and two layers with the LM head by one.
-    assert answer["plain_step_ms"] == pytest.approx(2 * 5 + 20)
 
 
 def test_a_division_has_the_time_of_one_round_and_of_its_slowest_stage(
