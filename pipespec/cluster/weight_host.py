@@ -152,7 +152,7 @@ class WeightHost:
         """
         model, asked = self._models[kind], []
         for each in sources:
-            source = HubSource(model.repository.repo, model.repository.commit)
+            source: RangeSource = HubSource(model.repository.repo, model.repository.commit)
             if each["urls"]:
                 context = self._context if each["host"] else None
                 source = RangeSource(each["name"], each["urls"], context)

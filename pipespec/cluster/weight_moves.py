@@ -49,8 +49,13 @@ class WeightMoves:
             return found
         if self._thread is None or not self._thread.is_alive():
             hosts = (host for host in self.deployment.hosts if not away.issuperset(host.workers))
-            new = {"placement": placement, "layers": placement.layers, "hosts": tuple(hosts)}
-            changed = replace(self.deployment, fetched=False, **new)
+            changed = replace(
+                self.deployment,
+                fetched=False,
+                placement=placement,
+                layers=placement.layers,
+                hosts=tuple(hosts),
+            )
             arguments = changed, found.encode()
             self._thread = threading.Thread(target=self._move, args=arguments, daemon=True)
             self._thread.start()

@@ -244,7 +244,7 @@ def test_hosts_get_their_tensors_of_a_gguf_file(
     assert fetched(capsys, *settings).keys() == {"alpha", "beta"}
     # Of what was read with the header, hosts are told the header alone.
     assert hub.weight_bytes <= 1.02 * path.stat().st_size + GGUF_PREFIX
-    own = PartsFile(next((tmp_path / "beta").glob("pipespec/parts/*/*/m.gguf")))
+    own = PartsFile(next((tmp_path / "beta").glob("pipespec/weights/*/*/m.gguf")))
     layers = {name.split(".")[1] for name in own.tensors if name.startswith("blk.")}
     assert {str(layer) for layer in range(8, 16)} <= layers < {str(each) for each in range(16)}
     if not long:  # test_fetched_parts.py computes from what was fetched
@@ -371,7 +371,7 @@ def test_a_folder_that_only_another_host_has_is_enough(
     assert found.keys() == {"alpha", "gamma"}
     size = model.stat().st_size if model.suffix else size_of(model)
     assert sum(each["fetched_bytes"] for each in found.values()) < 0.95 * size  # not beta's layers
-    assert not list((tmp_path / "beta").glob("pipespec/parts/*"))
+    assert not list((tmp_path / "beta").glob("pipespec/weights/*"))
     assert pipespec("cache", "fetch")["hosts"] == {}
     assert not hub.requests
     if not named.startswith("model.target"):
@@ -457,7 +457,7 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_pat
 
 
 def tensors_of(cache: Path) -> set[str]:
-    files = cache.glob("pipespec/parts/*/*/*.safetensors")
+    files = cache.glob("pipespec/weights/*/*/*.safetensors")
     return {name for file in files for name in PartsFile(file).tensors}
 
 

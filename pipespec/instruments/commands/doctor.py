@@ -74,12 +74,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_gpu(device: str, *, as_json: bool) -> int:
     _require_device(device)
-    from pipespec.instruments.device_check.check_device import PARTS, Part, check_device
-    from pipespec.instruments.device_check.report import page
-    from pipespec.instruments.device_check.verdict import faults
+    from pipespec.instruments.device_check.check_device import (
+        PARTS,
+        Part,
+        check_device,
+        faults,
+        page,
+    )
 
     def on_part(part: Part, found: Mapping[str, Any]) -> None:
-        wrong = list(faults(part.name, found))
+        wrong = faults(found)
         if not as_json:
             write(f"{part.title}: {'; '.join(wrong) or found.get('not_available', 'done')}\n")
 

@@ -90,7 +90,7 @@ class Repository:
 
 def parts_cache() -> Path:
     """The folder of all repositories. Raises ConfigError."""
-    return cache_folder() / "parts"
+    return cache_folder() / "weights"
 
 
 def folder_of_checkpoint(path: Path) -> Path:

@@ -139,7 +139,7 @@ class RangeSource:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
         # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
-        names = {each.__name__: each for each in HfHubHTTPError.__mro__}
+        names: dict[str, Any] = {each.__name__: each for each in HfHubHTTPError.__mro__}
         try:
             yield
         except OfflineModeIsEnabled as error:
