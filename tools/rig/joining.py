@@ -176,7 +176,7 @@ class JoinableCluster:
     def fetched(self) -> set[str]:
         """The tensors of the target that host b has got."""
         found: set[str] = set()
-        for file in (self._home("b") / "CACHE").glob("pipespec/parts/*/*/*.safetensors"):
+        for file in (self._home("b") / "CACHE").glob("pipespec/weights/*/*/*.safetensors"):
             found |= PartsFile(file).tensors
         return found
 
