@@ -81,7 +81,7 @@ def test_every_policy_proposer_and_stage_count_samples_the_text_of_a_plain_loop(
 ):
     given = proposer_overrides(proposer, truth=truth, mid=tiny)
     overrides = [f"policy={policy}", f"cluster.stages={stages}", *given]
-    if policy != "root":
+    if policy in ("best_first", "level"):
         overrides.append("policy.children=4")
     answers = cluster.decode(cluster.make_deployment(tiny, tiny, *overrides), redis, REQUESTS)
     assert [tokens for tokens, *_ in answers] == expected

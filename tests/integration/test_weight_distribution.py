@@ -129,7 +129,7 @@ def fetched(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, dic
 
 
 def here(cache: Path) -> dict[str, PartsFile]:
-    folder = cache / "pipespec" / "parts" / "models--org--model" / COMMIT
+    folder = cache / "pipespec" / "weights" / "models--org--model" / COMMIT
     return {file.name: PartsFile(file) for file in folder.glob("*.safetensors")}
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipespec.cli.main import main
-from pipespec.cli.status import duration, report
+from pipespec.cli.status import report
 from pipespec.client import registry
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
@@ -360,11 +360,3 @@ def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password()
     loading = report(registry.Entry("lab", silent.owner, None), now=160.0)
     assert loading == {"name": "lab", "pid": silent.owner.pid, "state": "loading"}
     assert "secret" in json.dumps(asdict(silent))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(59.9, "59 s"), (61, "1 min 1 s"), (7500, "2 h 5 min"), (200_000, "2 d 7 h"), (-1, "0 s")],
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

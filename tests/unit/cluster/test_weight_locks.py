@@ -63,7 +63,7 @@ def hosts(
 def test_a_start_that_waits_holds_nothing_and_says_so_once(
     taken: int, hosts: list[Any], plan: Blueprint, tmp_path: Path
 ) -> None:
-    caches = (tmp_path / host.name / "pipespec" / "parts" for host in hosts)
+    caches = (tmp_path / host.name / "pipespec" / "weights" for host in hosts)
     own = [cache / plan.repository.folder_name for cache in caches]
     other = FolderLock(own[taken], "other", "gamma")
     assert other.owner == "gamma"

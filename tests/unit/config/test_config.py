@@ -348,8 +348,8 @@ def test_the_help_lists_every_group_and_value_with_its_default() -> None:
     )
     assert listed["policy.width"].default == str(BestFirst().width)
     for group, name in default_choices().items():
-        cls = read_choice(group, name).cls
-        assert set(listed) >= {f"{group}.{f.name}" for f in fields(cls)}
+        shown = [f for f in fields(read_choice(group, name).cls) if not about(f).experimental]
+        assert set(listed) >= {f"{group}.{f.name}" for f in shown}
 
 
 @pytest.mark.parametrize("cls", CLASSES)

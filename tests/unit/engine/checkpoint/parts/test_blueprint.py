@@ -27,7 +27,7 @@ def test_a_described_checkpoint_is_built_in_the_parts_cache(
     plan = Blueprint.of_other_host(described, "beta")
     path = plan.build()
     assert path == plan.repository.folder
-    assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
+    assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
     assert plan.repository.path == str(TARGET.absolute())
     (entry,) = entries()
