@@ -116,7 +116,7 @@ class Between:
 
 @contextmanager
 def captured(bed: Testbed, host: str) -> Iterator[list[bytes]]:
-    """All packets that enter or leave a host within the block."""
+    """All packets that enter or leave a host within the block; its own to itself do not leave."""
     over, packets = threading.Event(), list[bytes]()
     sniffer = relay.inside(
         bed.namespaces[host],
@@ -128,7 +128,9 @@ def captured(bed: Testbed, host: str) -> Iterator[list[bytes]]:
     def listen() -> None:
         while True:
             try:
-                packets.append(sniffer.recv(1 << 16))
+                packet, (interface, *_) = sniffer.recvfrom(1 << 16)
+                if interface != "lo":
+                    packets.append(packet)
             except TimeoutError:
                 if over.is_set():
                     return

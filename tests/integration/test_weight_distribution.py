@@ -370,7 +370,8 @@ def test_a_folder_that_only_another_host_has_is_enough(
     found = pipespec("cache", "fetch")["hosts"]
     assert found.keys() == {"alpha", "gamma"}
     size = model.stat().st_size if model.suffix else size_of(model)
-    assert sum(each["fetched_bytes"] for each in found.values()) < 0.95 * size  # not beta's layers
+    # Of a file of a few blocks, each has those that hold its own layers and not the others.
+    assert all(each["fetched_bytes"] < 0.8 * size for each in found.values())
     assert not list((tmp_path / "beta").glob("pipespec/weights/*"))
     assert pipespec("cache", "fetch")["hosts"] == {}
     assert not hub.requests
