@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +216,9 @@ def _folders() -> Iterator[Path]:
             if (Path(folder) / found).exists():
                 yield Path(folder)
     for package, folders in (("llama_cpp", ("lib",)), ("libggml", ("lib64", "lib"))):
-        spec = None
-        with suppress(ImportError, ValueError):
-            spec = find_spec(package)
-        for place in (spec and spec.submodule_search_locations) or ():
-            yield from (Path(place) / folder for folder in folders)
+        for place in sys.path:  # for `find_spec` a libggml.so in this folder would be the package
+            if (Path(place) / package).is_dir():
+                yield from (Path(place) / package / folder for folder in folders)
 
 
 @dataclass(frozen=True)
