@@ -85,13 +85,10 @@ class LinearTimes:
 
     @property
     def each_ms(self) -> float:
-        """What one more adds; nothing is never less than nothing."""
+        """What one more adds; never less than nothing, nor so much that none would take less."""
         if self._covariance <= 0 or not self.count:
             return 0.0
         return min(self._covariance / self._variance, self.ms / self.count)
-
-    def at(self, count: float) -> float:
-        return self.ms + self.each_ms * (count - self.count)
 
 
 def profiled_sizes(most: int) -> Iterator[int]:

@@ -107,4 +107,3 @@ def test_what_one_more_takes_is_separated_from_the_rest(each_ms: float, found: f
     for count in (1, 4, 2, 8, 1, 3) * 20:
         times.add(count, 60 + each_ms * count)
     assert times.each_ms == pytest.approx(found, abs=0.01)
-    assert times.at(16) == pytest.approx(60 + 16 * found if found else times.ms, rel=0.01)

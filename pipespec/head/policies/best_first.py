@@ -64,11 +64,7 @@ class BestFirst(SpeculationPolicy):
     (`pipespec.head.step_times.Modes`).
     """
 
-    width: int | str = setting(
-        AUTO,
-        WIDTH,
-        "rows",
-    )
+    width: int | str = setting(AUTO, WIDTH, "rows")
     children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
     capacity: int = setting(
         0,
@@ -123,7 +119,7 @@ class BestFirst(SpeculationPolicy):
         unexpanded = tree.nodes_before(state.end, ~tree.expanded)
         most = max(rows, self.children)
         if self.refills and state.overlap:  # and no more than end before the verdict arrives
-            most = max(min(most, int(min(state.nodes_in_time, most))), 1)
+            most = max(int(min(most, state.nodes_in_time)), 1)
         nodes = tree.most_probable(unexpanded, min(most, room))
         ahead = max(PASSES_AHEAD * _at_least(state.num_stages) * rows, self.children)
         return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
