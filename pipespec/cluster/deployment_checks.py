@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.ggml import library
 from pipespec.errors import ConfigError
 from pipespec.transport.transport_settings import NCCL
 
@@ -114,6 +115,15 @@ def shared_gpu(deployment: Deployment) -> str | None:
                 f"Fewer of them ({settings}), at most one for each GPU, are likely faster."
             )
     return None
+
+
+def without_ggml(deployment: Deployment) -> str | None:
+    """Why CPUs of this machine compute weights of few bits without ggml, many times slower; None:
+    they do not."""
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    on_cpu = any(deployment.device_of(each) == "cpu" for each in local & {*deployment.workers})
+    few_bits = any(info.can_keep for _, info in deployment.models)
+    return (library.why_not() or None) if on_cpu and few_bits else None
 
 
 def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:

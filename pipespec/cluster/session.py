@@ -24,7 +24,12 @@ from pipespec.cluster import memory
 from pipespec.cluster.agent_handle import AgentHandle
 from pipespec.cluster.cluster_state import ClusterState
 from pipespec.cluster.deployment import ControllerAddress, Deployment
-from pipespec.cluster.deployment_checks import require_backend, require_quantizers, shared_gpu
+from pipespec.cluster.deployment_checks import (
+    require_backend,
+    require_quantizers,
+    shared_gpu,
+    without_ggml,
+)
 from pipespec.cluster.fault_stats import Fault
 from pipespec.cluster.held_weights import expanded
 from pipespec.cluster.host_changes import HostChanges
@@ -213,7 +218,7 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
         check_deployment(deployment, stays=stays)
         distribute_weights(deployment, on_warning=print_error)
     require_weights(deployment)
-    for line in (expanded(deployment), shared_gpu(deployment)):
+    for line in (expanded(deployment), shared_gpu(deployment), without_ggml(deployment)):
         if line is not None:
             log.warning(line)
     with WorkerGroup(

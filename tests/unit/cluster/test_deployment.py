@@ -9,9 +9,10 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.deployment_checks import require_backend, shared_gpu
+from pipespec.cluster.deployment_checks import require_backend, shared_gpu, without_ggml
 from pipespec.cluster.replanning import assignment_without
 from pipespec.config.compose import compose
+from pipespec.engine.checkpoint.inspection import CheckpointInfo
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import build
@@ -60,6 +61,24 @@ def test_stages_that_share_a_gpu_are_named() -> None:
     assert line is not None and line.startswith("2 stages share cuda:1 of ")
     assert shared_gpu(on("cuda:0", "cuda:0", "cuda:1")) is None
     assert shared_gpu(on("cpu", "cpu", "cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("few_bits", "device", "why", "said"),
+    [
+        (True, "cpu", "ggml is not installed.", "ggml is not installed."),
+        (True, "cpu", "", None),
+        (True, "cuda:0", "ggml is not installed.", None),
+        (False, "cpu", "ggml is not installed.", None),
+    ],
+)
+def test_a_start_without_ggml_says_so_where_it_would_multiply(
+    few_bits: bool, device: str, why: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipespec.engine.ggml.library.why_not", lambda: why)
+    monkeypatch.setattr(CheckpointInfo, "can_keep", few_bits)
+    monkeypatch.setattr(Deployment, "device_of", lambda self, worker: device)
+    assert without_ggml(planned()) == said
 
 
 @pytest.mark.parametrize(
