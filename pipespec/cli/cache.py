@@ -42,6 +42,8 @@ def add(commands: Commands) -> None:
 def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Fetch, and print what each host has."""
     settings = overrides(rest, arguments.known_options)
+    if arguments.all:
+        raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
 
     from pipespec.cluster.deployment import decide
     from pipespec.cluster.host_weights import require_weights

@@ -204,7 +204,8 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
 
 @contextmanager
 def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
-    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
+    """Start the agents of a deployment's hosts, which import what the ranks need, for
+    `start_cluster`.
 
     Before that the deployment is checked, and the hosts get the weights that they lack
     (`weight_distribution`), unless the caller has had both done.
@@ -244,7 +245,7 @@ def start_cluster(
     Leaving the block waits for submitted requests; an exception ends the ranks at once.
 
     Args:
-        agents: of `prepare`, for the same hosts.
+        agents: of `start_agents`, for the same hosts.
         on_loaded: called again and again until all ranks have loaded their models, with how many
             have, and of how many. What it raises ends the start.
         on_log: called with a worker's name and rank, and a line that it wrote.

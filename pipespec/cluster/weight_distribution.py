@@ -238,13 +238,13 @@ class _Distribution:
         """Fetch for all hosts what they lack."""
         lock_folders(self.peers, self._on_warning)
         peers = [peer for peer in self.peers if peer.needs]
-        at_once(peers, self._offer)
+        at_once(peers, self._offer, self.stop)
         if len(peers) > 1 and any(peer.lacks for peer in peers):
             certificate = Certificate.make()
-            at_once(peers, lambda peer: self._listen(peer, certificate))
+            at_once(peers, lambda peer: self._listen(peer, certificate), self.stop)
         while any(peer.lacks for peer in peers):
             self._round({peer.name: peer for peer in peers})
-        at_once(peers, lambda peer: peer.call("end"))
+        at_once(peers, lambda peer: peer.call("end"), self.stop)
 
     def _offer(self, peer: Peer) -> None:
         """Learn what a host has and lacks of the models."""
@@ -287,7 +287,9 @@ class _Distribution:
             for block in blocks:
                 plan[to].setdefault((block[0], source), []).append(block)
         at_once(
-            [peers[name] for name in plan], lambda peer: self._get(peer, plan[peer.name], peers)
+            [peers[name] for name in plan],
+            lambda peer: self._get(peer, plan[peer.name], peers),
+            self.stop,
         )
 
     def _get(

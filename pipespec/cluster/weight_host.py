@@ -16,7 +16,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +162,10 @@ class WeightHost:
             }
             asked.append((each["name"], source, wanted))
         failed = {}
-        for name, error in fetch(model.files, asked, self._moved).items():
+        errors = fetch(model.files, asked, self._moved)
+        for _, source, _ in asked:
+            source.close()
+        for name, error in errors.items():
             why = (error.why, error.reached) if isinstance(error, Unavailable) else None
             failed[name] = {"error": str(error), "why": why}  # none: it sends wrong bytes
         return {"records": model.records(), "failed": failed}
@@ -191,6 +194,19 @@ class WeightHost:
         self.unlock()
 
 
+def lines_of(stream: Any, hears: Callable[[], object]) -> Iterator[bytes]:
+    """The lines of a binary stream; `hears` is called with every part of one, as a line with the
+    small files of a model may take longer than a sign of life."""
+    line = bytearray()
+    while chunk := stream.read1(2**16):
+        hears()
+        *ended, rest = chunk.split(b"\n")
+        for each in ended:
+            yield bytes(line + each)
+            line.clear()
+        line += rest
+
+
 def _is_same(model: _Model) -> bool:
     """Whether a folder of this host is what the launcher means."""
     if model.repository.on_hub:
@@ -205,16 +221,18 @@ def main() -> None:
     """Do what the launcher asks; anything that is printed goes to standard error."""
     writer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    writing, calls, heard_at = threading.Lock(), queue.SimpleQueue[str](), [time.monotonic()]
+    writing, calls, heard_at = threading.Lock(), queue.SimpleQueue[bytes](), [time.monotonic()]
 
     def write(found: Mapping[str, Any] | None = None) -> None:
         with writing, suppress(BrokenPipeError):
             writer.write(("" if found is None else json.dumps(found)) + "\n")
             writer.flush()
 
+    def hears() -> None:
+        heard_at[0] = time.monotonic()
+
     def read() -> None:
-        for line in sys.stdin:
-            heard_at[0] = time.monotonic()
+        for line in lines_of(sys.stdin.buffer, hears):
             if line.strip():
                 calls.put(line)
         os._exit(0)  # threads may still fetch

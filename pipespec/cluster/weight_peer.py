@@ -15,7 +15,7 @@ from typing import IO, Any, TypeVar
 
 from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_weights import shares_caches
-from pipespec.cluster.weight_host import ALIVE_S, SILENCE_S
+from pipespec.cluster.weight_host import ALIVE_S, SILENCE_S, lines_of
 from pipespec.cluster.weight_plan import Block
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint.parts.parts_file import ABSENT, DIGEST_BYTES
@@ -62,8 +62,7 @@ class Peer:
         with self._calling:
             self._write(json.dumps({"do": do, **arguments}))
             assert self._process.stdout is not None
-            for line in self._process.stdout:
-                self._heard_at = time.monotonic()
+            for line in lines_of(self._process.stdout, self._hears):
                 found = json.loads(line) if line.strip() else {}
                 if "moved" in found:
                     self.moved(found["moved"])
@@ -120,6 +119,11 @@ class Peer:
         with self._writing, suppress(OSError, ValueError):  # its end is read from its output
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
+            if line:  # which may have taken long, and what was said meanwhile was not read
+                self._hears()
+
+    def _hears(self) -> None:
+        self._heard_at = time.monotonic()
 
     def _show_life(self) -> None:
         while not self.over.wait(ALIVE_S):
@@ -147,9 +151,13 @@ def connected(host: Host, on_progress: OnProgress = lambda *_: None) -> Iterator
             process.stdout.close()
 
 
-def at_once(peers: Sequence[Peer], task: Callable[[Peer], T]) -> list[T]:
+def at_once(
+    peers: Sequence[Peer],
+    task: Callable[[Peer], T],
+    stop: Callable[[], object] = lambda: None,
+) -> list[T]:
     """What a task returns for each host. Raises what the first one raised, also a signal, and then
-    ends what all hosts do."""
+    ends what all hosts do, and calls `stop`."""
     with ThreadPoolExecutor(max(len(peers), 1)) as pool:
         futures = [pool.submit(task, peer) for peer in peers]
         try:
@@ -157,6 +165,7 @@ def at_once(peers: Sequence[Peer], task: Callable[[Peer], T]) -> list[T]:
                 each.result()
             return [each.result() for each in futures]
         except BaseException:
+            stop()
             for peer in peers:
                 peer.end()
             raise

@@ -12,8 +12,9 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -24,6 +25,7 @@ from pipespec.system.network_interfaces import interfaces, resolve
 # Seconds to prove the key, and for a client that neither asks nor reads.
 HANDSHAKE_S, IDLE_S = 5.0, 60.0
 CHUNK_BYTES = 2**18
+MOST_UNPROVEN = 64  # connections at once that have not proven the key; others are closed
 
 
 def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
@@ -50,14 +52,16 @@ def url_of(url: str, kind: str, file: str) -> str:
     return f"{url}/{kind}/{quote(file, safe='')}"
 
 
-class WeightServer(ThreadingHTTPServer):
+class WeightServer(ThreadingTCPServer):
     """Answers at one address of this host, in threads, until the process ends. Raises OSError if
     it cannot listen there. `find` names the path of a file of a model, or raises ModelError."""
 
-    request_queue_size = 64
+    request_queue_size = MOST_UNPROVEN
+    allow_reuse_address = daemon_threads = True
 
     def __init__(self, ip: str, certificate: Certificate, find: Callable[[str, str], Path]) -> None:
         self.find = find
+        self.unproven = threading.BoundedSemaphore(MOST_UNPROVEN)  # each has a thread
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
@@ -71,6 +75,10 @@ class WeightServer(ThreadingHTTPServer):
         secured = self._context.wrap_socket(plain, True, do_handshake_on_connect=False)
         return secured, client
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether a connection gets a thread, in which it has to prove the key."""
+        return self.unproven.acquire(blocking=False)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
 
@@ -82,7 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def setup(self) -> None:
-        self.request.do_handshake()
+        try:
+            self.request.do_handshake()
+        finally:
+            self.server.unproven.release()
         self.request.settimeout(IDLE_S)
         super().setup()
 

@@ -7,12 +7,12 @@ import socket
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.weight_server import WeightServer, tls_context, url_of
+from pipespec.cluster.weight_server import MOST_UNPROVEN, WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.parts.range_source import RangeSource, Unavailable
 from pipespec.errors import ModelError
@@ -114,6 +114,17 @@ def test_other_protocols_are_closed_and_disturb_nothing(
         with suppress(ConnectionResetError):
             while client.recv(4096):  # at most a TLS alert
                 pass
+    assert read(source(server, certificate), 0, 5) == BLOB[:5]
+
+
+def test_more_strangers_than_it_has_threads_for_are_closed_and_hosts_come_after_them(
+    server: WeightServer, certificate: Certificate
+) -> None:
+    with ExitStack() as stack:
+        for _ in range(MOST_UNPROVEN):
+            stack.enter_context(socket.create_connection(server.server_address))
+        one_more = stack.enter_context(socket.create_connection(server.server_address, 2))
+        assert one_more.recv(1) == b"", "it is closed long before the others are given up"
     assert read(source(server, certificate), 0, 5) == BLOB[:5]
 
 

@@ -124,12 +124,18 @@ class HostSession:
             before[0].abort()  # the host has made another
         if self._over:
             connection[0].close()
-        with suppress(OSError, ValueError, asyncssh.Error):
-            async for line in control.stdout:
-                if json.loads(line).get("leave"):
-                    self.ask_to_leave()
-        await connection[0].wait_closed()
-        if self._connection is connection:
-            self._connection, self._control = None, None
-            self._lost_at = time.monotonic()
-        self.changed.set()
+        try:
+            try:
+                async for line in control.stdout:
+                    if json.loads(line).get("leave"):
+                        self.ask_to_leave()
+            except (ValueError, AttributeError):  # that is no message
+                connection[0].close()
+            except (OSError, asyncssh.Error):
+                pass
+            await connection[0].wait_closed()
+        finally:
+            if self._connection is connection:
+                self._connection, self._control = None, None
+                self._lost_at = time.monotonic()
+            self.changed.set()

@@ -43,7 +43,7 @@ from pipespec.system.versions import own_version
 SOCKET = "invitations"
 CONTROL = "control"
 KEY = "ssh-ed25519"
-# Connections at once that have proven nothing yet; others are closed.
+# Connections at once that were not let in yet; others are closed.
 MOST_UNPROVEN = 64
 MOST_DEVICES = 64
 # Seconds in which both sides must prove their keys; without a sign of life after which a connection
@@ -150,9 +150,9 @@ class JoinServer:
         peer, key = connection.get_owner(), connection.get_server_host_key()
         assert isinstance(peer, Peer) and key is not None
         try:
-            control = await run_command(connection, CONTROL)
-            control.stdin.write(message(version=own_version()))
             async with asyncio.timeout(PROVING_S):
+                control = await run_command(connection, CONTROL)
+                control.stdin.write(message(version=own_version()))
                 said = json.loads(await control.stdout.readline() or "null")
                 try:
                     session = self._sessions.get(fingerprint_of(key))
@@ -161,6 +161,7 @@ class JoinServer:
                 except (Wrong, Refused) as error:
                     control.stdin.write(message(refused=str(error).rstrip(".")))
                     return
+            self.unproven.discard(peer)
             control.stdin.write(message(name=session.host.name))
             if said["leave"]:
                 session.ask_to_leave()
@@ -212,9 +213,6 @@ class _Caller(Peer):
         self, host: str, addr: str, port: int, key: asyncssh.SSHKey
     ) -> bool:
         return self._server.knows(fingerprint_of(key))
-
-    def auth_completed(self) -> None:
-        self._server.unproven.discard(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.unproven.discard(self)

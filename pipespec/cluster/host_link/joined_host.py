@@ -177,7 +177,7 @@ class JoinedHost:
         self._over = True
         self._connection.close()
         if self._running:
-            await asyncio.wait(self._running, timeout=PATIENCE_S + LONGER_S)
+            await asyncio.wait(self._running)  # each of which ends a program that hangs
 
     async def _serve(self, process: asyncssh.SSHServerProcess[bytes]) -> None:
         """A session of the launcher's."""

@@ -1,7 +1,7 @@
 """Folders of the parts cache: one for each commit of a repository.
 
-    ~/.cache/pipespec/parts/models--ORG--NAME/COMMIT/            a model folder
-    ~/.cache/pipespec/parts/folders--NAME/HASH/                  one that came from another host's
+    ~/.cache/pipespec/weights/models--ORG--NAME/COMMIT/          a model folder
+    ~/.cache/pipespec/weights/folders--NAME/HASH/                one that came from another host's
         config.json, tokenizer.json, ...                         small files, whole
         model-00001-of-00004.safetensors, ...                    weight files (`parts_file`)
         .parts/repository.json                                   `Repository`

@@ -125,6 +125,7 @@ class PartsFile:
             for each in set(self.blocks()).difference(self.absent()):
                 if self.hash(self.place(each)) != self.digest(each):
                     self._note(each, ABSENT)
+                    self._note(self.num_blocks, ABSENT)  # the whole is to be compared again
 
     def compare(self, sha256: str | None) -> None:
         """If all of the file is here, compare it with its SHA-256, if that is known, unless it was

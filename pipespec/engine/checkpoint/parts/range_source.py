@@ -75,9 +75,15 @@ class RangeSource:
         self._wait = self.stopped.wait if wait is None else wait
         self._session: Any = utils.get_session()  # type: ignore[attr-defined]
         self._max_tries, self._connect_s = MAX_TRIES, CONNECT_S
+        self._own = context is not None
         if context is not None:
             self._session = type(self._session)(verify=context, trust_env=False)
             self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
+
+    def close(self) -> None:
+        """End the connections to another host; those to the hub are all sources'."""
+        if self._own:
+            self._session.close()
 
     def locate(self, file: str, *, fresh: bool = False) -> tuple[str, Mapping[str, str]]:
         """The URL of a file, and headers for it. `fresh`: the last one is refused."""

@@ -95,6 +95,18 @@ def test_a_whole_file_is_compared_once_with_its_hash(right, file):
     assert PartsFile(file.path).absent() == list(range(NUM_BLOCKS))
 
 
+def test_a_file_of_which_a_block_was_dropped_is_compared_again(file):
+    put(file, *range(NUM_BLOCKS))
+    file.compare(hashlib.sha256(DATA).hexdigest())
+    damaged = PartsFile(file.path)
+    file.path.write_bytes(DATA[:-1] + b"?")
+    damaged.verify()
+    assert damaged.absent() == [NUM_BLOCKS - 1]
+    damaged.write(NUM_BLOCKS - 1, b"?" * (SIZE - (NUM_BLOCKS - 1) * BLOCK))
+    with pytest.raises(ModelError, match="has another SHA-256 than the hub states"):
+        damaged.compare(hashlib.sha256(DATA).hexdigest())
+
+
 def test_a_file_without_its_record_is_refused(file):
     record_of(file.path).unlink()
     with pytest.raises(ModelError, match="or its record cannot be read"):
