@@ -278,17 +278,19 @@ class AsyncClient:
             reply = await self._pipe.call("XREAD", *options, *positions, timeout=block / 1000)
         finally:
             self._reading = False
+        any_read = False
         for stream, entries in reply or []:
             last = entries[-1][0].decode()
-            if stream not in read:
+            if stream not in read:  # it was only woken, which says nothing of the cluster
                 self._position = last
                 continue
+            any_read = True
             request, followed = read[stream]
             followed.position = last
             for _, fields in entries_of(entries):
                 if self._followed.get(request) is followed:  # else it has ended, or was left
                     self._hand(request, followed.answer, event_from(fields))
-        return bool(reply)
+        return any_read
 
     def _hand(self, request: int, answer: AsyncAnswer, event: Event) -> None:
         if isinstance(event, Finished):

@@ -90,6 +90,8 @@ class ModelInfo:
         if bounded:
             return self.tokenize(text, special=not chat)
         ids = self.tokenizer.encode(text, add_special_tokens=not chat)
+        if not ids:
+            raise PromptError("The prompt has no tokens, but must have one at least.")
         self.check_tokens(ids, "The prompt")
         return ids
 

@@ -158,7 +158,8 @@ def measured(weights: list[Tensor], ways: Iterable[str]) -> Fastest:
     for way in ways:
         try:
             products = [WAYS[way](each) for each in weights]
-            if not (products[0](inputs[-1]) - expected).abs().max() <= most:
+            off = (products[0](inputs[-1]) - expected).abs().max()
+            if most.isfinite() and not off <= most:  # weights without finite products take as long
                 continue
         except (RuntimeError, AttributeError):
             continue

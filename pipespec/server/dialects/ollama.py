@@ -116,7 +116,6 @@ def rfc3339(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-NO_SEARCH = "is not supported: tokens are sampled, not searched for"
 UNUSED = "is not supported; leave it at its default"
 # Options of the model's loading and computing, which change no text.
 IGNORED_OPTIONS = frozenset(

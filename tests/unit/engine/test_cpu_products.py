@@ -80,6 +80,10 @@ def test_the_fastest_way_is_chosen(monkeypatch, took, best):
     assert measured([torch.randn(64, 32)], WAYS).way == best
 
 
+def test_weights_that_are_no_numbers_are_measured_too():
+    assert measured([torch.full((64, 32), torch.nan)], [USUAL]).way == USUAL
+
+
 def test_a_model_is_measured_once_on_a_machine(monkeypatch):
     seconds(monkeypatch, usual=1, packed=0.5)
     model = nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Linear(WIDE, 8))

@@ -67,7 +67,8 @@ class Fp8Weights:
         """These rows of the matrix."""
         import torch
 
-        block_of = torch.arange(len(self.codes), device=self.codes.device)[rows] // self.height
+        start, stop, _ = rows.indices(len(self.codes))
+        block_of = torch.arange(start, stop, device=self.codes.device) // self.height
         return Fp8Weights(self.codes[rows], self.scales[block_of], 1, self.width)
 
     def held(self, device: torch.device) -> Fp8Weights:
