@@ -15,7 +15,7 @@ if [ $# -ne 3 ]; then
   exit 2
 fi
 python=${PYTHON:-python3}
-count=$("$python" -m pipespec.cluster.manual_host --count "$1" "$2")
+count=$("$python" -m pipespec.cluster.join.manual_host --count "$1" "$2")
 exec "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$count" \
   --rdzv-backend=pipespec --log-dir=/dev/null --max-restarts=10 --monitor-interval=0.2 \
-  -m pipespec.cluster.manual_host "$1" "$2" "$3"
+  -m pipespec.cluster.join.manual_host "$1" "$2" "$3"

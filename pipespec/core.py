@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.device_copy import to_device
+from pipespec.system.device_copy import to_device
 
 if TYPE_CHECKING:  # a client needs no torch
     import torch

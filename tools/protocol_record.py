@@ -22,10 +22,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipespec.cluster.agent import AgentSetup
-from pipespec.cluster.deployment import ControllerAddress, Deployment
-from pipespec.cluster.torchrun import WorkerJob
-from pipespec.cluster.weight_host import WeightHost
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.processes.agent import AgentSetup
+from pipespec.cluster.processes.torchrun import WorkerJob
+from pipespec.cluster.weights.host import WeightHost
 from pipespec.config.choices import groups, options, read_choice
 from pipespec.controller import log_records, redis_keys
 from pipespec.sampling import wire_format

@@ -25,8 +25,8 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.core import Batch, Verdict
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState
 from pipespec.head.proposers.proposer import Context

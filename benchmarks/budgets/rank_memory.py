@@ -21,13 +21,14 @@ import psutil
 import torch
 
 from benchmarks.common import experiment
-from pipespec.cluster import rank_components
-from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.worker_group import launch
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.processes.worker_group import launch
+from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.core import Batch
 from pipespec.engine.precision import ITEM_BYTES
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposers.proposer import Context
 from pipespec.placement.slices import split_evenly
 from tools.inflate import Shape, read_config

@@ -102,7 +102,8 @@ def run_phases(stages: int) -> dict[str, float]:
     from pipespec.client.model_info import ModelInfo
     from pipespec.client.request_settings import RequestSettings
     from pipespec.cluster import session
-    from pipespec.cluster.deployment import decide, fit_context
+    from pipespec.cluster.decide import decide
+    from pipespec.cluster.deployment.deployment import fit_context
     from pipespec.config.compose import compose
 
     at: dict[str, float] = {}

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 
 from pipespec.core import Batch
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.kv_allocator import KVSlotAllocator
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.kv_allocator import KVSlotAllocator
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.proposer import Context
 from pipespec.head.tree import Tree

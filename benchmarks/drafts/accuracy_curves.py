@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import ALL
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.instruments.bench.draft_reader import read_answers
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy

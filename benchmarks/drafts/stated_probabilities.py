@@ -22,12 +22,12 @@ import torch
 from benchmarks.common import experiment, run_options
 from benchmarks.common.demo_pair import Pair, shipped
 from benchmarks.drafts.replay import REPETITIVE_PROMPTS, Replay
-from pipespec.cluster import rank_components
+from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
 from tools.rig import cluster

@@ -201,7 +201,7 @@ def agent_pid(pid: int | None) -> int | None:
     """The process id of the agent on a rank's host."""
     with suppress(psutil.NoSuchProcess):
         for process in [] if pid is None else psutil.Process(pid).parents():
-            if "pipespec.cluster.agent" in process.cmdline():
+            if "pipespec.cluster.processes.agent" in process.cmdline():
                 return process.pid
     return None
 

@@ -54,8 +54,8 @@ from benchmarks.peers.server_engines import (
     vllm,
 )
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.formats.gguf import is_gguf
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench import dataset
 from pipespec.instruments.bench.dataset import Sample

@@ -18,9 +18,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from pipespec.device_copy import make_current
 from pipespec.errors import PipespecError
 from pipespec.instruments.bench.dataset import Sample
+from pipespec.system.device_copy import make_current
 
 
 class PeerFailed(PipespecError):

@@ -26,7 +26,7 @@ import psutil
 from benchmarks.common.experiment import ROOT
 from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
 from pipespec.client.registry import ENTRY, INVITATION
-from pipespec.engine.checkpoint.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -24,7 +24,8 @@ from pipespec.client.local_cluster import asking
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.request_settings import RequestSettings
 from pipespec.cluster import session
-from pipespec.cluster.deployment import decide, fit_context
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.instruments.bench import dataset
 from pipespec.instruments.bench.comparison import ONE_AT_A_TIME, composed
 from pipespec.instruments.bench.measurement import encode, measure

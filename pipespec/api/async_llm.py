@@ -31,16 +31,17 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import PATIENCE_S
-from pipespec.clock import monotonic_ns
-from pipespec.cluster.deployment import Deployment, decide
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import ConfigError, PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
-from pipespec.stats import Report
 from pipespec.text import FinalText
+from pipespec.timing.clock import monotonic_ns
+from pipespec.timing.stats import Report
 
 if TYPE_CHECKING:  # it imports torch
     from pipespec.head.policies.policy import SpeculationPolicy

@@ -10,7 +10,7 @@ from pipespec.client.local_cluster import own_entry
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.cluster import session
-from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.system.resource_limits import require_resources

@@ -14,7 +14,7 @@ from pipespec.errors import ConfigError, print_error
 from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
-    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.console.arguments import Commands
     from pipespec.engine.checkpoint.parts.folder import CacheEntry
 
@@ -45,8 +45,8 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.all:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
 
-    from pipespec.cluster.deployment import decide
-    from pipespec.cluster.host_weights import require_weights
+    from pipespec.cluster.decide import decide
+    from pipespec.cluster.weights.local import require_weights
     from pipespec.config.compose import compose
 
     moved: dict[str, tuple[int, int, int]] = {}
@@ -72,7 +72,7 @@ def with_weights(
 
     `moved` gets, by host, how many bytes were there at first, are there now, and are needed.
     """
-    from pipespec.cluster.weight_distribution import distribute_weights
+    from pipespec.cluster.weights.distribution import distribute_weights
 
     found = {} if moved is None else moved
     with named_progress() as show_bytes:

@@ -14,7 +14,7 @@ from pipespec.console.terminal import labelled, progress, show, shown, write
 
 if TYPE_CHECKING:
     from pipespec.client.single_generation import Result
-    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.console.arguments import Commands
 
 # Statistics that say what they are by more than their name.
@@ -82,8 +82,8 @@ def decode(
             return ask(client, chosen, ids, on_text)[0]
 
     from pipespec.cli.cache import with_weights
-    from pipespec.cluster.deployment import decide
-    from pipespec.cluster.held_weights import groups, summary
+    from pipespec.cluster.decide import decide
+    from pipespec.cluster.deployment.held_weights import groups, summary
     from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 
@@ -114,7 +114,7 @@ def _decode_here(
     from pipespec.client.request_settings import RequestSettings
     from pipespec.client.single_generation import ask
     from pipespec.cluster import session
-    from pipespec.cluster.deployment import fit_context
+    from pipespec.cluster.deployment.deployment import fit_context
 
     settings = RequestSettings.of(deployment.config)
     if len(prompt) > CHARACTERS * deployment.context:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
-from pipespec.cluster.host_changes import MeasuredHost, measured, with_hosts
 from pipespec.cluster.host_link.join_server import JoinServer
-from pipespec.cluster.look_after_host import LOOK_S, look_after_host
+from pipespec.cluster.join.host_changes import MeasuredHost, measured, with_hosts
+from pipespec.cluster.join.look_after_host import LOOK_S, look_after_host
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, PipespecError
@@ -22,7 +22,7 @@ from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL
 
 if TYPE_CHECKING:
-    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.cluster.host_link.host_session import HostSession
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.schema import Config
@@ -130,7 +130,7 @@ def admitting_hosts(
 
 def hosts_of(config: Config) -> HostsFile:
     """The hosts that are known before any joins, as a hosts file says it. Raises ConfigError."""
-    from pipespec.cluster.deployment import host_here
+    from pipespec.cluster.decide import host_here
 
     if config.cluster.hosts is not None:
         return load_hosts(config.cluster.hosts)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pipespec.client.registry import Damaged, Entry, entries, entry
-from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
 from pipespec.console.terminal import show, write

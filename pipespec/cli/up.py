@@ -33,7 +33,7 @@ from pipespec.system.versions import own_version
 
 if TYPE_CHECKING:
     from pipespec.cli.host_admission import HostAdmission
-    from pipespec.cluster.deployment import ControllerAddress, Deployment
+    from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
@@ -166,7 +166,7 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.held_weights import groups, summary
+        from pipespec.cluster.deployment.held_weights import groups, summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
@@ -269,7 +269,7 @@ def invited(
     waiting = [host.name for host in deployment.hosts if host.by_hand]
 
     def begin(where: ControllerAddress) -> None:
-        from pipespec.cluster.manual_host import Invitation
+        from pipespec.cluster.join.manual_host import Invitation
 
         kept = tuple(text for text in settings if group(text) != "controller")
         with kept_folder():
@@ -295,7 +295,7 @@ def planned(
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
     """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
     ConfigError, HostFailed."""
-    from pipespec.cluster.deployment import decide
+    from pipespec.cluster.decide import decide
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices
 

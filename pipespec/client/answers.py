@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipespec.batch_times import BatchTimes
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
-from pipespec.stats import Report, summarise
 from pipespec.text import FinalText
-from pipespec.trace import write_chrome_trace
+from pipespec.timing.batch_times import BatchTimes
+from pipespec.timing.stats import Report, summarise
+from pipespec.timing.trace import write_chrome_trace
 
 # A random seed is short enough to type again, and exact in every JSON parser.
 SEED_BITS = 32
@@ -91,7 +91,7 @@ TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step")
 
 
 def statistics(served: ModelInfo, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
-    """`pipespec.stats.summarise`, in the reported time (`ModelInfo.time_scale`)."""
+    """`pipespec.timing.stats.summarise`, in the reported time (`ModelInfo.time_scale`)."""
     stats = summarise(enqueued_ns, reports)
     scale = served.time_scale or 1.0
     if scale == 1:

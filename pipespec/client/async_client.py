@@ -25,7 +25,6 @@ from pipespec.client import registry
 from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.clock import monotonic_ns
 from pipespec.controller.async_request_log import (
     AsyncRedisConnection,
     AsyncRequestLog,
@@ -36,7 +35,8 @@ from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, pass
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
-from pipespec.stats import Report, empty_report
+from pipespec.timing.clock import monotonic_ns
+from pipespec.timing.stats import Report, empty_report
 
 # How long all requests may be silent before the cluster is looked at, and if it is our own.
 HEARTBEAT_S = 0.5
@@ -80,7 +80,7 @@ class AsyncClient:
 
     Args:
         own: the cluster, if this process runs it.
-        clock: nanoseconds, as `pipespec.clock.monotonic_ns`.
+        clock: nanoseconds, as `pipespec.timing.clock.monotonic_ns`.
     """
 
     def __init__(

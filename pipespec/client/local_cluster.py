@@ -14,7 +14,7 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.client.request_settings import group
 from pipespec.client.sync_client import PATIENCE_S, Client, connected
 from pipespec.cluster import session
-from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pipespec.client.template_calls import CallForm, find_call_form
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
+from pipespec.engine.checkpoint.vocabulary import compare_vocabularies
 from pipespec.engine.llguidance_backend import Grammars
-from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.validation import is_whole, reason
 
@@ -21,7 +21,7 @@ from pipespec.system.validation import is_whole, reason
 CHARACTERS = 16
 
 if TYPE_CHECKING:  # `pipespec status` can do without
-    from pipespec.cluster.deployment import Deployment
+    from pipespec.cluster.deployment.deployment import Deployment
 
 
 @dataclass(frozen=True)

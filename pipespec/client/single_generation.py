@@ -9,15 +9,15 @@ from typing import Any
 from pipespec.client import answers
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import Client
-from pipespec.clock import monotonic_ns
 from pipespec.core import TokenLogprobs
-from pipespec.stats import Report
 from pipespec.text import FinalText
+from pipespec.timing.clock import monotonic_ns
+from pipespec.timing.stats import Report
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `stats` is described in `pipespec.stats`.
+    """A finished request. `stats` is described in `pipespec.timing.stats`.
 
     `logprobs`, if asked for, has for every token its `token_id` and `logprob` and, as `top`,
     the same two of the most probable tokens: natural logarithms, in the target's own

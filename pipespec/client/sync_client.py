@@ -25,7 +25,7 @@ from pipespec.client.registry import RunningCluster
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
-from pipespec.stats import Report
+from pipespec.timing.stats import Report
 
 R = TypeVar("R")
 # How long a user waits for a Redis that is away.

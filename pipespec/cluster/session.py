@@ -20,31 +20,31 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from pipespec.cluster import memory
-from pipespec.cluster.agent_handle import AgentHandle
-from pipespec.cluster.cluster_state import ClusterState
-from pipespec.cluster.deployment import ControllerAddress, Deployment
-from pipespec.cluster.deployment_checks import (
+from pipespec.cluster.deployment import memory
+from pipespec.cluster.deployment.checks import (
     require_backend,
     require_quantizers,
     shared_gpu,
     without_ggml,
 )
-from pipespec.cluster.fault_stats import Fault
-from pipespec.cluster.held_weights import expanded
-from pipespec.cluster.host_changes import HostChanges
-from pipespec.cluster.host_weights import require_weights
-from pipespec.cluster.recovery import Recovery
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.deployment.held_weights import expanded
+from pipespec.cluster.deployment.replanning import first_assignment
+from pipespec.cluster.host_link.running_work import RunningWork
+from pipespec.cluster.join.host_changes import HostChanges
+from pipespec.cluster.processes.agent_handle import AgentHandle
+from pipespec.cluster.processes.fault_stats import Fault
+from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
+from pipespec.cluster.recovery.cluster_state import ClusterState
+from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
-from pipespec.cluster.replanning import first_assignment
-from pipespec.cluster.running_work import RunningWork
-from pipespec.cluster.weight_distribution import distribute_weights, shared_names
-from pipespec.cluster.weight_moves import WeightMoves
-from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
+from pipespec.cluster.weights.distribution import distribute_weights, shared_names
+from pipespec.cluster.weights.local import require_weights
+from pipespec.cluster.weights.moves import WeightMoves
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
-from pipespec.engine.architectures import modeling_module
+from pipespec.engine.formats.architectures import modeling_module
 from pipespec.errors import (
     ConfigError,
     ControllerError,
@@ -59,7 +59,7 @@ from pipespec.system.end_signals import raise_swallowed
 log = logging.getLogger(__name__)
 
 # Imported by the workers alone: a launcher needs no model.
-WORKER_ENTRYPOINT = "pipespec.cluster.worker:run_worker"
+WORKER_ENTRYPOINT = "pipespec.cluster.ranks.worker:run_worker"
 # How often a cluster without events is checked.
 HEARTBEAT_S = 0.05
 # How long the ranks may take to end once all requests have finished.

@@ -19,9 +19,9 @@ from pipespec.system.validation import shown
 from pipespec.transport.transport_settings import TransportConfig
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
-    from pipespec.clock import StepClock
     from pipespec.head.policies.policy import SpeculationPolicy
     from pipespec.head.proposers.proposer import ProposerConfig
+    from pipespec.timing.clock import StepClock
     from pipespec.transport.transport import LinkDelay
 
 MAX_CHUNK = 65536  # prompt tokens in a batch

@@ -39,7 +39,7 @@ from pipespec.controller.request_log import cancelling, enqueuing, keeping
 from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
-from pipespec.stats import empty_report
+from pipespec.timing.stats import empty_report
 
 # How long Redis keeps the stream that wakes a listener who is gone.
 KEEP_LISTENER_S = 3600

@@ -2,8 +2,8 @@
 
 Every worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires,
 with its process id and its progress. Workers report faults in a stream of *suspicions*. The
-launcher (`pipespec.cluster.recovery`) reads both and begins the next epoch, whose *assignment* maps
-workers to ranks; the stream of assignments wakes the workers that wait for it.
+launcher (`pipespec.cluster.recovery.recovery`) reads both and begins the next epoch, whose
+*assignment* maps workers to ranks; the stream of assignments wakes the workers that wait for it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipespec.batch_times import NO_TIMES, BatchTimes
-from pipespec.batch_times import pack as pack_times
-from pipespec.batch_times import unpack as unpack_times
 from pipespec.controller.draft_token_message import (
     END_OF_SEQUENCE,
     pack_draft_tokens,
@@ -24,6 +21,9 @@ from pipespec.core import DraftTokens, Request
 from pipespec.errors import ControllerError, StaleEpoch
 from pipespec.system.liveness import Waiting
 from pipespec.system.spin_wait import spin_until
+from pipespec.timing.batch_times import NO_TIMES, BatchTimes
+from pipespec.timing.batch_times import pack as pack_times
+from pipespec.timing.batch_times import unpack as unpack_times
 
 # More open steps than this are a bug (a rank completes nothing), not a deep pipeline.
 MAX_OPEN_STEPS = 1024

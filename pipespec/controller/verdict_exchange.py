@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.clock import wait_until
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Task, prune, transfer
 from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs, Verdict
-from pipespec.trace import Timeline
+from pipespec.timing.clock import wait_until
+from pipespec.timing.trace import Timeline
 
 _LOGPROBS = 1
 # The flag of each reason why a verdict failed.

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from pipespec.engine.attention.select import ATTENTIONS, AUTO, SDPA
-from pipespec.engine.checkpoint.quantization import QUANTIZATIONS
+from pipespec.engine.formats.quantization import QUANTIZATIONS
 from pipespec.engine.precision import ITEM_BYTES, KV_DTYPES, KV_PLAIN
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_ROWS

@@ -15,8 +15,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec.batch_times import RowTimes, merge_times, pack
-from pipespec.clock import REAL_TIME, StepClock
 from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.log_records import CANCELLED, Accepted
 from pipespec.controller.rank_controller import Controller
@@ -33,7 +31,9 @@ from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.system.liveness import LOADING_S, progress
-from pipespec.trace import Timeline
+from pipespec.timing.batch_times import RowTimes, merge_times, pack
+from pipespec.timing.clock import REAL_TIME, StepClock
+from pipespec.timing.trace import Timeline
 from pipespec.transport.transport import Transport
 
 log = logging.getLogger(__name__)

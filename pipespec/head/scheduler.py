@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipespec.batch_times import NO_TIMES, BatchTimes
 from pipespec.core import DRAFT, KIND, POSITION, Batch, Request, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.expansion import next_proposal_batch
@@ -40,6 +39,7 @@ from pipespec.head.step_stats import StepStats
 from pipespec.head.step_times import LearntSteps
 from pipespec.head.structured_output import GrammarGuide, masked_proposal
 from pipespec.head.tree import ROOT
+from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 
 
 class Scheduler:

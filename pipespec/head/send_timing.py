@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipespec.batch_times import Ema
+from pipespec.timing.batch_times import Ema
 
 # Running free: a batch is sent when so much of the first stage's work on the one before is left.
 EARLY = 0.15

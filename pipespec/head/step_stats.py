@@ -8,16 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipespec.batch_times import (
-    MEMORY,
-    NO_TIMES,
-    BatchTimes,
-    Ema,
-    LinearTimes,
-    Points,
-    RowTimes,
-    size_bucket,
-)
 from pipespec.head.policies.policy import (
     NO_PROBABILITIES,
     OfferedRows,
@@ -27,6 +17,16 @@ from pipespec.head.policies.policy import (
 )
 from pipespec.head.row_budget import Selection
 from pipespec.head.step_times import BETWEEN, ONE_BESIDE, ONE_TREE, PLAIN, LearntSteps
+from pipespec.timing.batch_times import (
+    MEMORY,
+    NO_TIMES,
+    BatchTimes,
+    Ema,
+    LinearTimes,
+    Points,
+    RowTimes,
+    size_bucket,
+)
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import Ema, Points, rising, size_bucket
 from pipespec.head.policies.draft_rounds import AUTO
+from pipespec.timing.batch_times import Ema, Points, rising, size_bucket
 
 # Steps that a size remembers; of their times, this share at either end counts as chance.
 SAMPLES, TRIMMED = 32, 1 / 8

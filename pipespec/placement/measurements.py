@@ -13,7 +13,7 @@ from typing import Any
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
-from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipespec.config.schema import Config
-from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.inspection.inspection import CheckpointInfo
 
 # Running states of a request: its own, and that which is kept of its prompt.
 STATES = 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams, TokenLogprobs
-from pipespec.device_copy import to_device, to_host
+from pipespec.system.device_copy import to_device, to_host
 
 
 class TokenCounts:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams
-from pipespec.device_copy import to_device, to_host
 from pipespec.sampling.distribution import candidates, needs_sorting, select_rows
+from pipespec.system.device_copy import to_device, to_host
 
 # How many of the most probable tokens are sorted first for top-k and top-p. To sort a large
 # vocabulary takes longer than all else.

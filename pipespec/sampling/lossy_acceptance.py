@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipespec.device_copy import to_device, to_host
+from pipespec.system.device_copy import to_device, to_host
 
 
 def relaxed(scores: Tensor, draft_tokens: Collection[int], eos: Sequence[int]) -> int | None:

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from pipespec.core import RELAXED, STRICT, DraftTokens, PromptLogprobs, SequenceStart
-from pipespec.device_copy import to_device
 from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
 from pipespec.sampling.lossy_acceptance import relaxed, strict
 from pipespec.sampling.wire_format import unpack
+from pipespec.system.device_copy import to_device
 from pipespec.system.liveness import LOADING_S, progress
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams
-from pipespec.device_copy import to_device
 from pipespec.sampling.draw import noise, noise_values
+from pipespec.system.device_copy import to_device
 
 # How many of the draft's most probable tokens are scored; beyond them the noise rarely helps.
 NUM_SCORED = 1024

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs
-from pipespec.device_copy import to_host
 from pipespec.sampling.distribution import logprobs, select_rows
 from pipespec.sampling.draw import draw
 from pipespec.sampling.sampling_state import SamplingState
+from pipespec.system.device_copy import to_host
 
 
 class AcceptedPath:

@@ -18,9 +18,9 @@ from prometheus_client.core import HistogramMetricFamily as Histogram
 from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
-from pipespec.cluster import fault_stats
-from pipespec.cluster.fault_stats import FaultKind
-from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes import fault_stats
+from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.controller.cluster_status import ClusterStatus, labelled
 from pipespec.core import STEP_TOKENS
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import (
     COMMITTED,
     DRAFT,
@@ -28,7 +27,8 @@ from pipespec.core import (
     TOKEN,
     Batch,
 )
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
+from pipespec.timing.batch_times import RowTimes, profiled_sizes
 
 # A size is measured twice, and the least time counts, unless a batch takes longer than this; larger
 # sizes are then left to the measured steps, as they would delay the start by seconds.

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import RowTimes, pack
-from pipespec.clock import REAL_TIME, StepClock
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
@@ -25,12 +23,14 @@ from pipespec.core import (
     SequenceStart,
     Verdict,
 )
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
 from pipespec.sampling.sampling_state import SamplingState
-from pipespec.stats import PERIOD
-from pipespec.trace import Timeline
+from pipespec.timing.batch_times import RowTimes, pack
+from pipespec.timing.clock import REAL_TIME, StepClock
+from pipespec.timing.stats import PERIOD
+from pipespec.timing.trace import Timeline
 from pipespec.transport.transport import Transport
 
 log = logging.getLogger(__name__)

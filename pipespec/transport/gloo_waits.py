@@ -3,7 +3,7 @@
 gloo does not release every wait when a neighbour dies or a link is closed. In torch 2.13, a message
 that is partly sent or received belongs to no list of pending operations, so neither the end of the
 connection nor an abort reaches who waits for it (gloo, tcp/pair.cc, `Pair::signalException`).
-`pipespec.cluster.heartbeat` looks here whether a thread that it has aborted still waits.
+`pipespec.cluster.ranks.heartbeat` looks here whether a thread that it has aborted still waits.
 """
 
 from __future__ import annotations

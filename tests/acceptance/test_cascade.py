@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.deployment import decide
-from pipespec.cluster.memory import WEIGHTS, local_ranks, require_memory, required_bytes
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.config.compose import compose
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.errors import ConfigError

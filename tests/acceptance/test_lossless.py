@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.engine.architectures import ARCHITECTURES
+from pipespec.engine.formats.architectures import ARCHITECTURES
 from pipespec.system.folders import resource_dir
 from tests.helpers import models, proposers
 from tests.helpers.matrix import some_of

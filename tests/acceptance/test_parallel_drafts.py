@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster import rank_components
+from pipespec.cluster.ranks import rank_components
 from pipespec.core import SamplingParams
 from pipespec.system.folders import resource_dir
 from tests.helpers import models

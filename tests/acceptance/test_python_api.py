@@ -17,7 +17,7 @@ import pytest
 
 from pipespec import LLM, AsyncLLM, SamplingParams
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.system.folders import resource_dir

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config import choices
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec.cluster import rank_components
+from pipespec.cluster.ranks import rank_components
 from pipespec.core import SamplingParams
 from tests.helpers import models
 from tests.helpers.matrix import some_of

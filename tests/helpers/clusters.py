@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from pipespec.client.local_cluster import Running, running
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.architectures import ARCHITECTURES
+from pipespec.engine.formats.architectures import ARCHITECTURES
 
 # One of each kind of attention: grouped heads, windows, caps, sinks, chunks and temperatures,
 # latent, sparse, layers of unequal heads, two attentions in a layer, fused projections.

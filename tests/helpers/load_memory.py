@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.system import heap
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

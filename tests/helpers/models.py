@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 
 # Of one run of the suite.
 SHARED = Path(os.environ["XDG_CACHE_HOME"]) / "tiny-models"

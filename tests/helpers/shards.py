@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from pipespec.engine.checkpoint.safetensors_headers import INDEX, WEIGHTS, read_index
-from pipespec.engine.checkpoint.slice_tensors import needed, part_of, parts_of
+from pipespec.engine.formats.safetensors_headers import INDEX, WEIGHTS, read_index
+from pipespec.engine.formats.slice_tensors import needed, part_of, parts_of
 
 
 def shard(source: Path, folder: Path, per_file: int = 5) -> Path:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import BatchTimes
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.controller.verdict_exchange import pack_verdicts
@@ -23,8 +22,9 @@ from pipespec.core import (
     Request,
     Verdict,
 )
-from pipespec.engine.parent_rule import Lineage, LiveNodes
+from pipespec.engine.slice.parent_rule import Lineage, LiveNodes
 from pipespec.sampling.verifier import AcceptedPath
+from pipespec.timing.batch_times import BatchTimes
 
 
 class StoryOver(Exception):

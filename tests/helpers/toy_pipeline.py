@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipespec.batch_times import BatchTimes
 from pipespec.controller.task_graph import Layout, Task, TaskKind
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.expert_counts import ExpertCounts
+from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.proposers.proposer import Proposal
@@ -29,7 +28,8 @@ from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence
 from pipespec.head.step import run_step
 from pipespec.stage.stage_loop import StageLoop, StageSettings
-from pipespec.trace import Timeline
+from pipespec.timing.batch_times import BatchTimes
+from pipespec.timing.trace import Timeline
 
 VOCABULARY = 5
 PRIME = 65521

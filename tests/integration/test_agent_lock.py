@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipespec.cluster.agent_lock import runtime_folder, sole_agent
+from pipespec.cluster.host_link.agent_lock import runtime_folder, sole_agent
 from pipespec.errors import ConfigError
 from pipespec.system.process_identity import since_boot
 
@@ -23,7 +23,7 @@ NAME = "lab-1-beta"
 HOLDER = """
     import sys
     from pathlib import Path
-    from pipespec.cluster.agent_lock import sole_agent
+    from pipespec.cluster.host_link.agent_lock import sole_agent
     with sole_agent(sys.argv[1], Path(sys.argv[2])):
         print("held", flush=True)
         sys.stdin.read()

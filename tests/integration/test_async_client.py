@@ -19,7 +19,7 @@ from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.async_client import MOST_ENTRIES, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller import request_log
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -29,8 +29,8 @@ from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnecti
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
 from pipespec.errors import ControllerError, RankFailed
-from pipespec.stats import Report, empty_report
 from pipespec.system.process_identity import since_boot
+from pipespec.timing.stats import Report, empty_report
 from tests.helpers.log import accept, head_of
 from tests.helpers.waiting import soon
 from tools.rig.log import events_of

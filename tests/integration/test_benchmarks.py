@@ -25,8 +25,8 @@ from benchmarks.load import throughput
 from benchmarks.pipeline import methods
 from pipespec.config.compose import compose
 from pipespec.core import Verdict
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.instruments.bench.figures import BenchResult, RequestResult
 from pipespec.instruments.emulation.machine import EmulatedMachine
 from tools.inflate import Shape, read_config

@@ -21,13 +21,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.checkpoint import fetching
+from pipespec.engine.checkpoint.fetching import NUM_CONNECTIONS, fetch_parts
 from pipespec.engine.checkpoint.partial_checkpoint import tensors_by_file
-from pipespec.engine.checkpoint.parts import fetching, range_source
-from pipespec.engine.checkpoint.parts.fetching import NUM_CONNECTIONS, fetch_parts
+from pipespec.engine.checkpoint.parts import range_source
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
-from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.hub import COMMIT, Fault, Hub, serving
 from tests.helpers.models import NUM_LAYERS, build
@@ -301,9 +302,9 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
 
 FETCH = """
 import sys
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.checkpoint.parts.fetching import fetch_parts
-from pipespec.engine.checkpoint.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.formats.slice_tensors import parts_of
 path = inspect("org/model").path
 print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
 """
@@ -351,8 +352,8 @@ def test_a_fetch_that_is_killed_at_any_moment_goes_on(
 
 MEASURED = """
 import resource, sys
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.checkpoint.parts.fetching import fetch_parts
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.checkpoint.fetching import fetch_parts
 from pipespec.engine.checkpoint.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])

@@ -2,7 +2,7 @@
 
 They are made from whole ones, always the same: a field of the config or an entry of a header is
 overwritten by what it cannot be. Beside them stand changes that mean nothing, which must be taken.
-Broken bytes, indices and GGUF files: `tests/unit/engine/checkpoint/`.
+Broken bytes, indices and GGUF files: `tests/unit/engine/formats/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import build

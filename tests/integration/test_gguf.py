@@ -19,16 +19,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
-from pipespec.cluster.held_weights import expanded
+from pipespec.cluster.deployment.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.fingerprint import fingerprint
-from pipespec.engine.checkpoint.formats.gguf import GGUF, KEPT_KINDS, GgufFiles
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.formats.gguf import GGUF, KEPT_KINDS, GgufFiles
 from pipespec.engine.ggml import library as ggml
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import llama_cpp

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import pytest
 
-import pipespec.cluster.heartbeat
-from pipespec.cluster.heartbeat import Heartbeat
+import pipespec.cluster.ranks.heartbeat
+from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import LEASE_S, Epoch, Membership
@@ -182,7 +182,7 @@ def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a Redis of the user's, whose launcher was killed."""
-    monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.2)
+    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "LAUNCHER_S", 0.2)
     epoch = begin(server)
     with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         shared.renew_launcher()
@@ -195,7 +195,7 @@ def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
 def test_a_worker_lives_as_long_as_its_launcher(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipespec.cluster.heartbeat, "LAUNCHER_S", 0.5)
+    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "LAUNCHER_S", 0.5)
     epoch = begin(server)
     with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         end = time.monotonic() + 1.5
@@ -207,7 +207,7 @@ def test_a_worker_lives_as_long_as_its_launcher(
 def test_a_worker_that_gloo_does_not_release_is_killed(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipespec.cluster.heartbeat, "RELEASE_S", 0.2)
+    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "RELEASE_S", 0.2)
     begin(server)
     killed = threading.Event()
     with (
@@ -223,7 +223,7 @@ def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds out when it uses them next, which may take seconds."""
-    monkeypatch.setattr(pipespec.cluster.heartbeat, "RELEASE_S", 0.0)
+    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "RELEASE_S", 0.0)
     begin(server)
     killed, link = threading.Event(), RecordingLink()
     with (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from tests.helpers.matrix import some_of

@@ -20,14 +20,15 @@ import pytest
 
 from pipespec.cli import host_admission
 from pipespec.cli.invite import JoinOptions, ask_for_invitation
-from pipespec.cluster.deployment import Deployment, decide
-from pipespec.cluster.host_changes import MeasuredHost
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.host_link import join_server, joined_host, loop, programs
 from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.token import Token
+from pipespec.cluster.join.host_changes import MeasuredHost
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
 from pipespec.errors import HostFailed
@@ -354,7 +355,7 @@ def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluste
         session = cluster.sessions.get(timeout=PATIENCE_S)
     until(lambda: not cluster.server._sessions)
     with pytest.raises(HostFailed, match=r"^beta: it has left; run `pipespec join` there again"):
-        programs.run_module(session.host, "pipespec.cluster.agent", timeout=PATIENCE_S)
+        programs.run_module(session.host, "pipespec.cluster.processes.agent", timeout=PATIENCE_S)
 
 
 def test_a_host_whose_connection_breaks_comes_back_by_itself(

@@ -11,8 +11,8 @@ import torch
 
 from pipespec.config.choices import options
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import build

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from pipespec.cluster.worker_group import launch
+from pipespec.cluster.processes.worker_group import launch
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
 from pipespec.transport.distributed import DistributedTransport
@@ -236,7 +236,7 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
     script = f"""
         import sys
         sys.path[:0] = {sys.path!r}
-        from pipespec.cluster.worker_group import WorkerGroup
+        from pipespec.cluster.processes.worker_group import WorkerGroup
         from pipespec.config.hosts import this_machine
         where = {(2, str(meeting), place)!r}
         run = "{__name__}:{wait_for_batches.__name__}"

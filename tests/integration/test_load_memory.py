@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from pipespec.engine.checkpoint.formats.fp4 import MXFP4, NVFP4
-from pipespec.engine.checkpoint.formats.fp8 import FP8
-from pipespec.engine.checkpoint.formats.gguf import GGUF
-from pipespec.engine.checkpoint.formats.packing import PACKED_INT4
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.formats.fp4 import MXFP4, NVFP4
+from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.inspection.inspection import inspect
 from tests.helpers.models import build
 from tools.rig import fp4_files, fp8_files, gguf_files, packing
 

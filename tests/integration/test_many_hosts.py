@@ -56,7 +56,7 @@ def texts(cluster) -> dict[str, list[int]]:
 
 
 def test_eight_stages_over_three_hosts_decode_what_hugging_face_decodes(texts):
-    from pipespec.cluster.deployment import decide
+    from pipespec.cluster.decide import decide
     from pipespec.config.compose import compose
 
     deployment = decide(compose(["cluster.devices=[cpu]"]))

@@ -11,7 +11,7 @@ import pytest
 from pipespec.cli.main import main
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import measure_links
 from pipespec.instruments.diagnostics.measure_devices import main as run_measure

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch.distributed import DistStoreError
 
-from pipespec.cluster import progress, worker_leases
-from pipespec.cluster.agent_handle import WorkerDeath
-from pipespec.cluster.cluster_state import LayoutChange
-from pipespec.cluster.fault_stats import FaultKind
-from pipespec.cluster.heartbeat import Heartbeat
-from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.recovery import Recovery
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes.agent_handle import WorkerDeath
+from pipespec.cluster.processes.fault_stats import FaultKind
+from pipespec.cluster.ranks.heartbeat import Heartbeat
+from pipespec.cluster.recovery import progress, worker_leases
+from pipespec.cluster.recovery.cluster_state import LayoutChange
+from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.link_addresses import LinkAddressTable

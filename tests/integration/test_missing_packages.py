@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 
@@ -171,7 +171,7 @@ def test_attention_for_gpus_is_refused_on_a_cpu(backend):
             pytest.param(module, marks=pytest.mark.long)
             for module in (
                 *("pipespec.console.arguments", "pipespec.cli.main"),
-                *("numpy", "pipespec.cluster.deployment"),
+                *("numpy", "pipespec.cluster.deployment.deployment"),
             )
         ),
     ],

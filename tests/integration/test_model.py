@@ -20,15 +20,15 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from pipespec.core import SamplingParams
-from pipespec.engine.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.checkpoint.text_part import text_names
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS
+from pipespec.engine.formats.text_part import text_names
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.recurrence import fixed_plan, state_sizes
-from pipespec.engine.tensor_parallel import TPRank
-from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.tp_worker import TPDriver, negotiate, run_tp_worker
+from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
 from pipespec.errors import ModelError, RankFailed
 from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup

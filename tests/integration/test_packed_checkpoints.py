@@ -17,21 +17,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from pipespec.client.local_cluster import running
-from pipespec.cluster import memory
-from pipespec.cluster.deployment import decide
-from pipespec.cluster.held_weights import expanded, summary
-from pipespec.cluster.recovery import Fault
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment import memory
+from pipespec.cluster.deployment.held_weights import expanded, summary
+from pipespec.cluster.recovery.recovery import Fault
 from pipespec.config.choices import options
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
-from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.checkpoint.formats.gguf_blocks import BlockWeights
-from pipespec.engine.checkpoint.formats.packing import PACKED_INT4, PACKED_INT8
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.formats.gguf_blocks import BlockWeights
+from pipespec.engine.formats.packing import PACKED_INT4, PACKED_INT8
 from pipespec.engine.ggml import library as ggml
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import NUM_LAYERS, build, logits, weights

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipespec.cli.main import main
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.instruments.bench.draft_reader import CHUNK, read_answers
 from pipespec.instruments.bench.figures import RequestResult

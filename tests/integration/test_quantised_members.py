@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.ggml.linear import GgmlLinear
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.low_bit.ggml_linear import GgmlLinear
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.members import together
 from tests.helpers.models import NUM_LAYERS, build

@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from pipespec.cluster import session
-from pipespec.cluster.host_weights import on_this_host
-from pipespec.cluster.rank_components import load_model as build_rank
+from pipespec.cluster.ranks.rank_components import load_model as build_rank
+from pipespec.cluster.weights.local import on_this_host
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.formats.fp4 import MXFP4
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.checkpoint.quantization import METHODS, QUANTIZATIONS
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.fp4 import MXFP4
+from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.matrix import some_of
@@ -230,8 +230,8 @@ def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
-from pipespec.engine.checkpoint.formats.fp4 import MXFP4
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.fp4 import MXFP4
+from pipespec.engine.slice.model_slice import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
                     quantization=quantization, num_slots=4)

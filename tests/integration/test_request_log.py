@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.batch_times import NO_TIMES
 from pipespec.controller import epoch_control, request_log
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -26,6 +25,7 @@ from pipespec.controller.request_log import RequestLog
 from pipespec.core import PromptLogprobs, Request, TokenLogprobs
 from pipespec.core import SamplingParams as Asked
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.timing.batch_times import NO_TIMES
 from tests.helpers.log import accept, head_of, take
 from tools.rig.log import events_of, reports_of
 

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from tests.helpers.driver import Driver
 from tests.helpers.redis_tls import captured

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.batch_times import unpack
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
+from pipespec.timing.batch_times import unpack
 from tests.helpers import models
 from tools.rig import cluster
 

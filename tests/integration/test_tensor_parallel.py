@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.client.local_cluster import Running, running
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership

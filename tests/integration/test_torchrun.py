@@ -127,7 +127,13 @@ def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_re
         of_another_model = environment / "of_another_model.invitation"
         of_another_model.write_text(json.dumps(asked))
         of_another_model.chmod(0o600)
-        command = [sys.executable, "-m", "pipespec.cluster.manual_host", str(hosts_file), "there"]
+        command = [
+            sys.executable,
+            "-m",
+            "pipespec.cluster.join.manual_host",
+            str(hosts_file),
+            "there",
+        ]
         there = subprocess.run(
             [*command, str(of_another_model)],
             env={**os.environ, "LOCAL_RANK": "0"},
@@ -154,7 +160,7 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
 
     def complaint(*arguments: str) -> str:
         run = subprocess.run(
-            [sys.executable, "-m", "pipespec.cluster.manual_host", *arguments],
+            [sys.executable, "-m", "pipespec.cluster.join.manual_host", *arguments],
             capture_output=True,
             text=True,
         )

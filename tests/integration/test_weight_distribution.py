@@ -25,14 +25,14 @@ from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.client.local_cluster import running
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
-from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint.parts.blueprint import GGUF_PREFIX
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
 from tests.helpers.shards import shard
@@ -527,7 +527,7 @@ def test_a_host_that_cannot_write_its_cache_is_named(
 def weight_hosts() -> list[psutil.Process]:
     """The processes of hosts that this process has started."""
     children = psutil.Process().children(recursive=True)
-    return [each for each in children if "pipespec.cluster.weight_host" in each.cmdline()]
+    return [each for each in children if "pipespec.cluster.weights.host" in each.cmdline()]
 
 
 @pytest.mark.long

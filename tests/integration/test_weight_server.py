@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.weight_server import MOST_UNPROVEN, WeightServer, tls_context, url_of
+from pipespec.cluster.weights.server import MOST_UNPROVEN, WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.parts.range_source import RangeSource, Unavailable
 from pipespec.errors import ModelError

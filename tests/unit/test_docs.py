@@ -12,7 +12,7 @@ import pytest
 
 from pipespec.cli.main import COMMANDS, REPLACED
 from pipespec.config.hosts import FILE, HOST
-from pipespec.engine.architectures import ARCHITECTURES
+from pipespec.engine.formats.architectures import ARCHITECTURES
 from tests.helpers.documentation import blocks, indented_commands, pages
 from tools.docs import figures, metrics
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client import Metric
 
-from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metric_definitions import OURS, VLLM, RequestMetrics, cluster_metrics
 

@@ -12,15 +12,16 @@ import torch
 from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM
 
-from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
-from pipespec.cluster.rank_components import load_model
-from pipespec.cluster.worker import connect_links, join_rank, rank_grammars
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.ranks.rank_components import load_model
+from pipespec.cluster.ranks.worker import connect_links, join_rank, rank_grammars
 from pipespec.config.compose import compose
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.request_log import RequestLog
-from pipespec.stats import summarise
+from pipespec.timing.stats import summarise
 from tools.rig.log import events_of, reports_of
 
 NAMESPACE = "test"

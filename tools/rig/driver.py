@@ -24,7 +24,7 @@ from typing import Any
 
 from pipespec.client.local_cluster import running
 from pipespec.client.sync_client import Client
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted

@@ -24,8 +24,8 @@ from typing import Any, Self
 
 import asyncssh
 
-from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.cluster.host_link import loop
+from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.host_link.connection import CONNECT_TIMEOUT, QUIET, pump, reason_of
 from pipespec.cluster.host_link.host_session import message
 from pipespec.cluster.host_link.join_server import CONTROL, KEY, PROVING_S, SILENCE_S
@@ -34,8 +34,8 @@ from pipespec.errors import HostFailed
 from pipespec.system.versions import own_version
 
 PROGRAMS = (
-    "pipespec.cluster.agent",
-    "pipespec.cluster.weight_host",
+    "pipespec.cluster.processes.agent",
+    "pipespec.cluster.weights.host",
     "pipespec.instruments.diagnostics.measure_devices",
     "pipespec.instruments.diagnostics.probe",
 )

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.device_copy import StagedArrays
 from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.system.device_copy import StagedArrays
 
 # Bits of a word of `mask`.
 WORD = 32

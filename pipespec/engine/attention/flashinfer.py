@@ -16,7 +16,6 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
@@ -24,6 +23,7 @@ from pipespec.engine.attention.attention_plan import (
     Reach,
     Segment,
 )
+from pipespec.system.device_copy import to_device
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
@@ -24,6 +23,7 @@ from pipespec.engine.attention.attention_plan import (
     Segment,
 )
 from pipespec.engine.attention.kv_format import unpacked
+from pipespec.system.device_copy import to_device
 
 # Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
 # with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs

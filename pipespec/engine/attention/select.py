@@ -37,8 +37,8 @@ def select_backend(
     self-test on the device. Returns its name, the backend, and a sentence for each backend that is
     not used.
 
-    `auto` is `sdpa`, until `pipespec.engine.autotune` has found a faster one. `batch_invariant`
-    applies to `sdpa` only.
+    `auto` is `sdpa`, until `pipespec.engine.slice.autotune` has found a faster one.
+    `batch_invariant` applies to `sdpa` only.
     """
     refused: list[str] = []
     name = SDPA if name == AUTO else name

@@ -7,7 +7,7 @@ or on the order of rows, none of which there is in a batch of tree rows:
     query temperatures   (Llama 4) a factor by position, which the module takes from the cache
     sparse attention     (DeepSeek V3.2) an indexer selects the `index_topk` keys of each row; in a
                          context of at most as many keys it selects all, so it is left out, and the
-                         context ends there (`pipespec.engine.checkpoint.model_config`)
+                         context ends there (`pipespec.engine.inspection.model_config`)
 """
 
 from __future__ import annotations

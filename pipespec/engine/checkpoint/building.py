@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
-from pipespec.engine.checkpoint.formats.lazy import LazyTensor, Part
-from pipespec.engine.checkpoint.formats.safetensors_folder import FOREIGN
-from pipespec.engine.checkpoint.safetensors_headers import Tensor
-from pipespec.engine.checkpoint.slice_tensors import LAYER
-from pipespec.engine.slicing import num_layers_of
+from pipespec.engine.formats.architectures import num_layers_of
+from pipespec.engine.formats.lazy import LazyTensor, Part
+from pipespec.engine.formats.safetensors_folder import FOREIGN
+from pipespec.engine.formats.safetensors_headers import Tensor
+from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.validation import reason

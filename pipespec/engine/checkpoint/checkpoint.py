@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.checkpoint.formats.gguf import GgufFiles, is_gguf
-from pipespec.engine.checkpoint.formats.safetensors_folder import SafetensorsFolder, view
 from pipespec.engine.checkpoint.model_path import resolve
-from pipespec.engine.checkpoint.stored import StoredFiles
+from pipespec.engine.formats.gguf import GgufFiles, is_gguf
+from pipespec.engine.formats.safetensors_folder import SafetensorsFolder, view
+from pipespec.engine.formats.stored import StoredFiles
 
 if TYPE_CHECKING:  # headers are read without it
     import torch

@@ -11,21 +11,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipespec.engine.architectures import count_field
-from pipespec.engine.checkpoint.formats.gguf import is_gguf
-from pipespec.engine.checkpoint.formats.gguf_parts import parts_of
 from pipespec.engine.checkpoint.model_path import known_model
 from pipespec.engine.checkpoint.partial_checkpoint import missing
 from pipespec.engine.checkpoint.parts.parts_file import is_partial
-from pipespec.engine.checkpoint.safetensors_headers import (
+from pipespec.engine.formats.architectures import count_field
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import parts_of
+from pipespec.engine.formats.safetensors_headers import (
     CONFIG,
     INDEX,
     WEIGHTS,
     tensor_ranges,
     weight_map,
 )
-from pipespec.engine.checkpoint.slice_tensors import OUTPUT_HEADS, part_of
-from pipespec.engine.checkpoint.text_part import text_config, text_names
+from pipespec.engine.formats.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.formats.text_part import text_config, text_names
 from pipespec.errors import ModelError
 from pipespec.system.validation import (
     Missing,

@@ -6,12 +6,12 @@ import os
 import re
 from pathlib import Path
 
-from pipespec.engine.checkpoint.formats.gguf import is_gguf, require_tokenizer
-from pipespec.engine.checkpoint.formats.gguf_parts import first_part, part_names, parts_of
-from pipespec.engine.checkpoint.formats.safetensors_folder import is_whole
 from pipespec.engine.checkpoint.parts.blueprint import open_repository
 from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
 from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
+from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
+from pipespec.engine.formats.gguf_parts import first_part, part_names, parts_of
+from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 

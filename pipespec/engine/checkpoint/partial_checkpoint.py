@@ -15,7 +15,7 @@ from pipespec.engine.checkpoint.parts.folder import (
     read_repository,
 )
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial
-from pipespec.engine.checkpoint.slice_tensors import described, part_of
+from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
-from pipespec.engine.checkpoint.stored import StoredFiles
+from pipespec.engine.formats.stored import StoredFiles
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason

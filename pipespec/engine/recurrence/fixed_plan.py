@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.device_copy import StagedArrays
 from pipespec.engine.recurrence.recurrent_plan import Fold, RecurrentPlan, Trees
 from pipespec.engine.recurrence.state_sizes import fixed_entries
+from pipespec.system.device_copy import StagedArrays
 
 # Committed nodes that are folded into a state, and ancestors of a row, itself included.
 MOST_FOLDED = 32

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipespec.device_copy import to_device_together
 from pipespec.engine.recurrence import tree_rules
 from pipespec.engine.recurrence.recurrent_plan import NONE, RecurrentPlan
+from pipespec.system.device_copy import to_device_together
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from pipespec.batch_times import Points
 from pipespec.head.tree import Tree
+from pipespec.timing.batch_times import Points
 
 NO_NODES = np.empty(0, np.int64)
 NO_PROBABILITIES = np.empty(0)

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pipespec.clock import REAL_TIME, StepClock, monotonic_ns
 from pipespec.core import Verdict
-from pipespec.device_copy import make_current
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
+from pipespec.system.device_copy import make_current
+from pipespec.timing.clock import REAL_TIME, StepClock, monotonic_ns
 
 if TYPE_CHECKING:
     import torch

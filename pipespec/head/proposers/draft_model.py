@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipespec.core import Batch, Verdict
-from pipespec.device_copy import to_device, to_host
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
 from pipespec.head.proposers.calibration import CalibratedProposer
@@ -27,13 +26,14 @@ from pipespec.head.proposers.proposer import (
 )
 from pipespec.head.tree import ROOT
 from pipespec.sampling.grammar import unpack_mask
+from pipespec.system.device_copy import to_device, to_host
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # the runner imports models, which reading settings does not need
     from torch import Tensor
 
-    from pipespec.engine.runner import SliceRunner
+    from pipespec.engine.slice.runner import SliceRunner
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposers.proposer import Context
 
 if TYPE_CHECKING:  # the runner imports models, which reading settings does not need
-    from pipespec.engine.runner import SliceRunner
+    from pipespec.engine.slice.runner import SliceRunner
 
 
 class DraftTexts:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.core import Batch, Verdict
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.proposer import Context
 from pipespec.instruments.bench.figures import RequestResult

@@ -21,7 +21,7 @@ What speculation brought is said in two ways, which differ once requests overlap
 `rows_per_step`, `hit_rate` and `accepted_per_batch` are of a request: its own tokens and rows in
 the steps in which it was open, means over all requests. `pipeline_steps`,
 `pipeline_tokens_per_step`, `pipeline_rows_per_step` and `stage_busy` are of the whole run, in
-which a step that served many requests counts once (`pipespec.stats.together`), also for those of
+which a step that served many requests counts once (`merge_periods`), also for those of
 others who ask the same cluster.
 
 Under `emulate.scale` all times are divided by it: they are those of the emulated machine.
@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.stats import merge_periods
+from pipespec.timing.stats import merge_periods
 
 PERCENTILES = (50, 90, 99)
 
@@ -48,7 +48,7 @@ class RequestResult:
     """One decoded prompt.
 
     `token_ms` are the arrivals of the tokens since the request was handed in, `ttft_ms` the
-    first of them; `stats` is described in `pipespec.stats`. `started_ms` is when it was handed
+    first of them; `stats` is what `summarise` returns. `started_ms` is when it was handed
     in, since the run began; `draft_overruns` counts its draft rounds that overran, and
     `periods` is what each stage reported under that name.
     """
@@ -167,7 +167,7 @@ def _speculation(requests: Sequence[RequestResult]) -> dict[str, Any]:
     """What speculation brought to a request, over all of them.
 
     `tokens_per_step` counts tokens and steps after a request's first verdict with a token, as
-    `pipespec.stats` does; `accepted_per_batch` is how many tokens a verdict on a request decided
+    `summarise` does; `accepted_per_batch` is how many tokens a verdict on a request decided
     that decided any. `rows_per_step` weighs every step of a request alike.
     """
     later = [sum(at > r.token_ms[0] for at in r.token_ms) for r in requests]

@@ -12,9 +12,9 @@ from pipespec.client.local_cluster import asking
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import Client
-from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
-from pipespec.cluster.deployment import decide, fit_context
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
@@ -22,8 +22,9 @@ from pipespec.instruments.bench.arrivals import Arrivals, Load
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
-from pipespec.stats import Report
 from pipespec.text import FinalText
+from pipespec.timing.clock import monotonic_ns
+from pipespec.timing.stats import Report
 
 # Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
 READ_REPORTS_S = 600.0

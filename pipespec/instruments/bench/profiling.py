@@ -15,8 +15,7 @@ from itertools import pairwise
 from operator import add
 from typing import Any
 
-from pipespec.batch_times import BatchTimes
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
@@ -31,6 +30,7 @@ from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.recorded_draft import DraftRecord
 from pipespec.instruments.plan.simulation import simulate_texts
 from pipespec.system.versions import package_version
+from pipespec.timing.batch_times import BatchTimes
 
 # Candidates that are recorded of each token, unless a policy takes more.
 CANDIDATES = 16

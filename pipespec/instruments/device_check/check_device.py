@@ -122,7 +122,7 @@ def main() -> None:
     """Run the part that the arguments name."""
     import torch
 
-    from pipespec.device_copy import make_current
+    from pipespec.system.device_copy import make_current
 
     name, device = sys.argv[1:]
     part = next(part for part in PARTS if part.name == name)

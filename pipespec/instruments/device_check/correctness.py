@@ -11,11 +11,11 @@ import torch
 from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.checkpoint.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.checkpoint.formats.groups import GroupedWeights
-from pipespec.engine.checkpoint.formats.packing import GROUPED_KIND, PACKED_INT4
-from pipespec.engine.kept_weights import LayerMaker, self_test_error
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.formats.groups import GroupedWeights
+from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
+from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.instruments.diagnostics.machine_check import cuda_devices
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version

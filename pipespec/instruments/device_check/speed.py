@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import HashStore
 
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
-from pipespec.engine.autotune import median_ms
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.instruments.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport

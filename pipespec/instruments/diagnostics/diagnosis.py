@@ -7,7 +7,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from pipespec.config.hosts import Host, HostsFile
-from pipespec.engine.checkpoint.slice_tensors import listed
+from pipespec.engine.formats.slice_tensors import listed
 from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.instruments.diagnostics.inventory import PACKAGES, Inventory
 from pipespec.instruments.diagnostics.model_findings import model_findings

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.checkpoint.quantization import QUANTIZATIONS, READERS
+from pipespec.engine.formats.quantization import QUANTIZATIONS, READERS
 from pipespec.errors import PipespecError
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version

@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipespec.device_copy import make_current
-from pipespec.engine.autotune import median_ms
 from pipespec.engine.checkpoint.fingerprint import fingerprint
-from pipespec.engine.checkpoint.inspection import CheckpointInfo, inspect
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
 from pipespec.engine.checkpoint.parts.folder import Repository
-from pipespec.engine.checkpoint.slice_tensors import parts_of
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
+from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.instruments.diagnostics.timing import all_reduce_ms, round_ms
 from pipespec.placement.rank_needs import layer_kinds
+from pipespec.system.device_copy import make_current
 from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import Unreadable, typed

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipespec.cluster.deployment import Deployment
-from pipespec.cluster.host_changes import MeasuredHost
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.host_link import programs
+from pipespec.cluster.join.host_changes import MeasuredHost
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
-from pipespec.engine.checkpoint.slice_tensors import parts_of
+from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.instruments.diagnostics.measure_request import MeasureRequest

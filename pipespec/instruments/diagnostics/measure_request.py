@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipespec.config.cluster import AUTO
-from pipespec.engine.checkpoint.inspection import CheckpointInfo
+from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.system.cores import num_cores, share_cores
 

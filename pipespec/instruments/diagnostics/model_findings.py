@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
-from pipespec.engine.checkpoint.safetensors_headers import CONFIG, INDEX
-from pipespec.engine.checkpoint.slice_tensors import described, listed, parts_of
+from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX
+from pipespec.engine.formats.slice_tensors import described, listed, parts_of
 from pipespec.errors import ConfigError
 from pipespec.instruments.diagnostics.findings import Finding
 from pipespec.instruments.diagnostics.inventory import Inventory

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from pipespec.clock import monotonic_ns
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.autotune import median_ms
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.tensor_parallel import sum_parts
+from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
+from pipespec.timing.clock import monotonic_ns
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 
 WARM_UPS, SUMS = 2, 50

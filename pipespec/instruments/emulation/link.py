@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipespec.clock import monotonic_ns, wait_until
 from pipespec.core import Batch
 from pipespec.limits import MAX_MS, check_number
 from pipespec.settings import check_settings, setting
+from pipespec.timing.clock import monotonic_ns, wait_until
 from pipespec.transport.transport import LinkDelay, Transport
 
 MAX_GBIT = 1e6

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.clock import StepClock, wait_until
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole
 from pipespec.settings import check_settings, setting
+from pipespec.timing.clock import StepClock, wait_until
 
 MAX_SCALE = 1e3
 # Rows for which the times of a mixture of experts are computed.

@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipespec.engine.architectures import require_supported
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
-from pipespec.engine.checkpoint.model_config import read_config
 from pipespec.engine.checkpoint.model_path import resolve_config
-from pipespec.engine.checkpoint.slice_tensors import LAYER
-from pipespec.engine.checkpoint.text_part import text_config, text_type
+from pipespec.engine.formats.architectures import require_supported
+from pipespec.engine.formats.slice_tensors import LAYER
+from pipespec.engine.formats.text_part import text_config, text_type
+from pipespec.engine.inspection.model_config import read_config
 from pipespec.errors import ModelError
 from pipespec.instruments.emulation.machine import experts_read
 from pipespec.placement.rank_needs import STATES

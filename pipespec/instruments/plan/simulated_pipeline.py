@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
@@ -27,6 +26,7 @@ from pipespec.instruments.emulation.synthetic_proposer import (
     SyntheticProposer,
 )
 from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.timing.batch_times import RowTimes, profiled_sizes
 
 # The simulated text is random, and longer than what is decoded, so that no draft token reaches its
 # end.

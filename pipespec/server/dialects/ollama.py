@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.clock import monotonic_ns
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
@@ -32,6 +31,7 @@ from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refu
 from pipespec.server.response_schema import OMIT_NONE
 from pipespec.server.response_stream import OutputDelta, ReplyFormat
 from pipespec.text import Tokenizer
+from pipespec.timing.clock import monotonic_ns
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
 # know.

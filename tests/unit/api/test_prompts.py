@@ -8,7 +8,7 @@ import pytest
 
 from pipespec.api.prompts import tokenize_chats, tokenize_prompts
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.errors import PromptError
 

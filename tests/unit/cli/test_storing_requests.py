@@ -9,7 +9,7 @@ import pytest
 from pipespec.cli.main import main
 from pipespec.cli.up import storing_requests
 from pipespec.cluster import redis_setup
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.data_folder import write_model
 from pipespec.errors import RankFailed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.errors import ConfigError

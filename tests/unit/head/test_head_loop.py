@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.batch_times import BatchTimes
 from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.request_log import CANCELLED
 from pipespec.controller.task_graph import Layout, TaskKind
@@ -45,7 +44,8 @@ from pipespec.instruments.emulation.synthetic_proposer import Accuracy, Syntheti
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import VOCABULARY, SimulatedPipeline
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
-from pipespec.trace import Timeline
+from pipespec.timing.batch_times import BatchTimes
+from pipespec.timing.trace import Timeline
 from tests.helpers.grammar import OneOf, compiled
 from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages
 

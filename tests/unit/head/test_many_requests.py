@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.batch_times import BatchTimes
 from pipespec.core import (
     DRAFT,
     KIND,
@@ -36,6 +35,7 @@ from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import (
     simulate,
 )
+from pipespec.timing.batch_times import BatchTimes
 from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.core import Batch, Request, SamplingParams
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy

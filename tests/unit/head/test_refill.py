@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.batch_times import BatchTimes
 from pipespec.config.compose import compose
 from pipespec.core import Batch, Request
 from pipespec.errors import ConfigError
@@ -23,6 +22,7 @@ from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan import simulated_pipeline
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.timing.batch_times import BatchTimes
 
 STEP_MS, STEPS = 10.0, 50
 FLAT = TimeCurve(((1, STEP_MS), (64, 1.1 * STEP_MS)))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.batch_times import Points
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.static_tree import StaticTree
@@ -28,6 +27,7 @@ from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.timing.batch_times import Points
 
 FLAT = ((1, 3.0), (64, 4.0))  # as stages have measured it, one by one
 # 8 rows of Q4_K cost 6.4 times one row on two cores with AVX2.

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
-from pipespec.engine.checkpoint.inspection import inspect
-from pipespec.engine.checkpoint.stored import KeptLayer, Storage
+from pipespec.engine.formats.stored import KeptLayer, Storage
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.recurrence.state_sizes import RecurrentSizes
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 
 

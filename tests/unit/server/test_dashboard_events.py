@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import (
     ClusterStatus,
     Unfinished,

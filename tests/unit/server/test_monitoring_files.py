@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipespec.cluster.fault_stats import FaultKind
+from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metrics import Metrics
 

@@ -28,7 +28,7 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 TEXT = json.dumps({"prompt": "Hello"}).encode()
 LIMIT_S = 0.5
 # Takes seconds, but not for ever: its thread outlives the request.
-LOOPS = "{% for a in range(4000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}"
+LOOPS = "{% for a in range(20000) %}{% for b in range(4000) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")

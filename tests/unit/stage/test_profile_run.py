@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.stage.profile_run import profile_run
 from tests.helpers import models
 

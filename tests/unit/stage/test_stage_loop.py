@@ -12,14 +12,14 @@ import torch
 from pipespec.controller.task_graph import Layout, TaskKind
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import NODE, NUM_COLUMNS, Batch, SamplingParams, SequenceStart, Verdict
-from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed
 from pipespec.head.proposers.proposer import Context
 from pipespec.sampling.wire_format import pack
 from pipespec.stage.stage_loop import StageLoop, StageSettings
-from pipespec.stats import merge_periods
-from pipespec.trace import Timeline
+from pipespec.timing.stats import merge_periods
+from pipespec.timing.trace import Timeline
 from tests.helpers import models
 from tests.helpers.story import StoryController, StoryLink
 

@@ -15,11 +15,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint.formats import gguf
-from pipespec.engine.checkpoint.formats.gguf import GgufFiles, is_gguf
-from pipespec.engine.checkpoint.formats.gguf_file import header_ends
-from pipespec.engine.checkpoint.formats.gguf_parts import part_names
-from pipespec.engine.checkpoint.formats.safetensors_folder import SafetensorsFolder
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
     StoredFile,
@@ -32,7 +27,12 @@ from pipespec.engine.checkpoint.parts.folder import (
 )
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint.parts.range_source import COMMIT, HubSource
-from pipespec.engine.checkpoint.safetensors_headers import (
+from pipespec.engine.formats import gguf
+from pipespec.engine.formats.gguf import GgufFiles, is_gguf
+from pipespec.engine.formats.gguf_file import header_ends
+from pipespec.engine.formats.gguf_parts import part_names
+from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
+from pipespec.engine.formats.safetensors_headers import (
     CONFIG,
     INDEX,
     WEIGHTS,

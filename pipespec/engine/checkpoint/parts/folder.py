@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipespec.engine.checkpoint.formats.gguf import is_gguf
-from pipespec.engine.checkpoint.formats.gguf_parts import part_names
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.file_lock import lock_file

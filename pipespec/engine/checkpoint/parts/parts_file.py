@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from pipespec.engine.checkpoint.formats import gguf
-from pipespec.engine.checkpoint.safetensors_headers import tensor_ranges
+from pipespec.engine.formats import gguf
+from pipespec.engine.formats.safetensors_headers import tensor_ranges
 from pipespec.errors import ModelError
 
 # Bytes of a file: start and stop.

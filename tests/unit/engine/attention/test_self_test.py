@@ -13,7 +13,7 @@ from pipespec.engine.attention import select, self_test
 from pipespec.engine.attention.attention_plan import AttentionBackend, LayerOptions, LayerPool
 from pipespec.engine.attention.sdpa import SdpaBackend
 from pipespec.engine.attention.torch_backend import TorchBackend
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.slice.model_slice import ModelSlice
 from tests.helpers import models
 
 CPU = torch.device("cpu")

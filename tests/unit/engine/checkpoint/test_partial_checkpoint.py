@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipespec.engine.checkpoint.inspection import inspect
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here
-from pipespec.engine.checkpoint.slice_tensors import described, parts_of
-from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.formats.slice_tensors import described, parts_of
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import NUM_LAYERS, build
 from tests.helpers.shards import own_files, shard

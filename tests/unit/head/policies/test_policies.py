@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.batch_times import BatchTimes
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.draft_rounds import AUTO, has_time_for_round
@@ -27,6 +26,7 @@ from pipespec.head.policies.static_tree import StaticTree
 from pipespec.head.row_budget import RequestCandidates, select_rows, target_batch, tokens_by_rows
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT, Tree
+from pipespec.timing.batch_times import BatchTimes
 
 VOCABULARY = 6
 STATE = PipelineState(num_stages=4, step=0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipespec.core import DRAFT, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
-from pipespec.engine.kv_allocator import KVSlotAllocator
+from pipespec.engine.slice.kv_allocator import KVSlotAllocator
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer

@@ -10,11 +10,11 @@ import pytest
 
 from pipespec.client import answers
 from pipespec.client.model_info import ModelInfo
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
 from pipespec.instruments.bench.figures import BenchResult, RequestResult
-from pipespec.stats import PERIOD
+from pipespec.timing.stats import PERIOD
 
 LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
 

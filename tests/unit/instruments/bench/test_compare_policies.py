@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.deployment import decide
-from pipespec.cluster.rank_components import num_profiled_rows, scheduler_config
+from pipespec.cluster.decide import decide
+from pipespec.cluster.ranks.rank_components import num_profiled_rows, scheduler_config
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import pack_request, unpack_request
 from pipespec.core import Request

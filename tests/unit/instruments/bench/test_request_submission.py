@@ -11,14 +11,14 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.request_settings import RequestSettings
-from pipespec.cluster.deployment import decide
+from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.instruments.bench import measurement as module
 from pipespec.instruments.bench.arrivals import Load
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.measurement import measure
-from pipespec.stats import PERIOD
+from pipespec.timing.stats import PERIOD
 
 SECOND = 10**9
 PROMPT = [5, 6]

@@ -14,7 +14,7 @@ import torch
 
 from pipespec.cli.main import main
 from pipespec.engine.attention import select
-from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.low_bit.dequantised import DequantisedLinear
 from pipespec.instruments.device_check import check_device as check
 from pipespec.instruments.device_check import correctness
 from pipespec.instruments.device_check.check_device import fastest, faults, page

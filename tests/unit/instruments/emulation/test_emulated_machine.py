@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from pipespec.clock import monotonic_ns, wait_until
 from pipespec.config.choices import options
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
@@ -15,6 +14,7 @@ from pipespec.instruments.emulation.machine import (
     EmulatedMachine,
     experts_read,
 )
+from pipespec.timing.clock import monotonic_ns, wait_until
 
 
 def test_a_stage_lasts_as_its_rows_say():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.cli.main import main
-from pipespec.engine.checkpoint.inspection import inspect
+from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.plan.gpu_layouts import LAYER_MS, Target, clusters, round_ms

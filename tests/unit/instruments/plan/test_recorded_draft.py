@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipespec.batch_times import BatchTimes
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
@@ -23,6 +22,7 @@ from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.recorded_draft import MISSED, DraftRecord, TextRecord
 from pipespec.instruments.plan.simulation import level_equation, simulate, simulate_texts
+from pipespec.timing.batch_times import BatchTimes
 
 MACHINE = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=2.0)
 LEVEL = Level(width=16, children=4)

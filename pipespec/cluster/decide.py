@@ -1,0 +1,121 @@
+"""Decides before any rank starts which checkpoints, devices and layers the ranks have.
+
+No model and no rank's loop is imported here, so that commands report errors quickly, and clients
+and launchers do not spend time on imports that only ranks need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.config.cluster import ClusterConfig
+from pipespec.config.hosts import Host, load_hosts, this_machine
+from pipespec.config.schema import Config
+from pipespec.engine.checkpoint.model_path import refuse_unread
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ConfigError
+from pipespec.placement.costs import Needs, Problem, Worker
+from pipespec.placement.measurements import unmeasured
+from pipespec.placement.slices import Placement, plan_slices, split_evenly
+from pipespec.sampling.params import check_vocabulary
+from pipespec.system.devices import resolve_devices
+
+
+def decide(
+    config: Config, placement: Placement | None = None, *, ask_hosts: bool = True
+) -> Deployment:
+    """Plan a cluster from the checkpoints and the machine.
+
+    Args:
+        placement: planned from measured figures; without it devices count as equal.
+        ask_hosts: whether models that this machine lacks are looked for on the other hosts.
+
+    Raises ConfigError, in one sentence; HostFailed if another host must be asked and cannot.
+    """
+    hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
+    elsewhere: Mapping[str, Path] = {}
+    if hosts_file is not None and ask_hosts:
+        from pipespec.cluster.weights.distribution import find_on_hosts
+
+        elsewhere = find_on_hosts(config, hosts_file)
+    for kind in ("target", "draft", "mid"):
+        if (model := elsewhere.get(kind, getattr(config.model, kind))) is not None:
+            refuse_unread(model)
+    target = inspect(elsewhere.get("target", config.model.target))
+    target.check_quantization("model.quantization", config.model.quantization)
+    draft = None
+    if config.proposer.needs_draft:
+        assert config.model.draft is not None  # as Config checks
+        draft = inspect(elsewhere.get("draft", config.model.draft))
+        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
+    mid = None
+    if config.needs_mid:
+        assert config.model.mid is not None  # as Config checks
+        mid = inspect(elsewhere.get("mid", config.model.mid))
+        mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
+    if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
+            f"{target.dtype}; leave model.dtype out."
+        )
+    context = target.context
+    if config.model.context is not None:
+        if config.model.context > target.context:
+            raise ConfigError(
+                f"model.context is {config.model.context}, but the target was made for at most "
+                f"{target.context} tokens; lower model.context."
+            )
+        context = config.model.context
+    check_vocabulary(config.sampling.params(fresh_seed=0), target.vocab_size)
+    children = max(each.children for each in config.policies)
+    if children > target.vocab_size:
+        raise ConfigError(
+            f"policy.children is {children}, but the target's vocabulary has "
+            f"{target.vocab_size} tokens; lower policy.children."
+        )
+    if hosts_file is None:
+        hosts: tuple[Host, ...] = (host_here(config.cluster),)
+        if placement is None:
+            placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
+    else:
+        hosts_file.require_devices()
+        hosts = hosts_file.hosts
+        if config.cluster.stages != hosts_file.num_stages:
+            raise ConfigError(
+                f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
+                f"workers for {hosts_file.num_stages} stages; leave cluster.stages out."
+            )
+        if placement is None:
+            placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
+    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
+    check_groups(found)
+    if config.model.keep_quantized == "yes":
+        require_kept(found)
+    found = found.laid_out(placement)
+    require_attention(found)
+    return found
+
+
+def host_here(cluster: ClusterConfig) -> Host:
+    """The only host of a cluster without a hosts file. Raises ConfigError."""
+    count = cluster.stages + cluster.spares
+    groups = [cluster.draft_tensor_parallel, *[cluster.tensor_parallel] * count]
+    return this_machine(resolve_devices(cluster.devices, sum(groups)), groups)
+
+
+def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
+    """The placement of a cluster on this machine, whose workers are equal. Raises ConfigError."""
+    stages = cluster.stages
+    split = tuple(map(len, split_evenly(num_layers, stages)))
+    return plan_slices(
+        Problem(
+            tuple(map(Worker, workers)),
+            Needs((0,) * num_layers),
+            draft=workers[0],
+            split=split,
+            spares=tuple(workers[stages + 1 :]),
+        )
+    )

@@ -1,0 +1,134 @@
+"""What the settings of a deployment ask for and its models or devices cannot do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.ggml import library
+from pipespec.errors import ConfigError
+from pipespec.transport.transport_settings import NCCL
+
+if TYPE_CHECKING:
+    from pipespec.cluster.deployment.deployment import Deployment
+
+
+def quantization_of(name: str) -> str:
+    """The entry of `model.` that says how the weights of the model of that name are held."""
+    return "quantization" if name == "target" else f"{name}_quantization"
+
+
+def require_attention(deployment: Deployment) -> None:
+    """Raise ConfigError if a stage cannot use the attention backend of the settings. Packages
+    of other hosts are not checked."""
+    name = deployment.config.model.attention
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    for rank, (worker, device) in enumerate(
+        zip(deployment.workers, deployment.devices, strict=True)
+    ):
+        kind = device.partition(":")[0]
+        wrong = None
+        if worker in local or kind == "cpu":
+            wrong = missing_requirement(name, kind, deployment.dtype)
+        if rank and wrong:
+            raise ConfigError(
+                f"model.attention is {name}, but rank {rank} cannot use it: {wrong}; set "
+                "model.attention=auto."
+            )
+
+
+def check_groups(deployment: Deployment) -> None:
+    """Raise ConfigError or ModelError unless those that are to compute together can."""
+    model = deployment.config.model
+    head, *stages = deployment.workers
+    for worker in (*stages, *deployment.spares):
+        if followers := deployment.followers_of(worker):
+            deployment.target.check_tensor_parallel(1 + len(followers), model.quantization)
+    if followers := deployment.followers_of(head):
+        if deployment.draft is None:
+            raise ConfigError(
+                f"The head is {1 + len(followers)} devices, but its proposer has no draft model; "
+                "give it one device."
+            )
+        deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
+
+
+def require_kept(deployment: Deployment) -> None:
+    """Raise ConfigError unless weights stay in few bits."""
+    if not any(info.can_keep for _, info in deployment.models):
+        raise ConfigError(
+            f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
+            "stay in few bits; leave it out."
+        )
+
+
+def require_quantizers(deployment: Deployment) -> None:
+    """Raise ModelError unless this machine can load what its workers are to hold."""
+    model = deployment.config.model
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    head, *stages = deployment.workers
+    for kind, info in deployment.models if local else ():
+        name = quantization_of(kind)
+        holders = local.intersection(stages if info is deployment.target else (head,))
+        if holders:
+            info.require_quantizer(f"model.{name}", getattr(model, name))
+
+
+def require_backend(deployment: Deployment) -> None:
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or the
+    stages are on several hosts."""
+    if deployment.config.transport.backend != NCCL:
+        return
+    stages = _places_of_stages(deployment)
+    devices = [device for _, device in stages]
+    if "cpu" in devices or len(set(stages)) < len(stages):
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
+            f"and the stages are on {', '.join(devices)}; use auto or gloo."
+        )
+    if len(names := sorted({host for host, _ in stages})) > 1:
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
+            f"are on {', '.join(names)}; use auto or gloo."
+        )
+
+
+def shared_gpu(deployment: Deployment) -> str | None:
+    """A line that names a GPU which computes several stages, or tensor-parallel members of stages;
+    None: there is none."""
+    if deployment.config.clock:
+        return None
+    followers = [each for lead in deployment.workers[1:] for each in deployment.followers_of(lead)]
+    places = [
+        *_places_of_stages(deployment),
+        *((each.rpartition("/")[0], deployment.device_of(each)) for each in followers),
+    ]
+    what, settings = "stages", "cluster.stages"
+    if followers:
+        what, settings = "members of stages", "cluster.stages or cluster.tensor_parallel"
+    counts = Counter(place for place in places if place[1] != "cpu")
+    for (host, device), count in counts.most_common(1):
+        if count > 1:
+            return (
+                f"{count} {what} share {device} of {host}, which computes one of them at a time. "
+                f"Fewer of them ({settings}), at most one for each GPU, are likely faster."
+            )
+    return None
+
+
+def without_ggml(deployment: Deployment) -> str | None:
+    """Why CPUs of this machine compute weights of few bits without ggml, many times slower; None:
+    they do not."""
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    on_cpu = any(deployment.device_of(each) == "cpu" for each in local & {*deployment.workers})
+    few_bits = any(info.can_keep for _, info in deployment.models)
+    return (library.why_not() or None) if on_cpu and few_bits else None
+
+
+def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
+    """The host and the device of each stage."""
+    workers, devices = deployment.workers[1:], deployment.devices[1:]
+    return [
+        (worker.rpartition("/")[0], device) for worker, device in zip(workers, devices, strict=True)
+    ]

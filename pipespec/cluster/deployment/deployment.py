@@ -1,0 +1,195 @@
+"""The plan of a cluster: which checkpoints, devices and layers the ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipespec.cluster.deployment.checks import quantization_of
+from pipespec.config.hosts import Host
+from pipespec.config.schema import KEPT_STATES, Config
+from pipespec.controller.task_graph import Layout
+from pipespec.engine.checkpoint.parts.folder import Repository
+from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.placement.slices import Placement
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The plan of a cluster, made before any rank starts, which is sent to the ranks as a pickle.
+
+    `draft` is None where the proposer needs none, and so is `mid`, the mid-size model of a cascade.
+    `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
+    entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
+    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
+    for. `shared` names the models that hosts may have got from the hub or from one another;
+    `fetched`: the hosts have the weights that they compute in the first epoch.
+
+    `open_to` is the address of this machine at which hosts may join while the cluster runs; None:
+    none may. `joined` are those of the `hosts` that have, and `changes` counts how often one has
+    joined or left. `stage_devices` are those of the first layout, which decided the dtypes; none:
+    this is the first layout.
+    """
+
+    config: Config
+    target: CheckpointInfo
+    draft: CheckpointInfo | None
+    placement: Placement
+    layers: tuple[range, ...]
+    devices: tuple[str, ...]
+    context: int
+    hosts: tuple[Host, ...]
+    mid: CheckpointInfo | None = None
+    sizes: tuple[int, ...] = ()
+    shared: Mapping[str, Repository] = field(default_factory=dict)
+    fetched: bool = False
+    open_to: str | None = None
+    joined: tuple[Host, ...] = ()
+    changes: int = 0
+    stage_devices: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[tuple[str, CheckpointInfo]]:
+        """All checkpoints, by their names in `model.`, the target's first."""
+        named = {"target": self.target, "draft": self.draft, "mid": self.mid}
+        return [(name, info) for name, info in named.items() if info is not None]
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The worker of each rank in the first epoch, the head's first."""
+        return self.placement.workers_by_rank
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Workers without a rank until one is needed."""
+        return self.placement.spares
+
+    def device_of(self, worker: str) -> str:
+        """The device of a worker."""
+        return next(
+            device
+            for host in self.hosts
+            for name, device in zip(host.workers, host.devices, strict=True)
+            if name == worker
+        )
+
+    def followers_of(self, worker: str) -> tuple[str, ...]:
+        """The tensor-parallel followers of this worker, which can hold a rank."""
+        return next(host.members[worker] for host in self.hosts if worker in host.members)[1:]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.layers) + 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
+
+    @property
+    def dtype(self) -> str:
+        """The target's dtype, as torch names it: the same in all epochs, as it affects the text."""
+        return self.dtype_of(self.target)
+
+    def dtype_of(self, info: CheckpointInfo) -> str:
+        """The dtype in which one of the models computes."""
+        stages = map(self.device_of, self.placement.workers_by_rank[1:])
+        return info.chosen_dtype(self.config.model.dtype, self.stage_devices or stages)
+
+    def weight_format(self, info: CheckpointInfo) -> str | None:
+        """How the weights of one of the models are held, in every epoch; see CheckpointInfo."""
+        model = self.config.model
+        wanted = getattr(model, quantization_of(self.name_of(info)))
+        return info.weight_format(wanted, model.keep_quantized, self.dtype_of(info))
+
+    def made_plain(self) -> Deployment:
+        """The same with all weights of few bits dequantised."""
+        model = replace(self.config.model, keep_quantized="no")
+        return replace(self, config=replace(self.config, model=model))
+
+    def laid_out(self, placement: Placement) -> Deployment:
+        """The same with another layout of its workers."""
+        workers = placement.workers_by_rank
+        return replace(
+            self,
+            placement=placement,
+            layers=placement.layers,
+            devices=tuple(map(self.device_of, workers)),
+            sizes=tuple(1 + len(self.followers_of(worker)) for worker in workers),
+        )
+
+    def knowing(self, joined: Sequence[Host]) -> Deployment:
+        """The same with hosts that have joined in place of all that had before."""
+        first = [host for host in self.hosts if host not in self.joined]
+        stages = map(self.device_of, self.placement.workers_by_rank[1:])
+        return replace(
+            self,
+            hosts=(*first, *joined),
+            joined=tuple(joined),
+            stage_devices=self.stage_devices or tuple(stages),
+        )
+
+    def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
+        """With another checkpoint as the draft or the mid-size model."""
+        return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
+
+    def name_of(self, info: CheckpointInfo) -> str:
+        """Its name in `model.`."""
+        return next(name for name, each in self.models if each is info)
+
+    @property
+    def parallel(self) -> ParallelDraft | None:
+        """How the draft proposes several tokens per pass; None: it proposes one."""
+        draft = self.draft
+        if draft is None or draft.mask_token is None:
+            return None
+        if draft.parallel_tokens == 1:
+            return None
+        context = min(self.context, draft.context)
+        return ParallelDraft(draft.mask_token, draft.parallel_tokens, context)
+
+    @property
+    def max_retained(self) -> int:
+        """Of how many requests that have ended the text may stay in KV; 0: of none. With running
+        states, each of these texts needs one that is kept."""
+        scheduler = self.config.scheduler
+        if self.target.recurrent is None:
+            return scheduler.max_retained
+        return min(scheduler.max_retained, self.kept_states)
+
+    @property
+    def kept_states(self) -> int:
+        """How many running states every stage keeps of texts; 0: none."""
+        return self.kept_states_of(self.target, max(self.sizes[1:]))
+
+    def kept_states_of(self, info: CheckpointInfo, members: int) -> int:
+        """The same of a model on so many devices; tensor-parallel ones keep none."""
+        scheduler = self.config.scheduler
+        if info.recurrent is None or not scheduler.prefix_cache or members > 1:
+            return 0
+        return KEPT_STATES
+
+    @property
+    def max_rows(self) -> int:
+        """The largest number of rows in a batch."""
+        return self.config.max_rows
+
+
+@dataclass(frozen=True)
+class ControllerAddress:
+    """The controller of a cluster, an epoch, and the secret with which its ranks authenticate."""
+
+    url: str = field(repr=False)  # it holds a password
+    namespace: str
+    epoch: int = 0
+    secret: str = field(default="", repr=False)
+
+
+def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:
+    """The deployment with KV pools for so many requests at once and no longer context than they
+    can reach."""
+    config = deployment.config
+    reach = prompt_length + config.decode.max_new_tokens
+    most = min(config.scheduler.max_num_seqs, requests)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=most))
+    return replace(deployment, config=config, context=min(deployment.context, reach))

@@ -1,0 +1,343 @@
+"""The memory and the open files that a deployment needs, and what is free.
+
+Only memory that is certainly used is counted, so that no cluster is refused that could run:
+the KV of one sequence or what `model.kv_memory` names, the running states of all
+sequences (layers of linear attention and the like), one batch of the largest size on its way
+through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
+more than its files, mapped into memory, of which the system keeps as much as it has room for;
+they count where loading converts them. Where there is room for them, they are packed
+(`pipespec.engine.low_bit.cpu_products`).
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.core import NUM_COLUMNS
+from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.engine.model_settings import KV_SHARE, kv_amount
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.recurrence.state_sizes import fixed_entries
+from pipespec.errors import ConfigError
+from pipespec.placement.rank_needs import draft_slots, slots_by_setting
+from pipespec.placement.slices import GIB
+
+WEIGHTS = "the weights"
+# Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
+NODE_BYTES = 8 * 8 + 3
+SLOT_BYTES = 8  # in the list of free slots
+
+# Measured with 1, 4 and 8 stages: with fewer files a cluster does not start. The process with most
+# files holds pipes to every worker; a private Redis needs 32 itself and has two to four connections
+# to every worker.
+FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
+
+REMEDIES = {
+    WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
+    "model.context": "lower model.context",
+    "model.kv_memory": "lower model.kv_memory",
+    "policy.width": "lower policy.width",
+    "policy.capacity": "lower policy.capacity, or policy.width and policy.children",
+    "proposer.mid_rows": "lower proposer.mid_rows",
+    "scheduler.max_num_seqs": "lower scheduler.max_num_seqs",
+    "decode.prefill_chunk": "lower decode.prefill_chunk",
+}
+
+
+def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> CheckpointInfo | None:
+    """The model of a rank; of the head the draft model or, with `mid`, the mid-size model."""
+    if mid:
+        assert rank == 0, "a mid-size model is beside the head"
+        return deployment.mid
+    return deployment.target if rank else deployment.draft
+
+
+def required_bytes(
+    deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
+) -> Counter[str]:
+    """Bytes that a rank certainly uses on its device, by setting or WEIGHTS.
+
+    Args:
+        mid: those of the mid-size model alone.
+        member: those of this one of the tensor-parallel members that compute the rank.
+    """
+    info = model_of(deployment, rank, mid=mid)
+    if info is None:
+        return Counter()
+    item = ITEM_BYTES[deployment.dtype_of(info)]
+    layers = layers_of(deployment, info, rank)
+    slot = slot_bytes(deployment, info, rank)
+    config = deployment.config
+    found = Counter({name: n * slot for name, n in least_slots(deployment, rank).items()})
+    if kv_amount(config.model.kv_memory)[1] is not None:
+        found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
+    logits = config.fed_rows * info.vocab_size * item
+    if mid:
+        found["proposer.mid_rows"] += config.mid_rows * info.vocab_size * item
+    elif rank == 0:
+        nodes = config.scheduler.max_num_seqs * config.max_nodes
+        found["policy.capacity"] += nodes * NODE_BYTES
+        found["policy.width"] += logits
+    else:
+        row = NUM_COLUMNS * 8 + info.hidden_size * item
+        found["policy.width"] += config.fed_rows * row
+        if layers.stop == info.num_layers:
+            found["policy.width"] += logits
+    found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
+    device, members = deployment.devices[rank], members_of(deployment, rank, mid=mid)
+    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members, member)
+    return found
+
+
+def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
+    """The layers of `info` that a rank holds."""
+    return deployment.layers[rank - 1] if rank else range(info.num_layers)
+
+
+def members_of(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
+    """The tensor-parallel size of a rank's model; that of the mid-size model is 1."""
+    return 1 if mid else deployment.sizes[rank]
+
+
+def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
+    """Bytes of a token in the KV pool of a rank, or of each of its members."""
+    members = members_of(deployment, rank, mid=info is deployment.mid)
+    of_layer = info.kv_bytes(deployment.dtype_of(info), deployment.config.model.kv_dtype, members)
+    return info.kv_layers(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
+
+
+def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
+    """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
+    that are kept of prompts, and those of tree nodes."""
+    mid, settings = info is deployment.mid, deployment.config.model
+    members = members_of(deployment, rank, mid=mid)
+    kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
+    sequences = deployment.config.scheduler.max_num_seqs + kept
+    nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+    if deployment.devices[rank] != "cpu" and settings.graph_rows:
+        nodes = max(nodes, fixed_entries(max(settings.graph_rows)))
+        sequences += 1  # of padding
+    nodes = 1 << (nodes - 1).bit_length()  # pools of nodes grow twofold
+    layers = layers_of(deployment, info, rank)
+    return info.recurrent_bytes(layers, deployment.dtype_of(info), sequences, nodes)
+
+
+def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
+    """KV slots that a rank needs to decode the longest sequence, by setting."""
+    return slots_by_setting(
+        deployment.config,
+        context=deployment.context,
+        num_ranks=deployment.num_ranks,
+        head=rank == 0,
+    )
+
+
+def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
+    """How many KV slots a rank allocates with `free` bytes before its weights are loaded.
+
+    As many as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least
+    as many as one such sequence needs. `mid`: those of the mid-size model.
+    """
+    info = model_of(deployment, rank, mid=mid)
+    assert info is not None
+    device = deployment.devices[rank]
+    least = least_slots(deployment, rank).total()
+    slot = slot_bytes(deployment, info, rank)
+    share, amount = kv_amount(deployment.config.model.kv_memory)
+    if amount is None:
+        share = share or KV_SHARE[device.partition(":")[0]]
+        layers, members = layers_of(deployment, info, rank), members_of(deployment, rank, mid=mid)
+        weights = weight_bytes(deployment, info, device, layers, members)
+        states = recurrent_bytes(deployment, info, rank)
+        amount = int(share * max(free - weights - states, 0))
+    most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
+    return min(most, max(least, amount // slot))
+
+
+def require_kv(deployment: Deployment, rank: int) -> None:
+    """Raise ConfigError if `model.kv_memory` is an amount and a rank cannot decode the longest
+    sequence with it."""
+    models = [model_of(deployment, rank), None if rank else deployment.mid]
+    _, amount = kv_amount(deployment.config.model.kv_memory)
+    slots = [slot_bytes(deployment, info, rank) for info in models if info is not None]
+    if not slots or amount is None:
+        return
+    wanted = least_slots(deployment, rank).total() * max(slots)
+    if amount < wanted:
+        raise ConfigError(
+            f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
+            f"{wanted / 2**20:.3g} MiB for one sequence of {deployment.context} tokens and its "
+            "draft tokens; raise it, or lower model.context."
+        )
+
+
+def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
+    """Tokens of text that so many KV slots of a rank hold, besides draft tokens."""
+    return slots - draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+
+
+def weight_bytes(
+    deployment: Deployment,
+    info: CheckpointInfo,
+    device: str,
+    layers: range,
+    members: int = 1,
+    member: int = 0,
+) -> int:
+    """Bytes of weights that loading these layers, or the part of a member of them, certainly uses
+    on a device. Of all members the first has most."""
+    held = deployment.weight_format(info)
+    sizes = info.loaded(deployment.dtype_of(info), held)
+    whole = members == 1  # parts are copied
+    plain = held is None and info.storage.dequantized_from is None
+    mapped = whole and plain and sizes == info.stored
+    if device == "cpu" and mapped:
+        return 0
+    return held_bytes(deployment, info, layers, members, member)
+
+
+def held_bytes(
+    deployment: Deployment,
+    info: CheckpointInfo,
+    layers: range,
+    members: int = 1,
+    member: int = 0,
+) -> int:
+    """Bytes of the weights of these layers, with embedding and head where they belong to them, or
+    of the part of a member of them; those that are mapped from files count too."""
+    dtype = deployment.dtype_of(info)
+    whole = info.loaded(dtype, deployment.weight_format(info))
+    sizes = info.loaded_part(whole, members, member, dtype)
+    first, last = layers.start == 0, layers.stop == info.num_layers
+    embedding = sizes.embedding if first or (last and info.tied) else 0
+    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
+
+
+def free_bytes(device: str) -> int:
+    """Free bytes on a device of this machine."""
+    if device == "cpu":
+        swap = psutil.swap_memory().free
+        return min(psutil.virtual_memory().available, cgroup_free()) + swap
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
+def share_bytes(device: str, sharing: int) -> int:
+    """The share of one of so many ranks on a device of this machine, in bytes.
+
+    Ranks on a GPU load one after another, so the free memory depends on their order; its total
+    memory does not.
+    """
+    if device == "cpu" or sharing == 1:
+        return free_bytes(device) // sharing
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[1]) // sharing
+
+
+def require_memory(
+    deployment: Deployment,
+    ranks: Iterable[int],
+    free_on: Callable[[str], int] = free_bytes,
+    *,
+    followers: bool = True,
+) -> None:
+    """Raise ConfigError unless this machine has the memory that these ranks certainly use, and
+    `model.kv_memory`, if it is an amount, holds the longest sequence.
+
+    `free_on`: what is free on a device, in bytes. `followers`: also count the ranks'
+    tensor-parallel followers.
+    """
+    by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for rank in ranks:
+        require_kv(deployment, rank)
+        others = deployment.followers_of(deployment.workers[rank]) if followers else ()
+        devices = (deployment.devices[rank], *map(deployment.device_of, others))
+        for member, device in enumerate(devices):
+            by_device[device] += required_bytes(deployment, rank, member=member)
+        if rank == 0 and deployment.mid is not None:
+            by_device[deployment.devices[0]] += required_bytes(deployment, 0, mid=True)
+    for device, wanted in by_device.items():
+        free = free_on(device)
+        if wanted.total() > free:
+            what, most = wanted.most_common(1)[0]
+            raise ConfigError(
+                f"The ranks of this machine need {wanted.total() / GIB:.3g} GiB on {device}, of "
+                f"which {most / GIB:.3g} are for {what}, but {free / GIB:.3g} GiB are free; "
+                f"{REMEDIES[what]}."
+            )
+
+
+def require_files(deployment: Deployment, limit: int | None = None) -> None:
+    """Raise ConfigError unless this process and its children may open files enough.
+
+    `limit` is the soft limit of open files, None: the one that is in force.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    local = sum(len(host.workers) for host in deployment.hosts if host.local)
+    wanted = FILES + FILES_PER_WORKER * local
+    if deployment.config.controller.url is None:
+        workers = sum(len(host.workers) for host in deployment.hosts)
+        wanted = max(wanted, REDIS_FILES + FILES_PER_WORKER * workers)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        raise ConfigError(
+            f"This process may open {limit} files, but {wanted} are needed for "
+            f"{deployment.num_ranks} ranks; raise the limit with `ulimit -n`."
+        )
+
+
+def local_ranks(deployment: Deployment) -> list[int]:
+    """The ranks of this machine's workers in the first epoch."""
+    here = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
+
+
+# --- control groups ---------------------------------------------------------------------------
+
+UNLIMITED = 2**62
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that the control groups of this process leave it; UNLIMITED without a limit.
+
+    Files that the system keeps in memory count as free: they give way. Version 1 and 2 of the
+    interface; in a container the limits of the group may be at the root.
+    """
+    free = UNLIMITED
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return free
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                free = min(free, _group_free(folder, *names))
+    return free
+
+
+def _group_free(folder: Path, limit: str, usage: str, prefix: str) -> int:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max", or no such group here
+        return UNLIMITED
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return max(most - used + files, 0)

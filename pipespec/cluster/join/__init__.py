@@ -1,0 +1,1 @@
+"""Hosts that are added to a running cluster or leave it, and hosts started by hand."""

@@ -1,0 +1,303 @@
+"""Adds hosts to a running cluster, and lets them leave.
+
+A new host is measured, the layers are laid out anew with it, all hosts get the weights that they
+lack, and the workers of the new one start. Meanwhile the cluster decodes as before. Then an epoch
+begins with the new layout: running requests return to the queue, and go on from the tokens that
+were accepted, as after a fault. When a host leaves, the others get its layers in the same way
+before it may go.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.replanning import assignment_without, placement_without
+from pipespec.cluster.processes.agent_handle import AgentHandle
+from pipespec.cluster.processes.worker_group import WorkerGroup
+from pipespec.cluster.recovery.cluster_state import LayoutChange
+from pipespec.cluster.recovery.recovery import Recovery
+from pipespec.cluster.weights.distribution import Distribute, distribute_weights, shared_names
+from pipespec.cluster.weights.moves import WeightMoves
+from pipespec.config.hosts import Host
+from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
+from pipespec.placement.costs import Problem, Route, Worker
+from pipespec.placement.rank_needs import layer_kinds
+from pipespec.placement.slices import Placement, plan_slices
+
+# Seconds between two looks at what is waited for.
+LOOK_S = 0.05
+# Seconds in which the workers of a new host must be there: they import torch.
+STARTING_S = 300.0
+
+
+class MeasuredHost(NamedTuple):
+    """The workers of a host, and its links to and from other hosts."""
+
+    workers: tuple[Worker, ...]
+    routes: Mapping[tuple[str, str], Route]
+
+
+# Measures a host, which has these layers of the target, among the hosts of a deployment.
+Measure = Callable[[Host, Deployment, range], MeasuredHost]
+
+
+@dataclass
+class _Guest:
+    """A host that has joined."""
+
+    host: Host
+    agent: AgentHandle
+
+
+class HostChanges:
+    """The hosts that have joined a cluster. Any thread may call it; changes wait for one another.
+
+    Args:
+        start: starts the workers of a host's agent for a deployment.
+        distribute: gives the hosts of a deployment their weights, and calls with sentences.
+    """
+
+    def __init__(
+        self,
+        agents: WorkerGroup,
+        recovery: Recovery,
+        moves: WeightMoves,
+        start: Callable[[AgentHandle, Deployment], None],
+        distribute: Distribute,
+    ) -> None:
+        self._agents, self._recovery, self._moves = agents, recovery, moves
+        self._start, self._distribute = start, distribute
+        self._changing = threading.Lock()
+        self._guests: dict[str, _Guest] = {}
+
+    def adopt(self) -> None:
+        """Hosts had joined before the cluster began; call it when it has."""
+        for host in self.deployment.joined:
+            self._guests[host.name] = _Guest(host, self._agents.adopt(host.name))
+
+    @property
+    def deployment(self) -> Deployment:
+        """The cluster as it is if no worker is lost."""
+        return self._moves.deployment
+
+    def join(
+        self,
+        host: Host,
+        measure: Measure,
+        tell: Callable[[str], None],
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
+        and `leaving` says whether it does not want to join any more.
+
+        Raises PipespecError; the cluster is then as before, or goes on without the host.
+        """
+        with self._changing:
+            before = self.deployment
+            tell("the host is measured")
+            found = measured(host, before, measure, self._distribute)
+            after = with_hosts(before, [(host, found)])
+            _require_staying(host, leaving)
+            tell(f"it gets the weights of {_ranks_of(after, host)}")
+            self._distribute(replace(after, fetched=False), on_warning=print_error)
+            agent = self._agents.add(host)
+            self._guests[host.name] = _Guest(host, agent)
+            try:
+                self._start(agent, after)
+                self._recovery.watch_workers(_workers(after))
+                self._change_to(after, f"{host.name} joins", agent, leaving)
+            except BaseException:
+                self._take_away(host.name, before)
+                raise
+            tell(f"it computes {_ranks_of(after, host)}")
+
+    def leave(self, name: str) -> None:
+        """Have the others compute without a host; it has no rank when this returns.
+
+        Raises ConfigError if they cannot, and PipespecError; the host then stays.
+        """
+        with self._changing:
+            if name not in self._guests:
+                return
+            before = self.deployment
+            after = without_host(before, self._guests[name].host)
+            # The host that leaves sends others what they get.
+            self._distribute(
+                replace(after, hosts=before.hosts, fetched=False), on_warning=print_error
+            )
+            self._change_to(after, f"{name} leaves")
+            self._take_away(name, after)
+
+    def lost(self, name: str) -> None:
+        """A host has failed, or was gone for too long, and is not waited for any more. Raises
+        ConfigError if the others cannot go on without it, and PipespecError."""
+        with self._changing:
+            if name not in self._guests:
+                return
+            guest = self._guests[name]
+            after = without_host(self.deployment, guest.host)
+            self._distribute(replace(after, fetched=False), on_warning=print_error)
+            self._change_to(after, f"{name} is gone")
+            self._take_away(name, after)
+
+    def ranks_of(self, host: Host) -> str:
+        """The ranks of a host and their layers, in words."""
+        return _ranks_of(self.deployment, host)
+
+    def over(self) -> bool:
+        """Whether the cluster ends, so that no host need be looked after."""
+        return self._recovery.stopped
+
+    def failure(self, name: str) -> str | None:
+        """Why the workers of a host have ended; None: they have not."""
+        guest = self._guests.get(name)
+        if guest is None or not guest.agent.failed:
+            return None
+        guest.agent.read_outcome()
+        return str(guest.agent.outcome)
+
+    def _change_to(
+        self,
+        after: Deployment,
+        reason: str,
+        agent: AgentHandle | None = None,
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Begin an epoch of another deployment and wait until all ranks have joined it; `agent` is
+        of a host that is new in it."""
+        begun = threading.Event()
+
+        def begin() -> None:
+            self._moves.use(after)
+            begun.set()
+
+        away = self._recovery.state.away & set(_workers(after))
+        assignment = assignment_without(after, set(away))
+        self._recovery.change(LayoutChange(assignment, reason, begin))
+        deadline = time.monotonic() + STARTING_S
+        try:
+            while not (begun.is_set() and self._recovery.state.complete):
+                self._recovery.check()
+                if self._recovery.stopped:
+                    raise RankFailed("The cluster has ended.")
+                if agent is not None and agent.failed:
+                    agent.read_outcome()
+                    raise HostFailed(f"{agent.host.name}: {agent.outcome}")
+                if agent is not None:
+                    _require_staying(agent.host, leaving)
+                if not begun.is_set() and time.monotonic() > deadline:
+                    raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
+                time.sleep(LOOK_S)
+        except BaseException:
+            self._recovery.drop_change()
+            raise
+
+    def _take_away(self, name: str, after: Deployment) -> None:
+        """End what runs on a host; `after` is the cluster without it."""
+        guest = self._guests[name]
+        if guest.host in self.deployment.hosts:  # it has failed while it joined
+            again = replace(after, changes=self.deployment.changes + 1)
+            self._change_to(again, f"{name} is gone")
+        del self._guests[name]
+        self._recovery.watch_workers(_workers(after))
+        self._agents.remove(guest.agent)
+
+
+def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
+    """Raise HostFailed if a host does not want to join any more."""
+    if leaving():
+        raise HostFailed(f"{host.name} has left before it had joined")
+
+
+def measured(
+    host: Host,
+    before: Deployment,
+    measure: Measure,
+    distribute: Distribute = distribute_weights,
+) -> MeasuredHost:
+    """Measure a new host with a few layers of the target, which it gets from the others. Raises
+    PipespecError."""
+    layers = sample_layers(before)
+    before = replace(before, shared=before.shared or shared_names(before))
+    ranks = (before.workers[0], host.workers[0])
+    trial = replace(
+        before.knowing((*before.joined, host)),
+        placement=replace(before.placement, workers_by_rank=ranks, spares=()),
+        layers=(layers,),
+        fetched=False,
+    )
+    distribute(trial, on_warning=print_error)
+    return measure(host, before, layers)
+
+
+def sample_layers(deployment: Deployment) -> range:
+    """The fewest layers in a row of all kinds (`layer_kinds`), as near to the middle as there are:
+    what a host is to have to be measured."""
+    target = deployment.target
+    sizes = target.loaded(deployment.dtype, deployment.weight_format(target)).layers
+    kinds = layer_kinds(target, sizes)
+    count, wanted = len(kinds), set(kinds)
+
+    def found() -> list[range]:
+        for length in range(1, count + 1):
+            some = [range(start, start + length) for start in range(count - length + 1)]
+            whole = [each for each in some if wanted == {kinds[layer] for layer in each}]
+            if whole:
+                return whole
+        return [range(count)]
+
+    return min(found(), key=lambda each: abs(each.start + each.stop - count))
+
+
+def with_hosts(
+    before: Deployment,
+    found: Sequence[tuple[Host, MeasuredHost]],
+    problem: Problem | None = None,
+) -> Deployment:
+    """The cluster with more hosts, whose workers are stages; `problem` is what was measured of the
+    others, None: that of the layout. Raises ConfigError if there is no such layout."""
+    problem = problem or before.placement.problem
+    for _, each in found:
+        problem = replace(
+            problem,
+            workers=(*problem.workers, *each.workers),
+            routes={**problem.routes, **each.routes},
+        )
+    problem = replace(problem, draft=before.workers[0], order=None, split=None)
+    joined = (*before.joined, *(host for host, _ in found))
+    return _changed(before, joined, plan_slices(problem))
+
+
+def without_host(before: Deployment, host: Host) -> Deployment:
+    """The cluster without one of the hosts that have joined. Raises ConfigError if the others are
+    too few, or have too little memory."""
+    placement = placement_without(before, set(host.workers))
+    return _changed(before, [each for each in before.joined if each != host], placement)
+
+
+def _changed(before: Deployment, joined: Iterable[Host], placement: Placement) -> Deployment:
+    if before.config.cluster.groups is not None and len(placement.layers) != len(before.layers):
+        raise ConfigError("another number of stages does not fit cluster.groups; leave it out.")
+    known = replace(before.knowing(tuple(joined)), changes=before.changes + 1)
+    return known.laid_out(placement)
+
+
+def _workers(deployment: Deployment) -> tuple[str, ...]:
+    return tuple(worker for host in deployment.hosts for worker in host.workers)
+
+
+def _ranks_of(deployment: Deployment, host: Host) -> str:
+    """The ranks of a host and their layers, in words."""
+    ranks = [rank for rank, each in enumerate(deployment.workers) if each in host.workers]
+    return " and ".join(f"{_named(deployment.layers[rank - 1])} (rank {rank})" for rank in ranks)
+
+
+def _named(layers: range) -> str:
+    if len(layers) == 1:
+        return f"layer {layers.start}"
+    return f"layers {layers.start} to {layers.stop - 1}"

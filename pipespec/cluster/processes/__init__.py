@@ -1,0 +1,1 @@
+"""Starts the processes of a host, watches them and ends them."""

@@ -1,0 +1,245 @@
+"""Starts the workers of a cluster on its hosts, and ends them whatever happens.
+
+    this process ─┬─ agent of this machine ── ...          (pipespec.cluster.processes.agent)
+                  └─ ssh ── agent of another host ── ...
+
+No process survives: only this process writes to the pipe that is an agent's input, and its end
+(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the host.
+All processes of this machine hold their agent's standard output, so that pipe ends
+when the last of them is gone. They form a session of their own: Ctrl-C reaches this process
+alone, and one signal to the group ends what hangs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipespec.cluster.host_link.agent_lock import PATIENCE_S
+from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
+from pipespec.cluster.processes.torchrun import WorkerJob
+from pipespec.config.hosts import LOCAL, Host, this_machine
+from pipespec.errors import HostFailed, RankFailed
+
+# Modules that almost every rank needs and that take longest to import.
+PRELOAD = ("pipespec.cluster.processes.preload",)
+# Seconds between two checks of which workers have ended, and of which agents have sent a message.
+_MONITOR_S, _LOOK_S = 0.1, 0.02
+# Seconds that the agents have to end once one host has failed: a client of the cluster gets the
+# error within three.
+_FAILING_S = 2.0
+
+
+def launch(
+    entrypoint: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    num_ranks: int,
+    preload: Sequence[str] = PRELOAD,
+) -> WorkerGroup:
+    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
+
+    `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
+    pickle. Each rank finds RANK, LOCAL_RANK and WORLD_SIZE in its environment. `preload` names
+    modules to import once for all ranks, next to the entrypoint's own.
+
+        with launch(run_rank, (config,), num_ranks=5) as cluster:
+            ...             # the ranks run meanwhile
+            cluster.wait()
+    """
+    assert num_ranks > 0
+    module, function = entrypoint.__module__, entrypoint.__qualname__
+    assert module != "__main__", "the ranks must be able to import the entrypoint"
+    devices = ["cpu"] * num_ranks
+    cluster = WorkerGroup([this_machine(devices)], (*preload, module))
+    cluster.start_workers(f"{module}:{function}", args)
+    return cluster
+
+
+class WorkerGroup:
+    """The running workers. Leaving the `with` block ends those that still run.
+
+    Their agents start at once and import `modules`, which takes longest; meanwhile the caller may
+    prepare the job, which `start_workers` sends.
+
+    Args:
+        hosts: where they run, one worker per device.
+        modules: to import once for all workers of a host.
+        name: of the cluster; with the host's name, the name of an agent's lock.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Host], modules: Sequence[str] = PRELOAD, *, name: str | None = None
+    ) -> None:
+        self.deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
+        self._modules, self._name = tuple(modules), name
+        # Replaced as a whole, as several threads read it.
+        self._hosts: tuple[AgentHandle, ...] = ()
+        self._guests: frozenset[AgentHandle] = frozenset()  # hosts that have joined
+        self._failure: str | None = None
+        try:
+            for host in hosts:
+                self._hosts = (*self._hosts, self._agent_of(host))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _agent_of(self, host: Host) -> AgentHandle:
+        lock = None if self._name is None or host.local else f"{self._name}-{host.name}"
+        return AgentHandle(host, self._modules, lock, self.deaths)
+
+    def add(self, host: Host) -> AgentHandle:
+        """Start the agent of one more host, whose end does not end the others."""
+        agent = self._agent_of(host)
+        self._guests |= {agent}
+        self._hosts = (*self._hosts, agent)
+        return agent
+
+    def adopt(self, name: str) -> AgentHandle:
+        """From now on, the end of that host does not end the others, as if it had been added."""
+        agent = next(host for host in self._hosts if host.host.name == name)
+        self._guests |= {agent}
+        return agent
+
+    def remove(self, agent: AgentHandle) -> None:
+        """End what runs on a host that was added."""
+        self._hosts = tuple(host for host in self._hosts if host is not agent)
+        self._guests -= {agent}
+        agent.stop()
+
+    def await_agents(self) -> None:
+        """Wait until the agents of other hosts have sent their first message.
+
+        Raises:
+            HostFailed: one of them could not begin; all others have been ended.
+        """
+        while not self._failed() and not all(
+            host.reached or host.host.local for host in self._hosts
+        ):
+            time.sleep(_LOOK_S)
+        if self._failed():
+            raise HostFailed(self._fail())
+
+    def start_workers(
+        self,
+        entrypoint: str,
+        args: Sequence[Any] = (),
+        *,
+        restart: bool = False,
+        on_log: Callable[[str, str], None] | None = None,
+        on: AgentHandle | None = None,
+    ) -> None:
+        """Have every worker run `entrypoint(*args)`, and return while they begin.
+
+        Args:
+            entrypoint: as "module:function"; it is not imported here.
+            restart: whether a worker that a signal ended, or a host that was lost, is started
+                again; else it ends the cluster.
+            on_log: called with the worker's name and a line that it wrote.
+            on: the host whose workers are started; None: all hosts.
+        """
+        packed = pickle.dumps(tuple(args))
+        for host in self._hosts if on is None else (on,):
+            names = host.host.workers
+            titles = _titles(host.host)
+            logs = on_log is not None
+            host.start_workers(
+                WorkerJob(entrypoint, packed, names, titles, host.display_name, restart, logs),
+                on_log,
+            )
+
+    def poll(self) -> bool:
+        """Whether the workers still run.
+
+        Raises:
+            RankFailed: a worker ended before its work did; all others have been ended too.
+        """
+        if not self._failed() and all(host.running for host in self._own):
+            return True
+        self.wait()
+        return False
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """The results of the workers of this machine, once they and all helpers have ended.
+
+        `timeout` is in seconds.
+
+        Raises:
+            RankFailed: a worker ended before its work did; all others have been ended too.
+            TimeoutError: the workers still run.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while any(host.running for host in self._own) and not self._failed():
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"The ranks still run after {timeout} s.")
+            next((host for host in self._own if host.running), self._own[0]).join(_MONITOR_S)
+        if self._failed():
+            raise RankFailed(self._fail())
+        own = self._own
+        for host in own:
+            host.read_outcome()
+        self.stop()
+        return [result for host in own for result in host.outcome]
+
+    @property
+    def _own(self) -> list[AgentHandle]:
+        """The hosts with which the cluster began."""
+        return [host for host in self._hosts if host not in self._guests]
+
+    def _failed(self) -> list[AgentHandle]:
+        return [host for host in self._own if host.failed]
+
+    def _fail(self) -> str:
+        """End all hosts, as one of them has failed; returns the message of the first one."""
+        if self._failure is None:
+            first = min(self._failed(), key=lambda host: host.ended_at)
+            first.read_outcome()
+            assert isinstance(first.outcome, str)
+            self._failure = first.outcome
+            self.stop(_FAILING_S)
+        return self._failure
+
+    def signs(self) -> dict[str, int]:
+        """For each worker of a host with an agent a number, which changes whenever the agent has
+        seen its process run."""
+        return {worker: number for host in self._hosts for worker, number in host.signs.items()}
+
+    def preparing(self, worker: str) -> bool:
+        """Whether a worker's host is starting again."""
+        return any(host.preparing for host in self._hosts if worker in host.host.workers)
+
+    def restart_lost_hosts(self) -> None:
+        """Start the agents anew of hosts that were lost."""
+        for host in self._hosts:
+            host.restart_if_lost()
+
+    def stop(self, patience_s: float = PATIENCE_S) -> None:
+        """End every worker and helper and remove their files; harmless when called again.
+
+        Agents that have not ended after `patience_s` seconds are killed.
+        """
+        for host in self._hosts:
+            host.close_stdin()
+        deadline = time.monotonic() + patience_s
+        for host in self._hosts:
+            host.stop(max(deadline - time.monotonic(), 0))
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _titles(host: Host) -> tuple[str, ...]:
+    """The names of the workers in messages: on one machine a worker is a rank."""
+    if host.name == LOCAL:
+        return tuple(
+            f"rank {rank}" if worker == group[0] else f"a follower of rank {rank}"
+            for rank, group in enumerate(host.members.values())
+            for worker in group
+        )
+    return host.workers

@@ -1,0 +1,312 @@
+"""Makes the components of a rank from a deployment: models, proposer, settings of its loop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pipespec.cluster.deployment import memory
+from pipespec.cluster.deployment.checks import quantization_of
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.config.schema import STATE_INTERVAL, Config
+from pipespec.core import Request
+from pipespec.engine.attention.select import AUTO, SDPA
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.engine.precision import KV_PLAIN
+from pipespec.engine.slice.autotune import autotune
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
+from pipespec.engine.slice.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
+from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
+from pipespec.head.kept_states import KeptStates
+from pipespec.head.proposers.async_proposer import AsyncProposer
+from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.proposer import Proposer
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.scoring import Scoring
+from pipespec.head.sequence import StopCheck
+from pipespec.placement.rank_needs import draft_slots
+from pipespec.system.device_copy import on_device
+from pipespec.system.versions import package_version
+from pipespec.text import StopChecker
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    deployment: Deployment,
+    rank: int,
+    sharing: int = 1,
+    *,
+    mid: bool = False,
+    tp_rank: TPRank | None = None,
+) -> ModelSlice | None:
+    """Load a stage's part of the target, or the draft model at rank 0. None: it has no model.
+
+    Args:
+        sharing: models on the device, this one included; each takes its share of free memory.
+        mid: load the mid-size model beside the head in place of the draft model.
+        tp_rank: which part to load, of a rank that several workers compute.
+    """
+    info = memory.model_of(deployment, rank, mid=mid)
+    if info is None:
+        return None
+    device = deployment.devices[rank]
+    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
+    name = quantization_of(deployment.name_of(info))
+    held = deployment.weight_format(info)
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
+    settings = deployment.config.model
+    layers = memory.layers_of(deployment, info, rank)
+    # In a later epoch, and on a host that was started by hand, some may be lacking.
+    fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
+    model = ModelSlice.load(
+        info.path,
+        layers,
+        dtype=getattr(torch, deployment.dtype_of(info)),
+        quantization=held,
+        device=device,
+        num_slots=slots,
+        attention=settings.attention,
+        group=tp_rank,
+        kv_dtype=settings.kv_dtype,
+    )
+    if settings.compile:
+        model.compile()
+    else:
+        # Weights that count as used are freed as they are packed.
+        mapped = memory.weight_bytes(deployment, info, device, layers) == 0
+        room = memory.share_bytes(device, sharing) - memory.recurrent_bytes(deployment, info, rank)
+        model.use_fastest_products(room if mapped else math.inf)
+    any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
+    if model.device.type == "cuda" and any_attention:
+        autotune(model, settings.graph_rows)
+    elif model.device.type == "cuda" and model.attention != SDPA:
+        model.capture_graphs(settings.graph_rows)
+    if model.device.type == "cuda":
+        model.capture_head(settings.graph_rows)
+    for sentence in model.refused:
+        log.warning("rank %d: %s", rank, sentence)
+    return model
+
+
+class Weights:
+    """A model or a part of one that this worker has loaded, kept from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[object, ...] | None = None
+        self._model: ModelSlice | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a model was ever loaded. The device may then keep memory that is free."""
+        return self._loaded is not None
+
+    def of(
+        self,
+        deployment: Deployment,
+        rank: int,
+        sharing: int,
+        *,
+        mid: bool = False,
+        member: int = 0,
+        size: int = 1,
+    ) -> ModelSlice | None:
+        """The model of a rank, loaded unless it is the one in memory.
+
+        Args:
+            sharing: models on its device, this one included.
+            mid: the mid-size model beside the head in place of the draft.
+            member: which part to load, of a rank that `size` workers compute.
+        """
+        layers = deployment.layers[rank - 1] if rank else None
+        device = deployment.devices[rank]
+        info = memory.model_of(deployment, rank, mid=mid)
+        held = None if info is None else deployment.weight_format(info)
+        share = (member, size)
+        key = (rank > 0, layers, device, deployment.dtype, held, share)
+        # More ranks have more draft tokens in flight, for which the pool may be too small.
+        least = 0 if info is None else memory.least_slots(deployment, rank).total()
+        if key != self._loaded or (self._model is not None and self._model.num_slots < least):
+            self.drop()  # first: the device may not hold both
+            tp_rank = TPRank(member, size) if size > 1 else None
+            with on_device(device):
+                self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)
+            self._loaded = key
+        return self._model
+
+    def drop(self) -> None:
+        """Free the model."""
+        if self._model is not None:
+            self._model = self._loaded = None
+            if torch.cuda.is_initialized():  # before free memory is measured
+                gc.collect()  # graphs and compiled slices refer to the model, which has them
+                torch.cuda.empty_cache()
+
+
+@contextmanager
+def leading_tp_group(model: ModelSlice, group: TPBroadcastGroup) -> Iterator[int]:
+    """Lead the other members of a tensor-parallel rank within the block.
+
+    Yields the number of KV slots that all of them have.
+    """
+    assert isinstance(model.group, TPRank)
+    with model.group.joined(group):
+        leader = TPDriver(group)
+        try:
+            slots = negotiate(model, group)
+            model.set_driver(leader)
+            yield slots
+            leader.end()
+        finally:
+            model.set_driver(None)
+            model.graphs.release()
+
+
+def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
+    """Compute what the leader of a tensor-parallel rank computes, until it ends."""
+    assert isinstance(model.group, TPRank)
+    with model.group.joined(group):
+        try:
+            negotiate(model, group)
+            run_tp_worker(model, group)
+        finally:
+            model.graphs.release()
+
+
+def num_profiled_rows(config: Config) -> int:
+    """The largest number of rows for which a stage profiles its batches before the first request.
+
+    It is that of the largest batch if requests run concurrently, so that prefill need not slow down
+    running requests to measure it; else that of draft tokens, if a policy needs their cost.
+    """
+    if config.scheduler.max_num_seqs > 1:
+        return config.max_rows
+    needed = any(each.row_cost is None for each in config.policies)
+    return config.fed_rows if needed else 0
+
+
+def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
+    """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text."""
+    config = deployment.config
+    overlap = {"yes": True, "no": False, "auto": None}[config.proposer.overlap]
+    if overlap is None and not measures_steps(config):
+        overlap = True  # emulated hosts have a device for each rank
+    for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
+    return SchedulerConfig(
+        policy=config.policy,
+        num_steps=deployment.layout.num_steps,
+        rounds=config.proposer.rounds,
+        prefill_chunk=config.decode.prefill_chunk,
+        context_limit=deployment.context,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_rows=config.max_rows,
+        num_slots=kv_tokens + for_drafts,
+        max_retained=deployment.max_retained,
+        kept_states=None if deployment.target.recurrent is None else deployment.kept_states,
+        state_interval=STATE_INTERVAL,
+        overlap=overlap,
+        request_policies=config.request_policies,
+    )
+
+
+def measures_steps(config: Config) -> bool:
+    """Whether what steps take is learnt as they run. Emulated times are stated."""
+    return not config.clock and any(each.refills for each in config.policies)
+
+
+def step_times_key(deployment: Deployment) -> list[Any]:
+    """What the times of steps depend on. Policies, prompts and lengths are not part of it."""
+    config = deployment.config
+    processors = platform.machine(), platform.processor(), os.cpu_count()
+    return [
+        package_version("pipespec"),
+        *(torch.__version__, platform.node(), processors, os.environ.get("OMP_NUM_THREADS")),
+        [[name, str(info.path), info.storage.quantization] for name, info in deployment.models],
+        [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
+        [host.name for host in deployment.hosts],
+        *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),
+        *map(str, (config.transport, config.link_delay, config.proposer)),
+    ]
+
+
+def make_proposer(
+    deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
+) -> Proposer:
+    """The proposer; `runner` holds the draft model and `mid` is the mid-size model of a cascade,
+    where there is one."""
+    draft = None
+    if deployment.draft is not None:
+        assert runner is not None
+        draft = draft_proposer(deployment, deployment.draft, runner, deployment.parallel)
+    target = deployment.target
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.load(target.path).encode(text, add_special_tokens=False)
+
+    config = deployment.config
+    proposer = config.proposer.make(draft, target.vocab_size, encode)
+    if not config.mid_rows:
+        return proposer
+    mid_proposer = None
+    if deployment.mid is not None:
+        assert mid is not None
+        mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
+    beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
+    scoring = Scoring(config.mid_rows, deployment.context)
+    device = "cpu" if mid is None else mid.device
+    return CascadeProposer(proposer, AsyncProposer(beside, config.clock, device), scoring)
+
+
+def draft_proposer(
+    deployment: Deployment,
+    info: CheckpointInfo,
+    runner: SliceRunner,
+    parallel: ParallelDraft | None = None,
+) -> DraftModelProposer:
+    """The proposer that runs a draft model or a mid-size one."""
+    config, states = deployment.config, None
+    if info.recurrent is not None:
+        members = memory.members_of(deployment, 0, mid=info is deployment.mid)
+        budget = deployment.kept_states_of(info, members)
+        states = KeptStates(budget, STATE_INTERVAL)
+    return DraftModelProposer(
+        runner,
+        config.decode.prefill_chunk,
+        min(deployment.target.vocab_size, info.vocab_size),
+        max_retained=config.scheduler.max_retained,
+        states=states,
+        parallel=parallel,
+    )
+
+
+def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
+    """A factory of the stop-string checks of requests."""
+
+    def never(_: int) -> bool:
+        return False
+
+    def make(request: Request) -> StopCheck:
+        if not request.stop:
+            return never
+        return StopChecker(
+            tokenizer.load(deployment.target.path),
+            request.stop,
+            request.prompt,
+            request.sampling.min_tokens,
+        )
+
+    return make

@@ -1,0 +1,410 @@
+"""The process of a worker: it computes a rank in one epoch after another, and keeps its weights.
+
+`run_worker` waits for an epoch, loads what its assignment needs and calls `run_rank`, which joins
+the controller and the neighbours and runs the loop of the head or of a stage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from pipespec.cluster.deployment import memory
+from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes.torchrun import WORKER
+from pipespec.cluster.ranks import rank_components
+from pipespec.cluster.ranks.heartbeat import Heartbeat
+from pipespec.cluster.ranks.held_rank import HeldRank
+from pipespec.cluster.ranks.rank_components import Weights
+from pipespec.cluster.weights.local import on_this_host
+from pipespec.cluster.weights.plan import parts_of_rank
+from pipespec.config.hosts import Host
+from pipespec.controller.link_addresses import LinkAddressTable
+from pipespec.controller.lua_scripts import ScriptsLost
+from pipespec.controller.membership import Membership
+from pipespec.controller.rank_controller import Controller
+from pipespec.engine.checkpoint import tokenizer
+from pipespec.engine.ggml import compute
+from pipespec.engine.llguidance_backend import Grammars, require_installed
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
+from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
+from pipespec.head.head_loop import HeadLoop, HeadSettings
+from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.step_times import LearntSteps
+from pipespec.stage.profile_run import profile_run
+from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.system.device_copy import make_current
+from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
+from pipespec.system.result_cache import load_cached, store_cached
+from pipespec.system.spin_wait import should_spin
+from pipespec.timing.batch_times import RowTimes
+from pipespec.timing.trace import Timeline
+from pipespec.transport.distributed import FOREVER, DistributedTransport
+from pipespec.transport.rendezvous_store import RendezvousStore
+from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
+from pipespec.transport.transport import Transport
+from pipespec.transport.transport_settings import GLOO, NCCL
+
+# Seconds between two checks whether all ranks have joined.
+LOOK_S = 0.5
+# How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
+# cut off is replaced before its workers end.
+LONGER_S = 15.0
+# The folder of what was learnt of steps (`LearntSteps`), in the user's cache folder.
+STEP_TIMES = "step_times"
+
+log = logging.getLogger(__name__)
+
+
+def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
+    """Run ranks until the head stops the cluster: the entrypoint of every worker.
+
+    Args:
+        hosts: the host of each worker, by the worker's name.
+
+    Raises:
+        Unreachable: Redis stayed away.
+        PipespecError: something is wrong with this worker rather than with its neighbours.
+    """
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    worker = os.environ[WORKER]
+    here = on_this_host(deployment, hosts[worker])
+    known = deployment
+    weights, mid_weights = Weights(), Weights()
+    number = 0
+    with Heartbeat(
+        where.url,
+        where.namespace,
+        worker,
+        patience_s=deployment.config.cluster.patience_s + LONGER_S,
+        by_hand=hosts[worker].by_hand,
+    ) as heartbeat:
+        while True:
+            progress.begin(LOADING_S)
+            epoch = heartbeat.next(number)
+            number = epoch.number
+            if not epoch.assignment:
+                return
+            assignment = RankAssignment.decode(epoch.assignment)
+            place = assignment.place_of(worker)
+            if place is None:
+                log.info("epoch %d: spare", number)
+                continue
+            rank, member = place
+            if assignment.joined != known.joined:
+                known = deployment.knowing(assignment.joined)
+                hosts = {name: host for host in known.hosts for name in host.workers}
+                here = replace(
+                    here,
+                    hosts=known.hosts,
+                    joined=known.joined,
+                    stage_devices=known.stage_devices,
+                )
+            devices = list(map(known.device_of, assignment.workers))
+            devices[rank] = known.device_of(worker)
+            sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
+            if deployment.shared:  # its host may have got others than for the first epoch
+                laid_out = replace(known, layers=assignment.layers)
+                here = on_this_host(known, hosts[worker], parts_of_rank(laid_out, rank))
+            mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
+            try:
+                if mine.config.decode.form is not None and rank in (0, mine.layout.last):
+                    require_installed(f"{mine.config.decode.form} on this host")
+                plain = heartbeat.plain()
+                if plain:
+                    mine = mine.made_plain()
+                # The launcher has checked its own host, but for weights that were kept packed.
+                if not weights.loaded and (plain or not hosts[worker].local):
+                    memory.require_memory(mine, [rank], followers=False)
+                held = HeldRank(
+                    mine, replace(where, epoch=number), rank, member, assignment, hosts, heartbeat
+                )
+                run_rank(held, weights, mid_weights)
+                return
+            except PackedMatmulError as error:
+                if here.config.model.keep_quantized == "yes":
+                    raise
+                log.info("epoch %d ended: %s", number, error.fault)
+                heartbeat.make_plain(number, f"{error.fault}; all weights are dequantised")
+            except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
+                log.info("epoch %d ended: %s", number, error)
+                heartbeat.suspect(number, str(error))
+
+
+def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
+    """Load the models of a rank and compute it for one epoch, until the head stops the cluster."""
+    deployment, rank, member = held.deployment, held.rank, held.member
+    if deployment.devices[rank] == "cpu":
+        shares = held.core_shares()
+        torch.set_num_threads(shares.stage if rank else shares.head)
+        compute.use_threads(held.most_threads)
+    make_current(deployment.devices[rank])
+    if rank:
+        mid_weights.drop()
+    with rank_grammars(deployment, rank, member) as grammars:
+        sharing = held.num_models_on(deployment.devices[rank])
+        model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
+        mid = None
+        if rank == 0 and member == 0 and deployment.mid is not None:
+            sharing = held.num_models_on(deployment.devices[0])
+            mid = mid_weights.of(deployment, rank, sharing, mid=True)
+        log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
+        if len(held.members) == 1:
+            join_and_run(held, model, mid, grammars)
+            return
+        assert model is not None
+        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+            progress.begin(LOADING_S)
+            if member:
+                rank_components.follow_tp_leader(model, group)
+                return
+            with rank_components.leading_tp_group(model, group) as num_slots:
+                join_and_run(held, model, mid, grammars, group, num_slots)
+
+
+@contextmanager
+def rank_grammars(deployment: Deployment, rank: int, member: int = 0) -> Iterator[Grammars | None]:
+    """What compiles grammars on a rank that proposes or decides tokens, None on others. It begins
+    to read the vocabulary, which takes a second of a large one, beside the loading of weights."""
+    if member or rank not in (0, deployment.layout.last):
+        yield None
+        return
+    target = deployment.target
+    grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
+    with closing(grammars):
+        grammars.warm()
+        yield grammars
+
+
+def join_and_run(
+    held: HeldRank,
+    model: ModelSlice | None,
+    mid: ModelSlice | None,
+    grammars: Grammars | None,
+    group: TPProcessGroup | None = None,
+    num_slots: int | None = None,
+) -> None:
+    """Join the controller and the neighbours, and run the loop of a rank.
+
+    Args:
+        group: of the workers that compute the rank; it is aborted with the links.
+        num_slots: of the model's KV slots, which the rank may use; None: all.
+    """
+    deployment, where = held.deployment, held.where
+    links = held.assignment.links(deployment.config.transport.seal)
+    hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
+    spinning = should_spin(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
+    wanted = deployment.config.transport.backend
+    with (
+        meeting_store(held) as store,
+        join_rank(
+            deployment,
+            where,
+            held.rank,
+            model,
+            mid,
+            grammars,
+            spins=spinning,
+            num_slots=num_slots,
+        ) as run_loop,
+    ):
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
+            while len(shared.attached(where.epoch)) < deployment.num_ranks:
+                held.heartbeat.check(where.epoch)
+                shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
+        transport = connect_links(
+            deployment,
+            where,
+            held.rank,
+            store,
+            links=links,
+            # NCCL is for one host, and workers of others may have joined since the cluster started.
+            nccl=wanted == NCCL and all(link.local for link in links[1:]),
+            spins=spinning,
+        )
+        aborted = (transport,) if group is None else (transport, group)
+        with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
+            try:
+                run_loop(transport)
+            except RankFailed as error:
+                # Before the links close, as the neighbours would report that first.
+                held.heartbeat.suspect(where.epoch, str(error))
+                raise
+
+
+def connect_links(
+    deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
+) -> DistributedTransport:
+    """The links of a rank to its neighbours, which connect at the same time; `how` they are linked
+    is described at `DistributedTransport.connect`. Raises RankFailed."""
+    scheduling = deployment.config.scheduler
+    return DistributedTransport.connect(
+        deployment.devices,
+        store=store,
+        rank=rank,
+        epoch=where.epoch,
+        secret=where.secret,
+        max_rows=deployment.max_rows,
+        max_finished=scheduling.max_num_seqs,
+        max_retained=scheduling.max_num_seqs + deployment.max_retained,
+        max_kept=deployment.kept_states,
+        hidden_size=deployment.target.hidden_size,
+        dtype=getattr(torch, deployment.dtype),
+        **how,
+    )
+
+
+@contextmanager
+def join_rank(
+    deployment: Deployment,
+    where: ControllerAddress,
+    rank: int,
+    model: ModelSlice | None,
+    mid: ModelSlice | None,
+    grammars: Grammars | None,
+    *,
+    spins: bool = False,
+    num_slots: int | None = None,
+) -> Iterator[Callable[[Transport], None]]:
+    """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
+    runs the loop of the head or of a stage over its links, until the head says stop.
+
+    Args:
+        mid: the mid-size model beside the head of a cascade.
+        grammars: see `rank_grammars`.
+        spins: see `pipespec.system.spin_wait`.
+        num_slots: of the model's KV slots, which the rank may use; None: all.
+    """
+    config, layout = deployment.config, deployment.layout
+    runner = tokens = None
+    if model is not None:
+        runner = SliceRunner(model, num_slots or model.num_slots)
+        tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
+    times = RowTimes()
+    if rank and (most := rank_components.num_profiled_rows(config)):
+        assert runner is not None
+        times = profile_run(
+            runner,
+            most,
+            lambda rows: config.clock.min_stage_ms(rank, 0, rows),
+            last=rank == layout.last,
+        )
+    # The launcher and the other ranks learn from this that the models are loaded.
+    with Controller(
+        where.url,
+        namespace=where.namespace,
+        epoch=where.epoch,
+        rank=rank,
+        kv_tokens=tokens,
+        row_times=times.measured(),
+        spins=spins,
+        computing=None if model is None else model.describe(),
+    ) as controller:
+
+        def run_loop(transport: Transport) -> None:
+            # A verdict travels from the last stage to the head's machine, and from there to the
+            # rank's.
+            delay_ms = config.link_delay.latency_ms * config.clock.scale * (2 if rank else 1)
+            transport = config.link_delay.delayed(transport, config.clock.scale)
+            begin = None if grammars is None else grammars.begin
+            if not rank:
+                _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
+                return
+            assert runner is not None
+            attention = runner.model.attention
+            settings = StageSettings(
+                layout, delay_ms, config.clock, attention, begin, compute.share_cores
+            )
+            timeline = Timeline(record=config.trace is not None)
+            stage = StageLoop(runner, transport, controller, settings, timeline, times)
+            with progress.part(LATE_S):
+                stage.run_until_stop()
+
+        yield run_loop
+
+
+def _run_head(
+    deployment: Deployment,
+    runner: SliceRunner | None,
+    mid: ModelSlice | None,
+    controller: Controller,
+    transport: Transport,
+    delay_ms: float,
+    begin_grammar: Callable[[str], Any] | None,
+) -> None:
+    config = deployment.config
+    kv_tokens = controller.kv_tokens(deployment.num_ranks - 1)
+    proposer = rank_components.make_proposer(deployment, runner, mid)
+    scorer = proposer if isinstance(proposer, CascadeProposer) else None
+    scheduling = rank_components.scheduler_config(deployment, kv_tokens)
+    scheduler = Scheduler(scheduling, scorer)
+    key = rank_components.step_times_key(deployment)
+    settings = HeadSettings(
+        deployment.layout,
+        rank_components.stop_check(deployment),
+        delay_ms,
+        config.clock,
+        begin_grammar,
+        keep_learnt=partial(store_cached, STEP_TIMES, key),
+    )
+    if rank_components.measures_steps(config):
+        of = scheduling.num_steps, scheduling.overlap, scheduling.rounds
+        scheduler.learn(LearntSteps(*of, load_cached(STEP_TIMES, key)))
+    timeline = Timeline(record=config.trace is not None)
+    head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
+    with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
+        head.run_until_done()
+
+
+@contextmanager
+def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
+    """The store in Redis in which the workers of an epoch exchange addresses.
+
+    It stays open with the block, as NCCL reads it again for its first message.
+    """
+    where = held.where
+    with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
+        yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
+
+
+@contextmanager
+def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
+    """The workers that compute a rank together, once all of them have loaded their parts.
+
+    They are on one host, so their all-reduces use no network.
+    """
+    members, member, where = held.members, held.member, held.where
+    assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
+    first = f"member/{held.rank}/first"
+    with meeting_store(held) as store:
+        progress.begin(MEETING_S)
+        with Membership(where.url, where.namespace) as shared, Waiting():
+            if member:
+                shared.follow(where.epoch, members[member])
+                store.wait([first], FOREVER)
+            else:
+                while not shared.await_followers(where.epoch, members[1:], LOOK_S):
+                    held.heartbeat.check(where.epoch)
+                store.set(first, "")
+        devices = [*map(held.deployment.device_of, members)]
+        transport = held.deployment.config.transport
+        nccl = can_use_nccl(devices) and transport.backend != GLOO
+        yield TPProcessGroup(
+            PrefixStore(f"member/{held.rank}", store),
+            member,
+            len(members),
+            devices[member] if nccl else None,
+        )

@@ -1,0 +1,1 @@
+"""Finds failed ranks, and begins the next epoch."""

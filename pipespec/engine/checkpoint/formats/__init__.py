@@ -1,1 +1,0 @@
-"""Readers of checkpoints whose weights are stored in another format than they are computed in."""

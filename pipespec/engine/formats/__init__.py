@@ -1,0 +1,1 @@
+"""How checkpoints store tensors: safetensors, GGUF, and packed formats."""

@@ -1,0 +1,242 @@
+"""The blocks in which GGUF files and others store the rows of quantised matrices.
+
+A weight is `number * scale + offset`: its code stands for a number, and neighbours, a group, share
+a scale and an offset. Layouts are those of ggml (`ggml-common.h`, and `dequantize_row_*` in
+`ggml-quants.c`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec.engine.formats.fill_in_parts import row_parts
+
+# Numbers of 4-bit floats (E2M1), doubled so that they are whole.
+FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+SUPER_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A type of block.
+
+    Attributes:
+        size: weights of a block.
+        num_bytes: of a block.
+        codes: `[blocks, num_bytes]` uint8 -> `[blocks, size]` uint8.
+        scales: `[blocks, num_bytes]` uint8 -> `[blocks, groups]` float32.
+        first: the number that code 0 stands for; the others follow it.
+        is_fp4: codes stand for FP4_DOUBLED instead.
+        offsets: as the scales; None: there are none.
+    """
+
+    size: int
+    num_bytes: int
+    codes: Callable[[Tensor], Tensor]
+    scales: Callable[[Tensor], Tensor]
+    first: int = 0
+    is_fp4: bool = False
+    offsets: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A matrix `[out, in]` as rows of blocks, uint8 `[out, bytes]`; `kind` is a name in KINDS, and
+    all weights are multiplied by `factor`."""
+
+    rows: Tensor
+    kind: str
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        kind = KINDS[self.kind]
+        return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return self.rows.nbytes
+
+    def part(self, rows: slice) -> BlockWeights:
+        """These rows of the matrix."""
+        return replace(self, rows=self.rows[rows])
+
+    def held(self, device: torch.device) -> BlockWeights:
+        """The same on a device."""
+        return replace(self, rows=self.rows.to(device))
+
+    def int4(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Int4Weights`; of blocks of 4-bit integers."""
+        kind = KINDS[self.kind]
+        scales = self._by_row(kind.scales)
+        middle = (8 + kind.first) * scales
+        if kind.offsets is not None:
+            middle += self._by_row(kind.offsets)
+        return self._by_row(kind.codes), scales, middle
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights `[out, in]`, computed in that type."""
+        kind, codes = KINDS[self.kind], self._by_row(KINDS[self.kind].codes)
+        if kind.is_fp4:
+            weights = _fp4_numbers(dtype, codes.device)[codes.int()]
+        else:
+            weights = codes.to(dtype).add_(kind.first)
+        scales = self._by_row(kind.scales) * self.factor
+        by_group = weights.view(*scales.shape, -1)
+        by_group.mul_(scales.to(dtype).unsqueeze(-1))
+        if kind.offsets is not None:
+            by_group.add_(self._by_row(kind.offsets).to(dtype).unsqueeze(-1))
+        return weights
+
+    def _by_row(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        found = read(self.rows.reshape(-1, KINDS[self.kind].num_bytes))
+        return found.reshape(len(self.rows), -1)
+
+
+def in_blocks(weights: Any, device: torch.device) -> BlockWeights:
+    """A matrix whose parts can become `blocks()`, on a device; some rows at a time, which bounds
+    the memory that this takes."""
+    for some in row_parts(weights.shape):
+        found = weights.part(some).blocks()
+        if some.start == 0:
+            rows = found.rows.new_empty(weights.shape[0], found.rows.shape[1], device=device)
+        rows[some] = found.rows
+    return replace(found, rows=rows)
+
+
+@cache
+def _fp4_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """FP4_DOUBLED on a device; a copy to it in every product would wait for it."""
+    return torch.tensor(FP4_DOUBLED, dtype=dtype, device=device)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The 16-bit float at a byte, as float32 `[blocks, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _halves(at: int) -> Callable[[Tensor], Tensor]:
+    """One factor a block, at a byte."""
+    return lambda blocks: _half(blocks, at)
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """`[..., n]` bytes -> `[..., 2, n]`: the low halves, then the high ones."""
+    return torch.stack((packed & 15, packed >> 4), -2)
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """`[..., n]` bytes -> `[..., 8 / bits, n]`: fields of so many bits, the lowest first."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << bits) - 1)
+
+
+def _high_bits(blocks: Tensor, at: int) -> Tensor:
+    """32 bits from a byte on, the lowest first, as 0 or 16: `[blocks, 32]`."""
+    return _fields(blocks[:, at : at + 4], 1).transpose(1, 2).reshape(-1, 32) << 4
+
+
+def _k_scales(blocks: Tensor) -> Tensor:
+    """Of Q4_K and Q5_K: eight numbers of 6 bits."""
+    first, third = blocks[:, 4:8], blocks[:, 12:16]
+    return _half(blocks, 0) * torch.cat((first & 63, (third & 15) | (first >> 6) << 4), 1)
+
+
+def _k_offsets(blocks: Tensor) -> Tensor:
+    second, third = blocks[:, 8:12], blocks[:, 12:16]
+    return -_half(blocks, 2) * torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), 1)
+
+
+def _q3_k_scales(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, 96:104]).reshape(-1, 16)
+    high = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
+    return _half(blocks, 108) * ((low | high << 4).float() - 32)
+
+
+def _nibble_codes(at: int) -> Callable[[Tensor], Tensor]:
+    """16 bytes from this one on: the low halves, then the high ones."""
+    return lambda blocks: _nibbles(blocks[:, at : at + 16]).reshape(-1, 32)
+
+
+def _q5_codes(start: int) -> Callable[[Tensor], Tensor]:
+    def codes(blocks: Tensor) -> Tensor:
+        low = _nibbles(blocks[:, start + 4 : start + 20]).reshape(-1, 32)
+        return low | _high_bits(blocks, start)
+
+    return codes
+
+
+def _q2_k_codes(blocks: Tensor) -> Tensor:
+    return _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
+
+
+def _q3_k_codes(blocks: Tensor) -> Tensor:
+    low = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
+    high = _fields(blocks[:, :32], 1).reshape(-1, SUPER_BLOCK)
+    return low | high << 2
+
+
+def _k_nibbles(blocks: Tensor, at: int) -> Tensor:
+    return _nibbles(blocks[:, at : at + 128].reshape(-1, 4, 32)).reshape(-1, SUPER_BLOCK)
+
+
+def _q5_k_codes(blocks: Tensor) -> Tensor:
+    high = _fields(blocks[:, 16:48], 1).reshape(-1, SUPER_BLOCK)
+    return _k_nibbles(blocks, 48) | high << 4
+
+
+def _q6_k_codes(blocks: Tensor) -> Tensor:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, SUPER_BLOCK)
+    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
+    return low | high << 4
+
+
+def _nvfp4_codes(blocks: Tensor) -> Tensor:
+    pairs = blocks[:, 1:9]
+    return torch.stack((pairs & 15, pairs >> 4), -1).reshape(-1, 16)
+
+
+def _mxfp4_scales(blocks: Tensor) -> Tensor:
+    """Powers of two, halved as the numbers of 4-bit floats are doubled."""
+    return (blocks[:, :1].int() << 23).view(torch.float32) / 2
+
+
+def _nvfp4_scales(blocks: Tensor) -> Tensor:
+    return blocks[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2
+
+
+# By their names in ggml, but for NVFP4: a byte of it holds two neighbours.
+KINDS = {
+    "Q4_0": BlockKind(32, 18, _nibble_codes(2), _halves(0), -8),
+    "Q4_1": BlockKind(32, 20, _nibble_codes(4), _halves(0), offsets=_halves(2)),
+    "Q5_0": BlockKind(32, 22, _q5_codes(2), _halves(0), -16),
+    "Q5_1": BlockKind(32, 24, _q5_codes(4), _halves(0), offsets=_halves(2)),
+    "Q8_0": BlockKind(32, 34, lambda b: b[:, 2:34] ^ 128, _halves(0), -128),
+    "Q2_K": BlockKind(
+        SUPER_BLOCK,
+        84,
+        _q2_k_codes,
+        lambda b: _half(b, 80) * (b[:, :16] & 15),
+        offsets=lambda b: -_half(b, 82) * (b[:, :16] >> 4),
+    ),
+    "Q3_K": BlockKind(SUPER_BLOCK, 110, _q3_k_codes, _q3_k_scales, -4),
+    "Q4_K": BlockKind(SUPER_BLOCK, 144, partial(_k_nibbles, at=16), _k_scales, offsets=_k_offsets),
+    "Q5_K": BlockKind(SUPER_BLOCK, 176, _q5_k_codes, _k_scales, offsets=_k_offsets),
+    "Q6_K": BlockKind(
+        SUPER_BLOCK,
+        210,
+        _q6_k_codes,
+        lambda b: _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8),
+        -32,
+    ),
+    "MXFP4": BlockKind(32, 17, _nibble_codes(1), _mxfp4_scales, is_fp4=True),
+    "NVFP4": BlockKind(16, 9, _nvfp4_codes, _nvfp4_scales, is_fp4=True),
+}

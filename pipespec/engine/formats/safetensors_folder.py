@@ -1,0 +1,365 @@
+"""Folders of config.json and safetensors files, whose matrices may be packed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.engine.formats.architectures import WRAPPERS, require_supported
+from pipespec.engine.formats.draft_kind import refuse_draft_head
+from pipespec.engine.formats.header_checks import expected_sizes
+from pipespec.engine.formats.lazy import LazyTensor, Part
+from pipespec.engine.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
+from pipespec.engine.formats.quantization import (
+    PACKED_METHODS,
+    stored_method,
+    stored_packing,
+)
+from pipespec.engine.formats.safetensors_headers import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Tensor,
+    read_index,
+    read_json,
+    read_tensors,
+    stored_index,
+    tensor_ranges,
+)
+from pipespec.engine.formats.slice_tensors import LAYER, UNUSED, needed, part_of
+from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
+from pipespec.engine.formats.text_part import text_config, text_names, text_type
+from pipespec.engine.formats.tp_cuts import WHOLE_UNITS, CutUnits
+from pipespec.errors import ModelError
+from pipespec.system.result_cache import digest
+from pipespec.system.validation import Unreadable, reason, typed
+
+if TYPE_CHECKING:  # headers are read without it
+    import torch
+
+# Files with a tokenizer: the first one, or one of the others.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+# Other files that the resulting tokenizer depends on.
+SETTINGS_FILES = (
+    CONFIG,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template*.jinja",
+)
+FOREIGN = "correct it, or fetch the checkpoint again"
+
+
+class SafetensorsFolder:
+    """A folder; see `StoredFiles`. Files of layers that this host does not compute may be missing.
+
+    Attributes:
+        whole: config.json.
+        raw: that of the text part.
+        method: by which the files are quantised; None: they are not.
+        packing: how pipespec reads their matrices; None: they are plain, or a package reads them.
+        present: the headers of all tensors that are here.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._opened: dict[Path | None, Any] = {}
+
+    # --- headers ------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> dict[str, Any]:
+        whole = read_json(
+            self.path / CONFIG, "a model folder holds config.json and safetensors files"
+        )
+        refuse_draft_head(self.path, whole)
+        return whole
+
+    @cached_property
+    def raw(self) -> Mapping[str, Any]:
+        raw = text_config(self.whole)
+        # First, as an unsupported architecture is the more useful error message.
+        require_supported(str(raw.get("model_type")), self.path, text_type(self.whole))
+        return raw
+
+    @cached_property
+    def method(self) -> str | None:
+        try:
+            return stored_method(self.path, self.raw.get("quantization_config"))
+        except RecursionError as error:
+            raise ModelError(f"{self.path / CONFIG} is nested too deeply; {FOREIGN}") from error
+
+    @cached_property
+    def packing(self) -> MatrixPacking | None:
+        if self.method not in PACKED_METHODS:
+            return None
+        return stored_packing(self.path, self.raw["quantization_config"])
+
+    @property
+    def kept_format(self) -> str | None:
+        return None if self.packing is None else self.packing.format
+
+    @property
+    def by_package(self) -> bool:
+        return self.method is not None and self.packing is None
+
+    @property
+    def dtype(self) -> str:
+        return usual_dtype(self.present.values()) or "F16"
+
+    @cached_property
+    def present(self) -> dict[str, Tensor]:
+        found = read_tensors(self.path)
+        return {name: each for name, each in found.items() if part_of(name) != UNUSED}
+
+    @cached_property
+    def _all(self) -> dict[str, Tensor]:
+        return self.present | _absent_tensors(self.path, self.raw, self.present)
+
+    def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
+        if parts is None:
+            tensors = self._all
+        else:
+            tensors = {name: self.present[name] for name in needed(self.present, parts)}
+        if self.raw is not self.whole and self.by_package:
+            raise ModelError(
+                f"{self.path} is multimodal and quantised by {self.method}, which is read of "
+                "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors"
+            )
+        return tensors if self.packing is None else as_plain(self.path, tensors, self.packing)
+
+    def storage(self) -> Storage:
+        if self.method not in PACKED_METHODS:
+            return Storage(quantization=self.method)
+        assert self.packing is not None, "the method is packed"
+        numbers = [int(layer[1]) for name in self._all if (layer := LAYER.search(name))]
+        found = [KeptLayer()] * (max(numbers, default=-1) + 1)
+        for name in self.packing.matrices(self._all):
+            if (layer := LAYER.search(name)) is not None:
+                found[int(layer[1])] += self.packing.kept_layer(name, self._all)
+        return Storage(
+            dequantized_from=self.method,
+            kept_layers=tuple(found),
+            kept_format=self.packing.format,
+        )
+
+    def units(self) -> CutUnits:
+        return WHOLE_UNITS if self.packing is None else self.packing.units
+
+    def weight_files(self) -> tuple[Path, ...]:
+        shard_of = read_index(self.path)
+        names = {WEIGHTS} if shard_of is None else set(shard_of.values())
+        return tuple(self.path / name for name in sorted(names))
+
+    def names_by_file(self, parts: Collection[str]) -> dict[Path, dict[str, str]]:
+        file_of = stored_index(self.path)
+        if file_of is None:
+            file_of = dict.fromkeys(tensor_ranges(self.path / WEIGHTS), WEIGHTS)
+        stored_as = {name: in_file for in_file, name in text_names(file_of).items()}
+        found: dict[Path, dict[str, str]] = {}
+        for name in needed(stored_as, parts):
+            of_file = found.setdefault(self.path / file_of[stored_as[name]], {})
+            of_file[name] = stored_as[name]
+        return found
+
+    # --- config and tokenizer -----------------------------------------------------------------
+
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:  # model code may raise anything for invalid values
+            why = f"{self.path / CONFIG} is not valid: {reason(error)}"
+            raise ModelError(f"{why}; {FOREIGN}") from error
+        config = _text_config(config)
+        _require_layers(self.path, config)
+        return config
+
+    def eos(self, default: Any) -> tuple[int, ...]:
+        generation = self.path / "generation_config.json"
+        eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        eos = default if eos is None else eos
+        if eos is None:
+            return ()
+        try:
+            return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
+        except Unreadable as error:
+            raise ModelError(f"{self.path}: {error}; {FOREIGN}") from error
+
+    def tokenizer_state(self) -> Any:
+        names = (*TOKENIZER_FILES, *SETTINGS_FILES)
+        return digest({each for name in names for each in self.path.glob(name) if each.is_file()})
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+
+    def tokenizer_refused(self, reason: str) -> ModelError:
+        if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
+            return ModelError(
+                f"{self.path} holds no tokenizer: tokenizer.json, or what it is made from "
+                f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
+            )
+        return ModelError(f"the tokenizer in {self.path} cannot be used ({reason}); fetch it again")
+
+    # --- tensors ------------------------------------------------------------------------------
+
+    def tensor(self, name: str, dtype: torch.dtype) -> Any:
+        if name in self.present and name not in self._packed:
+            return self._slice(name)
+        assert self.packing is not None, "the headers name it"
+        matrix = name.removesuffix(self.packing.dense_suffix)
+        label = self.packing.dense_dtype or self.dtype
+        shape = self.packing.shape(matrix, self.present)
+        return LazyTensor(shape, label, partial(self._dense, self.packing, matrix))
+
+    def kept(
+        self, parts: Collection[str], *, with_ggml: bool, divided: bool
+    ) -> dict[str, KeptMatrix]:
+        found: dict[str, KeptMatrix] = {}
+        if self.packing is not None:
+            for name in needed(self._packed.values(), parts):
+                readers = self.packing.readers(name, self.packing.shape(name, self.present), self)
+                found |= {each: KeptMatrix(self.packing.kind, r) for each, r in readers.items()}
+        return found
+
+    def read(self, name: str, *index: slice) -> Any:
+        """A tensor as it is stored, or a part of it; None: there is none."""
+        if name not in self.present:
+            return None
+        whole = self._slice(name)
+        return whole[index if any(each != slice(None) for each in index) else ...]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor as it is stored; None: there is none."""
+        return self.present[name].shape if name in self.present else None
+
+    @cached_property
+    def _packed(self) -> dict[str, str]:
+        """The packed matrices, by the name of each once it is plain."""
+        if self.packing is None:
+            return {}
+        found = self.packing.matrices(self.present)
+        return {name + self.packing.dense_suffix: name for name in found}
+
+    def _slice(self, name: str) -> Any:
+        """Files stay open for as long as this is referred to: a load that fails leaves threads of
+        Transformers that still read."""
+        from safetensors import safe_open
+
+        found = self.present[name]
+        if found.file not in self._opened:
+            self._opened[found.file] = safe_open(found.file, framework="pt")
+        return self._opened[found.file].get_slice(found.stored_as)
+
+    def _dense(self, packing: MatrixPacking, matrix: str, part: Part) -> Any:
+        return packing.read(matrix, self, part).dense()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds all weight files of its checkpoint."""
+    try:
+        return all(os.path.isfile(file) for file in SafetensorsFolder(folder).weight_files())
+    except ModelError:
+        return False
+
+
+@contextmanager
+def view(path: Path, parts: Collection[str]) -> Iterator[Path]:
+    """A folder in which Transformers finds the tensors of these parts, which are here, alone: it
+    would open files of others, which may be missing."""
+    shard_of = read_index(path)
+    if shard_of is None:
+        yield path
+        return
+    names = needed(shard_of, parts)
+    with tempfile.TemporaryDirectory(prefix="pipespec-view-") as folder:
+        for file in {shard_of[name] for name in names}:
+            os.symlink(path.absolute() / file, os.path.join(folder, file))
+        index = {"metadata": {}, "weight_map": {name: shard_of[name] for name in names}}
+        (Path(folder) / INDEX).write_text(json.dumps(index))
+        yield Path(folder)
+
+
+# --- tensors that are not here ----------------------------------------------------------------
+
+
+def _absent_tensors(
+    path: Path, raw: Mapping[str, Any], present: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The headers of the tensors in files that a folder does not hold: they have the shapes of the
+    same tensors in the layers that are here, or those that config.json (`raw`) implies. Raises
+    ModelError if one of them cannot be known."""
+    shard_of = read_index(path) or {}
+    absent = [name for name in shard_of if name not in present and part_of(name) != UNUSED]
+    alike = {inner: each for name, each in present.items() if (inner := _inner(name)) != name}
+    dtype = usual_dtype(present.values()) or "F16"
+    found = {}
+    for name in absent:
+        tensor = alike.get(_inner(name)) or _by_config(raw, name, dtype)
+        if tensor is None:
+            raise ModelError(
+                f"{path} does not hold {shard_of[name]}, and the size of its {name} does not show "
+                "in the other files; put that file there too"
+            )
+        found[name] = tensor
+    return found
+
+
+def _inner(name: str) -> str:
+    """The name of a tensor within its layer."""
+    found = LAYER.search(name)
+    return name if found is None else found[2]
+
+
+def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
+    """A tensor with the shape that config.json implies; None: it implies none."""
+    sizes = expected_sizes(raw, _inner(name))
+    shape = tuple(sizes[axis][0] for axis in sorted(sizes))
+    if len(shape) != 2:
+        hidden = raw.get("hidden_size")
+        if "norm" not in name or type(hidden) is not int:
+            return None
+        shape = (hidden,)
+    return Tensor.of(shape, dtype)
+
+
+# --- the config of Transformers ---------------------------------------------------------------
+
+
+def _text_config(whole: Any) -> Any:
+    """The config of the text part of a multimodal model; that of another model is itself."""
+    if whole.model_type not in WRAPPERS:
+        return whole
+    config = whole.text_config
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    config.name_or_path = whole.name_or_path
+    for name in ("dtype", "eos_token_id", "quantization_config"):
+        if getattr(config, name, None) is None and getattr(whole, name, None) is not None:
+            setattr(config, name, getattr(whole, name))
+    return config
+
+
+def _require_layers(path: Path, config: Any) -> None:
+    """Raise ModelError if layers of a supported architecture are of a kind that is not."""
+    wrong = None
+    if getattr(config, "hidden_size_per_layer_input", None):
+        wrong = "reads embeddings of the tokens in every layer (hidden_size_per_layer_input)"
+    elif getattr(config, "num_kv_shared_layers", None):
+        wrong = "has layers that attend to K and V of other layers (num_kv_shared_layers)"
+    elif getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        wrong = "attends to later tokens (use_bidirectional_attention)"
+    if wrong is not None:
+        raise ModelError(
+            f"{path} {wrong}, which a pipeline of slices cannot compute; take a checkpoint of "
+            f"{config.model_type} without it"
+        )

@@ -1,0 +1,422 @@
+"""A whole slice of decoder layers as one graph of ggml.
+
+Transformers' forward pass takes a millisecond of Python a layer, which on a CPU is as long as the
+products of a small model. Layers of the pattern
+
+    x = x + output(attention(query, key, value of norm(x)))
+    x = x + down(activation(gate(norm(x))) * up(norm(x)))
+
+with RMS norms and rotary positions need none of it. A slice is recognised by its modules, and its
+graph is used only if a batch gives the same as Transformers' pass. The KV pools stay those of the
+slice. A row attends to its own keys in the order of their positions, one after the other, so its
+result does not depend on the other rows of its batch, to the bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.attention.hook import AttentionState
+from pipespec.engine.ggml import compute, library
+from pipespec.engine.ggml.compute import Computer, empty, matrix, place
+from pipespec.engine.ggml.library import I32, I64, TYPES, Library
+from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
+
+F32, F16 = TYPES["F32"], TYPES["F16"]
+# ggml's numbers of the two ways to rotate: neighbours, or one half with the other.
+_NEIGHBOURS, _HALVES = 0, 2
+# Graphs that are kept, of the numbers of rows and keys that were used last, and their bytes
+# together, unless one has more.
+KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
+# Keys of a graph are a multiple of this, so that decoding uses each for some steps.
+KEYS = 64
+# Tensors and operations for a layer, and beside the layers.
+_OF_LAYER, _BESIDE = 64, 64
+# The largest difference from Transformers' pass in a batch of so many rows, relative to the length
+# of the results: both round rows to 8 bits in every product, one of another row by rounding errors.
+TOLERANCE = 0.05
+TEST_ROWS = 5
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+_ACTIVATIONS = {"SiLUActivation": "swiglu_split", "SiLU": "swiglu_split"}
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A matrix and its bias, in the order of the file's rows."""
+
+    weights: compute.Tensor
+    bias: compute.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: compute.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The constants of a layer, and its pools `[slots, kv_heads * dim]`."""
+
+    attention_norm: _Norm
+    query: _Product
+    key: _Product
+    value: _Product
+    output: _Product
+    query_norm: _Norm | None
+    key_norm: _Norm | None
+    mlp_norm: _Norm
+    gate: _Product
+    up: _Product
+    down: _Product
+    activation: str
+    keys: compute.Tensor
+    values: compute.Tensor
+    heads: int
+    kv_heads: int
+    dim: int
+    rotation: int
+    scaling: float
+
+
+@dataclass(eq=False)
+class _Planned:
+    """A graph for so many rows and keys, with the memory of its inputs and its output."""
+
+    graph: int
+    inputs: np.ndarray
+    positions: np.ndarray
+    write: np.ndarray
+    read: np.ndarray
+    mask: np.ndarray
+    output: np.ndarray
+    held: list[Any]
+    num_bytes: int
+
+
+class Slice(Protocol):
+    """What a graph needs of a `ModelSlice`."""
+
+    hidden_size: int
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """See `ModelSlice`."""
+        ...
+
+    def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `ModelSlice`."""
+        ...
+
+
+class NotOfThePattern(Exception):
+    """The modules of a slice are not those that a graph can be made of."""
+
+
+class SliceGraph:
+    """The layers of a slice as graphs of ggml, one for each number of rows and keys."""
+
+    def __init__(self, model: Slice, base: nn.Module, attentions: Sequence[AttentionState]):
+        """Raises NotOfThePattern."""
+        found = library.load()
+        assert found is not None, "callers have looked whether there is ggml"
+        self._library: Library = found
+        self._hidden_size = model.hidden_size
+        rotary = getattr(base, "rotary_emb", None)
+        frequencies = getattr(rotary, "inv_freq", None)
+        _require(isinstance(frequencies, Tensor) and frequencies.ndim == 1)
+        assert isinstance(frequencies, Tensor)
+        _require(getattr(rotary, "rope_type", None) in ("default", "linear", "llama3", "yarn"))
+        # ggml divides the position by these numbers, and multiplies it with powers of 1.
+        self._divisors = self._constant(1 / frequencies.float())
+        self._rotated = 2 * len(frequencies)
+        self._magnitude = float(getattr(rotary, "attention_scaling", 1.0))
+        layers: Any = base.layers
+        _require(len(attentions) == len(layers))
+        pairs = zip(layers, attentions, strict=True)
+        self._layers = [self._layer(*each) for each in pairs]
+        self._embedding: compute.Tensor | None = None
+        if model.is_first:
+            self._embedding = self._embedded(getattr(base, "embed_tokens", None))
+        self._norm = self._norm_of(getattr(base, "norm", None)) if model.is_last else None
+        self._planned: OrderedDict[tuple[int, int, Computer], _Planned] = OrderedDict()
+
+    # --- the constants --------------------------------------------------------------------------
+
+    def _constant(self, numbers: Tensor) -> compute.Tensor:
+        memory = empty(numbers.numel())
+        memory[:] = numbers.detach().float().numpy()
+        return compute.Tensor(self._library, F32, memory.shape, memory, 0)
+
+    def _embedded(self, module: Any) -> compute.Tensor:
+        if isinstance(module, GgmlEmbedding) and module.scale == 1.0:
+            return module.weights
+        _require(type(module) is nn.Embedding and module.weight.dtype == torch.float32)
+        return self._plain(module.weight)
+
+    def _plain(self, weight: Tensor) -> compute.Tensor:
+        return matrix(self._library, "F32", weight.detach().numpy(), tuple(weight.shape))
+
+    def _product(self, module: Any) -> tuple[_Product, Tensor | None]:
+        """The matrix of a linear layer, and the order of its rows."""
+        order = None
+        if type(module) is GgmlLinear:
+            weights, order = module.weights, module.order
+        else:
+            _require(isinstance(module, nn.Linear) and hasattr(module, "weight"))
+            _require(module.weight.dtype == torch.float32)
+            weights = self._plain(module.weight)
+        bias = module.bias
+        if bias is not None and order is not None:
+            stored = torch.empty_like(bias)
+            stored[order] = bias
+            bias = stored
+        return _Product(weights, None if bias is None else self._constant(bias)), order
+
+    def _norm_of(self, module: Any) -> _Norm:
+        _require(type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"))
+        return _Norm(self._constant(module.weight), float(module.variance_epsilon))
+
+    def _head_norm(self, module: Any, dim: int) -> _Norm | None:
+        if module is None:
+            return None
+        found = self._norm_of(module)
+        _require(found.weight.shape == (dim,))
+        return found
+
+    def _layer(self, module: Any, state: AttentionState) -> _Layer:
+        _require(_children(module) == _LAYER)
+        attention, mlp, options, pool = module.self_attn, module.mlp, state.options, state.pool
+        _require(_children(attention) - _HEAD_NORMS == _ATTENTION)
+        _require(_children(mlp) - {"act_fn"} == _MLP)
+        activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__, "")
+        _require(activation != "")
+        assert options is not None
+        assert pool is not None
+        special = (options.window, options.softcap, options.sinks, options.chunk)
+        _require(all(each is None for each in (*special, state.temperature, state.kv_heads)))
+        _require(pool.keys.dtype == pool.values.dtype == torch.float32)
+        slots, kv_heads, dim = pool.keys.shape
+        _require(pool.values.shape == pool.keys.shape)
+        query, turned = self._product(attention.q_proj)
+        key, _ = self._product(attention.k_proj)
+        query_norm, key_norm = (
+            self._head_norm(getattr(attention, name, None), dim) for name in ("q_norm", "k_norm")
+        )
+        _require(turned is None or query_norm is key_norm is None)
+        in_order = (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        others = [self._product(each) for each in in_order]
+        _require(all(order is None for _, order in others))
+        value, output, gate, up, down = (each for each, _ in others)
+        keys, values = (
+            compute.Tensor(
+                self._library, F32, (slots, kv_heads * dim), each.view(slots, -1).numpy(), 0
+            )
+            for each in (pool.keys, pool.values)
+        )
+        return _Layer(
+            attention_norm=self._norm_of(module.input_layernorm),
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            mlp_norm=self._norm_of(module.post_attention_layernorm),
+            gate=gate,
+            up=up,
+            down=down,
+            activation=activation,
+            keys=keys,
+            values=values,
+            heads=state.heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            rotation=_HALVES if turned is None else _NEIGHBOURS,
+            scaling=options.scaling,
+        )
+
+    # --- computing ------------------------------------------------------------------------------
+
+    def forward(self, inputs: Tensor, plan: AttentionPlan) -> Tensor:
+        """See `ModelSlice.forward`."""
+        computer = compute.computer()
+        slots, segments = _keys_of(plan)
+        rows, keys = len(plan.write), len(slots)
+        planned = self._graph(computer, rows, -(-keys // KEYS) * KEYS)
+        planned.inputs[:] = inputs.numpy()
+        planned.positions[:] = plan.positions
+        planned.write[:] = plan.write
+        planned.read[:keys] = slots
+        planned.read[keys:] = 0
+        planned.mask.fill(-np.inf)
+        for some, first, own, sees in segments:
+            planned.mask[some, first:own] = 0
+            planned.mask[some, own : own + sees.shape[1]][sees] = 0
+        computer.compute(planned.graph)
+        return torch.from_numpy(planned.output.copy())
+
+    def _graph(self, computer: Computer, rows: int, keys: int) -> _Planned:
+        """The graph for so many rows and keys, from those that are kept or made now."""
+        key = (rows, keys, computer)
+        planned = self._planned.get(key)
+        if planned is None:
+            planned = self._planned[key] = self._make(rows, keys)
+        self._planned.move_to_end(key)
+        while len(self._planned) > 1 and (
+            len(self._planned) > KEPT_GRAPHS
+            or sum(each.num_bytes for each in self._planned.values()) > KEPT_BYTES
+        ):
+            self._planned.popitem(last=False)
+        return planned
+
+    def _make(self, rows: int, keys: int) -> _Planned:
+        lib = self._library
+        count = _OF_LAYER * len(self._layers) + _BESIDE
+        context = lib.context(count, count)
+        held: list[Any] = []
+
+        def given(kind: int, dtype: Any, *shape: int) -> tuple[int, np.ndarray]:
+            tensor = compute.Tensor(lib, kind, shape, empty(*shape, dtype=dtype), context)
+            lib.set_input(tensor.address)
+            held.append(tensor)
+            return tensor.address, tensor.memory
+
+        if self._embedding is not None:
+            tokens, inputs = given(I32, np.int32, rows)
+            x = lib.get_rows(context, self._embedding.address, tokens)
+        else:
+            x, inputs = given(F32, np.float32, rows, self._hidden_size)
+        at, positions = given(I32, np.int32, rows)
+        to, write = given(I64, np.int64, rows)
+        of, read = given(I32, np.int32, keys)
+        sees, mask = given(F16, np.float16, rows, keys)
+
+        def norm(x: int, how: _Norm) -> int:
+            return lib.mul(context, lib.rms_norm(context, x, how.epsilon), how.weight.address)
+
+        def product(x: int, how: _Product) -> int:
+            y = lib.mul_mat(context, how.weights.address, x)
+            return y if how.bias is None else lib.add(context, y, how.bias.address)
+
+        def rotated(x: int, layer: _Layer, heads: int, how: _Norm | None) -> int:
+            x = lib.reshape_3d(context, x, layer.dim, heads, rows)
+            if how is not None:
+                x = norm(x, how)
+            return lib.rope_ext(
+                context, x, at, self._divisors.address, self._rotated, layer.rotation, 0,
+                1.0, 1.0, 0.0, self._magnitude, 0.0, 0.0,
+            )  # fmt: skip
+
+        def stored(pool: compute.Tensor, x: int, layer: _Layer) -> int:
+            """Store K or V, and gather those of all keys: `[dim, keys, kv_heads]` of ggml."""
+            x = lib.reshape_2d(context, x, layer.kv_heads * layer.dim, rows)
+            found = lib.get_rows(context, lib.set_rows(context, pool.address, x, to), of)
+            found = lib.reshape_3d(context, found, layer.dim, layer.kv_heads, keys)
+            return lib.permute(context, found, 0, 2, 1, 3)
+
+        for layer in self._layers:
+            y = norm(x, layer.attention_norm)
+            query = rotated(product(y, layer.query), layer, layer.heads, layer.query_norm)
+            key = rotated(product(y, layer.key), layer, layer.kv_heads, layer.key_norm)
+            value = product(y, layer.value)
+            seen = lib.flash_attn_ext(
+                context,
+                lib.permute(context, query, 0, 2, 1, 3),
+                stored(layer.keys, key, layer),
+                stored(layer.values, value, layer),
+                sees,
+                layer.scaling,
+                0.0,
+                0.0,
+            )
+            seen = lib.reshape_2d(context, seen, layer.heads * layer.dim, rows)
+            x = lib.add(context, product(seen, layer.output), x)
+            y = norm(x, layer.mlp_norm)
+            activate = getattr(lib, layer.activation)
+            y = activate(context, product(y, layer.gate), product(y, layer.up))
+            x = lib.add(context, product(y, layer.down), x)
+        if self._norm is not None:
+            x = norm(x, self._norm)
+        output = empty(rows, self._hidden_size)
+        lib.set_output(x)
+        buffers = [place(lib, x, output)]
+        graph = lib.new_graph_custom(context, count, False)
+        lib.build_forward_expand(graph, x)
+        memory = lib.gallocr_new(lib.backend_cpu_buffer_type())
+        if not lib.gallocr_alloc_graph(memory, graph):
+            raise MemoryError("there is no memory for a batch")
+        num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes + output.nbytes
+        planned = _Planned(graph, inputs, positions, write, read, mask, output, held, num_bytes)
+        weakref.finalize(planned, _free, lib, buffers, memory, context)
+        return planned
+
+
+def _free(lib: Library, buffers: Sequence[int], memory: int, context: int) -> None:
+    lib.gallocr_free(memory)
+    for buffer in buffers:
+        lib.backend_buffer_free(buffer)
+    lib.free(context)
+
+
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()} if isinstance(module, nn.Module) else set()
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise NotOfThePattern
+
+
+def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, int, np.ndarray]]]:
+    """The slots of all keys of a batch, those of a segment in the order of their positions; and for
+    each segment its rows, the first of its keys, the first of its tree keys, and which of these
+    each row sees, bool `[rows, tree keys]`."""
+    slots, segments, first = [], [], 0
+    for segment in plan.segments():
+        order = np.argsort(segment.tree_positions, kind="stable")
+        own = first + len(segment.prefix)
+        slots += [segment.prefix, segment.tree[order]]
+        segments.append((segment.rows, first, own, segment.mask[:, order]))
+        first = own + len(order)
+    return np.concatenate(slots), segments
+
+
+def make_slice_graph(
+    model: Slice, base: nn.Module, attentions: Sequence[AttentionState]
+) -> tuple[SliceGraph | None, str]:
+    """The graph of a slice whose layers are those of `base`, tested with a batch; or None, and why
+    if there is no ggml or its results differ. No KV slot may be in use."""
+    if library.load() is None:
+        return None, library.why_not()
+    try:
+        graph = SliceGraph(model, base, attentions)
+    except NotOfThePattern:
+        return None, ""
+    inputs, positions, plan = model.example_batch(TEST_ROWS)
+    expected = model.forward(inputs, positions, plan)
+    found = graph.forward(inputs, plan)
+    off = float((found - expected).norm() / expected.norm())
+    if not off <= TOLERANCE:
+        return (
+            None,
+            f"ggml computes the layers one by one, as its graph of all is off by {off:.3f}.",
+        )
+    return graph, ""

@@ -1,0 +1,1 @@
+"""What a checkpoint is, from its headers, before anything is loaded."""

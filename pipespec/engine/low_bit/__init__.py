@@ -1,0 +1,1 @@
+"""Products with weights that stay in the few bits in which they are stored."""

@@ -1,0 +1,195 @@
+"""Weights that stay in the few bits of their files: packed integers, FP8, and blocks of GGUF.
+
+The layers with such weights are replaced before a model loads, and filled once it has. The results
+differ from those of dequantised weights, so all stages of a cluster must use the same format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipespec.engine.formats.fill_in_parts import row_parts
+from pipespec.engine.formats.gguf import is_int4
+from pipespec.engine.formats.quantization import KEPT_FORMATS
+from pipespec.engine.formats.stored import KeptMatrix
+from pipespec.engine.formats.tp_cuts import NO_CUTS, Cut
+from pipespec.engine.ggml import library as ggml
+from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.low_bit.expert_stack import PLAIN, replace_experts
+from pipespec.engine.low_bit.ggml_experts import GgmlExperts
+from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
+from pipespec.engine.low_bit.int4 import Int4Linear
+from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.system import heap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GgmlLayer = GgmlLinear | GgmlEmbedding | GgmlExperts
+# The allowed error of a product, relative to its largest number.
+TOLERANCE = 0.02
+# A row must be the same in batches of these sizes.
+TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
+# After so many weights the memory in which they were unpacked is given back.
+RELEASED = 8 << 20
+
+
+def with_ggml(device: torch.device) -> bool:
+    """Whether ggml multiplies matrices of its types on this device."""
+    return device.type == "cpu" and ggml.load() is not None
+
+
+class LayerMaker:
+    """Makes the layers of matrices of these kinds (`KeptMatrix`), by their names in the files, in a
+    model of this type."""
+
+    def __init__(self, kinds: Mapping[str, str], device: torch.device, dtype: torch.dtype):
+        self._kinds, self._device, self._dtype = kinds, device, dtype
+
+    def layer(self, name: str, out: int, inputs: int, bias: Any = None) -> nn.Module:
+        """A layer without weights for the matrix of this name, with so many rows and columns."""
+        kind = self._kinds[name]
+        if self._by_ggml(kind):
+            return GgmlLinear(name, out, inputs, bias)
+        if self._device.type != "cpu" and self._dtype == torch.bfloat16 and is_int4(kind, out):
+            return Int4Linear(name, out, inputs, bias)
+        return DequantisedLinear(name, out, inputs, bias)
+
+    def experts(self, names: Sequence[Sequence[str]], out: int, inputs: int) -> GgmlExperts | None:
+        """The same for all experts of a layer, of the names of the matrices of each; None: they are
+        layers of their own."""
+        alike = (
+            len({self._kinds[name] for name in same}) == 1 for same in zip(*names, strict=True)
+        )
+        if self._by_ggml(self._kinds[names[0][0]]) and all(alike):
+            return GgmlExperts(names, out, inputs)
+        return None
+
+    def _by_ggml(self, kind: str) -> bool:
+        return kind in ggml.TYPES and with_ggml(self._device)
+
+
+def replace(
+    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
+) -> None:
+    """Let `make` make the layers of the matrices with these names in the files, where the model has
+    them.
+
+    `cuts`: of the parameters of which the model has a part; those without rows or columns stay as
+    they are. Raises ModelError."""
+    names = list(names)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        try:
+            plain = model.get_submodule(name)
+        except AttributeError:  # belongs to another slice
+            continue
+        if isinstance(plain, nn.Linear) and plain.weight.numel():
+            kept = make.layer(name, plain.out_features, plain.in_features, plain.bias)
+            if (cut := cuts.get(f"{name}.weight")) is not None:
+                kept.part = cut.part  # type: ignore[assignment]
+            setattr(model.get_submodule(parent), child, kept)
+        elif GgmlEmbedding.can_replace(plain):
+            setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
+            _untie(model, name)
+    replace_experts(model, names, make, cuts)
+
+
+def _untie(model: Any, embedding: str) -> None:
+    """Let the output head, if it is tied, have the weights of this embedding as a layer of its
+    own."""
+    head = model.get_output_embeddings()
+    if model.config.tie_word_embeddings and isinstance(head, nn.Linear):
+        own = GgmlLinear(embedding, head.out_features, head.in_features, head.bias)
+        model.set_output_embeddings(own)
+    model.all_tied_weights_keys = {}
+
+
+def fill(
+    model: PreTrainedModel,
+    weights: Mapping[str, KeptMatrix],
+    device: torch.device,
+    form: str,
+) -> None:
+    """Read the weights of the layers that `replace` made, and test the first of each shape.
+
+    Raises ModelError, PackedMatmulError.
+    """
+    tested = set()
+    unpacked = 0
+    heap.release()
+    for module in model.modules():
+        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLayer):
+            continue
+        read: Any
+        if isinstance(module, GgmlExperts):
+            read = [[weights[name].read(module.part) for name in each] for each in module.sources]
+        else:
+            read = weights[module.source].read(module.part)
+        try:
+            module.fill(read, device)
+        except PackedMatmulError as error:
+            raise PackedMatmulError(f"{error.fault}, in {module.source}") from error
+        except ModelError as error:
+            raise ModelError(
+                f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
+            ) from error
+        if isinstance(module, GgmlLayer):
+            continue  # ggml's products of each type have been tested
+        form_of = weights[module.source].kind
+        shape = (type(module), form_of, module.out_features, module.in_features)
+        if shape not in tested:
+            heap.release()  # what `fill` has freed
+            wrong = self_test_error(module, read, device, model.dtype)
+            if wrong is not None:
+                raise PackedMatmulError(
+                    f"the product for weights in {KEPT_FORMATS[form]} failed its self-test on "
+                    f"{device}: in {module.source}, {wrong}"
+                )
+            tested.add(shape)
+            unpacked = RELEASED
+        unpacked += module.out_features * module.in_features
+        if unpacked > RELEASED:
+            unpacked = 0
+            heap.release()
+    heap.release()
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the weights of the layers that are no tensors of the model's own; those of a tied
+    head count once."""
+    layers = (each for each in model.modules() if isinstance(each, DequantisedLinear | GgmlLayer))
+    return sum({each.source: each.num_bytes for each in layers}.values())
+
+
+def self_test_error(
+    layer: Int4Linear | DequantisedLinear,
+    weights: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """Why the products of a layer on this device are wrong, as a clause; None: they are right."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(TEST_BATCH_SIZES), layer.in_features, generator=generator)
+    rows = rows.to(device, dtype)
+    bias, layer.bias = layer.bias, None
+    try:
+        with torch.inference_mode():
+            whole = layer.forward(rows)  # without the collectives of tensor-parallel members
+            if not whole.isfinite().all():
+                return "its products are not finite"
+            for size in TEST_BATCH_SIZES:
+                if not torch.equal(layer.forward(rows[:size]), whole[:size]):
+                    return f"a row differs in a batch of {size}"
+            heap.release()  # what the products have freed
+            exact, expected = rows.float(), torch.empty_like(whole, dtype=torch.float32)
+            for some in row_parts(weights.shape, 1):
+                expected[:, some] = exact @ weights.part(some).dense().float().T.to(device)
+    finally:
+        layer.bias = bias
+    off = float((whole.float() - expected).abs().max() / expected.abs().max())
+    return None if off <= TOLERANCE else f"its error is {off:.3f} of the largest number"

@@ -1,0 +1,1 @@
+"""A contiguous slice of a model: loading it, and computing batches with it."""

@@ -1,0 +1,317 @@
+"""Runs batches through a slice of layers, with the KV cache and the parent rule of every
+sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from pipespec.core import (
+    COMMITTED,
+    DRAFT,
+    KIND,
+    NO_PARENT_SEQUENCE,
+    NODE,
+    PARENT,
+    POSITION,
+    SEQUENCE,
+    TOKEN,
+    Batch,
+    PromptLogprobs,
+    Verdict,
+)
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.slice.kv_allocator import KVSlotAllocator, PageTable
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.parent_rule import DROPPED, TIP, Lineage, LiveNodes
+from pipespec.sampling.sampling_state import SamplingState
+from pipespec.sampling.verifier import AcceptedPath, verify_batch, verify_plain_greedy
+from pipespec.system.device_copy import to_device
+
+# Prompt rows whose logits are computed together, as those of a long prompt take gigabytes.
+SCORED_ROWS = 64
+
+
+class SliceRunner:
+    """Computes batches, applies verdicts, and frees the KV slots of rows that they ruled out.
+
+    It knows neither ranks nor transports: stages and drafts use it alike.
+
+    Attributes:
+        slots_read: KV slots that the newest batch attended to, those of each sequence once.
+        cached: retained sequences, and how many of their tokens are retained.
+    """
+
+    def __init__(self, model: ModelSlice, num_slots: int):
+        self.model = model
+        self.slots = KVSlotAllocator(num_slots)
+        self.nodes = LiveNodes()
+        self.pages = PageTable()
+        self.lineages: dict[int, Lineage] = {}
+        self.slots_read = 0
+        self.cached: dict[int, int] = {}
+        self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
+
+    def start_sequence(
+        self, sequence: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
+    ) -> None:
+        """Add a sequence, so that verdicts on it are applied even before its first row arrives.
+
+        It shares the first `shared` tokens of `parent`, a running or retained sequence, and their
+        KV slots.
+        """
+        assert self.length(parent) >= shared, "the prefix to share is not here"
+        self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
+        self._page_of[sequence] = page = self.pages.allocate_row()
+        if shared:
+            slots = self.pages.share_prefix(page, self._page_of[parent], shared)
+            self.slots.share(slots)
+            self.model.recurrent.start_from(page, slots)
+
+    def compute(self, batch: Batch) -> Batch:
+        """Run the batch's valid rows through the slice and return them with `hidden`
+        `[rows, hidden]`.
+
+        Rows that are not valid, as their parent was ruled out while they were in flight, are
+        dropped. Raises OutOfSlots.
+        """
+        batch, plan = self._admit(batch)
+        if plan is None:
+            self.slots_read = 0
+            return replace(batch, hidden=None)
+        self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
+        inputs = batch.hidden
+        if inputs is None:
+            # Ids beyond the draft's embedding are padding of the target's, so any id will do.
+            tokens = np.minimum(batch.rows[:, TOKEN], self.model.vocab_size - 1)
+            inputs = torch.from_numpy(tokens)
+        positions = torch.from_numpy(plan.positions)
+        return replace(batch, hidden=self.model.forward(inputs, positions, plan))
+
+    def _admit(self, batch: Batch) -> tuple[Batch, AttentionPlan | None]:
+        """Allocate a slot for every valid row, and plan the attention; None: no row is valid."""
+        for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
+            if sequence not in self.lineages:
+                self.start_sequence(sequence)
+        local = self.nodes.admit(batch.rows, self.lineages)
+        kept = local != DROPPED
+        if not kept.any():
+            return batch.select(kept), None
+        batch, local = batch.select(kept), local[kept]
+        slots = self.slots.allocate(len(local))
+        node = local != TIP
+        self.nodes.slot[local[node]] = slots[node]
+        of_tips = batch.rows[~node]
+        pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
+        self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
+        return batch, self._plan(batch, local, slots)
+
+    def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
+        """The attention plan of a batch whose rows have these local indices.
+
+        All rows of a sequence see its committed tokens up to the first row of this batch. The tree
+        keys are the rows that are committed after that (a prompt chunk, causal) and every live
+        node.
+        """
+        rows = batch.rows
+        nodes, positions = self.nodes, rows[:, POSITION].copy()
+        spans = list(_spans(rows))
+        prefixes, keys, keys_at, masks, committed = [], [], [], [], []
+        for sequence, span in spans:
+            lineage, mine = self.lineages[sequence], local[span]
+            live = lineage.live
+            num_chunk = len(mine) - int(np.count_nonzero(mine))
+            mask = nodes.mask[mine][:, live]
+            if num_chunk > 1:
+                chunk = slice(span.start + 1, span.start + num_chunk)
+                keys.append(slots[chunk])
+                keys_at.append(positions[chunk])
+                mask = np.hstack((np.tri(len(mine), num_chunk - 1, -1, dtype=bool), mask))
+            prefixes.append(lineage.length - max(num_chunk - 1, 0))
+            keys.append(nodes.slot[live])
+            keys_at.append(nodes.position[live])
+            masks.append(mask)
+            committed.append(num_chunk)
+        sizes = [mask.shape[1] for mask in masks]
+        kept = {sequence: state for sequence, *state in batch.kept_states}
+        states = np.array([kept.get(sequence, (0, 0)) for sequence, _ in spans], np.int64)
+        return AttentionPlan(
+            write=slots,
+            positions=positions,
+            row_start=np.array([0, *(span.stop for _, span in spans)]),
+            pages=self.pages.slots,
+            page_row=np.array([self._page_of[sequence] for sequence, _ in spans]),
+            prefix_length=np.array(prefixes),
+            tree=np.concatenate(keys),
+            tree_positions=np.concatenate(keys_at),
+            tree_start=np.concatenate(([0], np.cumsum(sizes))),
+            mask=np.concatenate([mask.ravel() for mask in masks]),
+            num_committed=np.array(committed),
+            keeps_state=states[:, 0],
+            state_number=states[:, 1],
+        )
+
+    def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
+        """Commit the nodes that the verdicts accepted and free the slots of those that they ruled
+        out.
+
+        `nodes`: the `ids` of `Lineage.apply`, if there is a single verdict.
+        """
+        committed: list[int] = []
+        pages: list[int] = []
+        dead: list[np.ndarray] = []
+        for verdict in verdicts:
+            lineage = self.lineages.get(verdict.sequence)
+            if lineage is not None:
+                outcome = lineage.apply(verdict, nodes)
+                committed += outcome.committed
+                pages += [self._page_of[verdict.sequence]] * len(outcome.committed)
+                dead += outcome.dead
+        if committed:
+            columns = self.nodes.position, self.nodes.slot, self.nodes.token
+            self.pages.write(np.array(pages), *(column[committed] for column in columns))
+        if dead:
+            self.slots.release(self.nodes.slot[np.concatenate(dead)])
+
+    def prune(self, batch: Batch) -> Batch:
+        """The rows of a computed batch without those that verdicts have ruled out since."""
+        keep = [
+            kind != DRAFT or self.holds(sequence, node)
+            for sequence, node, kind in batch.rows[:, [SEQUENCE, NODE, KIND]].tolist()
+        ]
+        return batch.select(np.array(keep, bool))
+
+    def verify(self, batch: Batch, state_of: Callable[[int], SamplingState]) -> list[Verdict]:
+        """Decide the tokens after the tip of each sequence whose tip is in this batch (last stage
+        only).
+
+        `state_of` returns the sampling state of a sequence.
+        """
+        paths: dict[int, AcceptedPath] = {}
+        path_rows: list[np.ndarray] = []  # the rows of each path
+        for sequence, span in _spans(batch.rows):
+            mine = span.start + np.flatnonzero(batch.rows[span, KIND] != COMMITTED)
+            nodes, parents, tokens = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
+            tip = self.lineages[sequence].tip
+            if tip in nodes:
+                paths[sequence] = AcceptedPath(tip, nodes, parents, tokens)
+                path_rows.append(mine)
+        if not path_rows:
+            return []
+        states = [state_of(sequence) for sequence in paths]
+        for sequence, state in zip(paths, states, strict=True):
+            if state.needs_text:
+                state.set_text(self.tokens(sequence))
+        decided = [self.lineages[sequence].decided for sequence in paths]
+        assert decided == [each.length for each in states], "a sampling state has missed a token"
+        parts, rows = [*zip(states, paths.values(), strict=True)], np.concatenate(path_rows)
+        if all(state.sampling.is_plain_greedy for state in states):
+            verify_plain_greedy(parts, *self.model.best_tokens(self._hidden(batch, rows)))
+        else:
+            verify_batch(parts, self.model.logits(self._hidden(batch, rows)))
+        return [
+            Verdict(sequence, base, tuple(path.tokens), tuple(path.logprobs), path.failure)
+            for (sequence, path), base in zip(paths.items(), decided, strict=True)
+        ]
+
+    def score_prompts(
+        self, batch: Batch, state_of: Callable[[int], SamplingState]
+    ) -> list[tuple[int, PromptLogprobs]]:
+        """The log-probabilities of the prompt rows in this batch, for the sequences that request
+        them (last stage only)."""
+        found = []
+        for sequence, span in _spans(batch.rows):
+            state = state_of(sequence)
+            if not state.num_unscored:
+                continue
+            decided = span.start + np.flatnonzero(batch.rows[span, KIND] != DRAFT)
+            decided = decided[: state.num_unscored]
+            for start in range(0, len(decided), SCORED_ROWS):
+                mine = decided[start : start + SCORED_ROWS]
+                logprobs = state.score_prompt(
+                    batch.rows[mine, TOKEN].tolist(),
+                    self.model.logits(self._hidden(batch, mine)),
+                )
+                if not state.prompt_failed:
+                    found.append((sequence, logprobs))
+        return found
+
+    def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
+        """The hidden states of some rows of a computed batch, `[k, hidden]`."""
+        assert batch.hidden is not None
+        return batch.hidden.index_select(0, to_device(rows, batch.hidden.device))
+
+    def discard(self, rows: np.ndarray) -> None:
+        """Remove computed nodes, rows `[k, 6]`, given with all nodes below them, and free their
+        slots."""
+        for sequence, span in _spans(rows):
+            local = self.lineages[sequence].discard(rows[span, NODE].tolist())
+            self.slots.release(self.nodes.slot[local])
+
+    def release(self, sequence: int, keep: int = 0) -> None:
+        """Remove a running sequence and retain the first `keep` tokens of it for others to share,
+        or shorten a retained one to `keep` tokens; free all other slots."""
+        lineage = self.lineages.pop(sequence, None)
+        if lineage is None and sequence not in self.cached:
+            return
+        length = self.cached.pop(sequence, 0) if lineage is None else lineage.length
+        assert keep <= length, "the prefix to retain is not here"
+        if lineage is not None:
+            self.slots.release(self.nodes.slot[lineage.release()])
+        page = self._page_of[sequence]
+        self.model.recurrent.end_sequence(page)
+        self.slots.release(self.pages.slots[page, keep:length])
+        if keep:
+            self.cached[sequence] = keep
+        else:
+            self.pages.free_row(self._page_of.pop(sequence))
+
+    def length(self, sequence: int) -> int:
+        """The number of the sequence's committed tokens here; 0 if it is unknown."""
+        lineage = self.lineages.get(sequence)
+        return self.cached.get(sequence, 0) if lineage is None else lineage.length
+
+    def holds(self, sequence: int, node: int) -> bool:
+        """Whether a node of the sequence is computed here and not ruled out."""
+        return self.lineages[sequence].holds(node)
+
+    def tokens(self, sequence: int) -> list[int]:
+        """The committed tokens of the sequence here."""
+        row = self.pages.tokens[self._page_of[sequence]]
+        text: list[int] = row[: self.length(sequence)].tolist()
+        return text
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether there is a free slot for every row of the batch."""
+        return len(batch) <= self.slots.num_free
+
+    def check_integrity(self) -> None:
+        """Assert that every slot has as many owners as `KVSlotAllocator` counts."""
+        owned = [
+            self.pages.slots[page, : self.length(sequence)]
+            for sequence, page in self._page_of.items()
+        ]
+        for lineage in self.lineages.values():
+            lineage.check()
+            owned.append(self.nodes.slot[lineage.live])
+        owners = np.zeros(self.slots.num_slots, np.int64)
+        for slots in owned:
+            np.add.at(owners, slots, 1)
+        assert (owners == self.slots.counts).all(), "a slot has other owners than are counted"
+        free = np.sort(self.slots.free())
+        assert np.array_equal(free, np.flatnonzero(owners == 0)), "a slot is lost or free twice"
+        assert self._page_of.keys() == self.lineages.keys() | self.cached.keys()
+
+
+def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """The sequences of a batch, whose rows are contiguous, with the range of their rows."""
+    if not len(rows):
+        return
+    sequence = rows[:, SEQUENCE]
+    bounds = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(rows)]
+    for start, stop in pairwise(bounds):
+        yield int(sequence[start]), slice(start, stop)

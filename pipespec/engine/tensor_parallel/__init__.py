@@ -1,0 +1,1 @@
+"""Several devices compute the same layers."""

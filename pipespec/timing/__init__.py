@@ -1,0 +1,1 @@
+"""Times and counts: the clock, traces, times by batch size, and the statistics of a request."""

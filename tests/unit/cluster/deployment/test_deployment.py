@@ -1,0 +1,204 @@
+"""What is refused before any rank starts, for what the models and the machine are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import require_backend, shared_gpu, without_ggml
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.replanning import assignment_without
+from pipespec.config.compose import compose
+from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.errors import ConfigError, ModelError
+from pipespec.system.folders import resource_dir
+from tests.helpers.models import build
+
+DEMO = resource_dir("demo")
+
+
+def planned(*settings: str) -> Deployment:
+    return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
+
+
+# --- NCCL -------------------------------------------------------------------------------------
+
+
+def on(*devices: str, backend: str = "nccl") -> Deployment:
+    return replace(planned(f"transport.backend={backend}"), devices=devices)
+
+
+@pytest.mark.parametrize("stages", [("cpu", "cpu"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")])
+def test_nccl_without_a_device_for_every_stage_is_refused(stages: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"are on {', '.join(stages)}; use auto or gloo"):
+        require_backend(on("cpu", *stages))
+    require_backend(on("cpu", *stages, backend="gloo"))
+    require_backend(on("cpu", *stages, backend="auto"))
+
+
+def test_nccl_with_a_device_for_every_stage_is_accepted() -> None:
+    for head in ("cpu", "cuda:0"):
+        deployment = on(head, "cuda:0", "cuda:1")
+        require_backend(deployment)  # raises nothing
+        assert deployment.devices == (head, "cuda:0", "cuda:1")
+
+
+def test_nccl_between_hosts_is_refused() -> None:
+    deployment = on("cpu", "cuda", "cuda")
+    workers = ("a/0", "a/1", "b/0")
+    apart = replace(deployment, placement=replace(deployment.placement, workers_by_rank=workers))
+    with pytest.raises(ConfigError, match="the stages are on a, b; use auto or gloo"):
+        require_backend(apart)
+    with pytest.raises(ConfigError, match="of its own for every stage"):
+        require_backend(deployment)
+
+
+def test_stages_that_share_a_gpu_are_named() -> None:
+    line = shared_gpu(on("cpu", "cuda:1", "cuda:1"))
+    assert line is not None and line.startswith("2 stages share cuda:1 of ")
+    assert shared_gpu(on("cuda:0", "cuda:0", "cuda:1")) is None
+    assert shared_gpu(on("cpu", "cpu", "cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("few_bits", "device", "why", "said"),
+    [
+        (True, "cpu", "ggml is not installed.", "ggml is not installed."),
+        (True, "cpu", "", None),
+        (True, "cuda:0", "ggml is not installed.", None),
+        (False, "cpu", "ggml is not installed.", None),
+    ],
+)
+def test_a_start_without_ggml_says_so_where_it_would_multiply(
+    few_bits: bool, device: str, why: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipespec.engine.ggml.library.why_not", lambda: why)
+    monkeypatch.setattr(CheckpointInfo, "can_keep", few_bits)
+    monkeypatch.setattr(Deployment, "device_of", lambda self, worker: device)
+    assert without_ggml(planned()) == said
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "stages", "said"),
+    [
+        (1, 1, "2 members of stages share cuda:0 of "),
+        (3, 2, "2 members of stages share cuda:0 of "),
+        (5, 2, None),
+    ],
+)
+def test_members_of_stages_that_share_a_gpu_are_named(
+    num_gpus: int, stages: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipespec.system.devices.num_cuda", lambda: num_gpus)
+    line = shared_gpu(
+        planned("cluster.devices=[cuda]", f"cluster.stages={stages}", "cluster.tensor_parallel=2")
+    )
+    assert line is None if said is None else line is not None and line.startswith(said)
+
+
+def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
+    with pytest.raises(ConfigError, match="Host a has the device auto; name its devices"):
+        decide(compose([f"cluster={file}"]))
+
+
+def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        "hosts:\n"
+        "  - {name: a, address: 127.0.0.1, devices: [cpu]}\n"
+        "  - {name: b, address: 127.0.0.2, devices: [cpu], ssh: none}\n"
+    )
+    deployment = decide(compose([f"cluster={file}"]))
+    with (
+        pytest.raises(ConfigError, match="The workers of b are started by hand"),
+        session.start_agents(deployment),
+    ):
+        pass
+
+
+# --- feed -------------------------------------------------------------------------------------
+
+
+def test_more_children_than_tokens_are_refused() -> None:
+    tokens = planned().target.vocab_size
+    assert planned(f"policy.children={tokens}").config.policy.children == tokens
+    with pytest.raises(ConfigError, match=rf"policy\.children is {tokens + 1}, .*{tokens} tokens"):
+        planned(f"policy.children={tokens + 1}")
+
+
+# --- several devices for a stage --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "sentence"),
+    [
+        ("gpt_oss", ("cluster.tensor_parallel=2",), "Transformers has no tensor-parallel plan"),
+        (
+            "llama",
+            ("cluster.tensor_parallel=2", "model.quantization=int8"),
+            r"2 devices cannot compute .* quantised as a whole",
+        ),
+    ],
+)
+def test_model_that_cannot_be_divided_among_devices_is_refused(
+    tmp_path: Path, model_type: str, settings: tuple[str, ...], sentence: str
+) -> None:
+    model = build(model_type, tmp_path / "model")
+    common = (f"model.target={model}", "proposer=suffix", "cluster.devices=[cpu]")
+    with pytest.raises(ModelError, match=sentence):
+        decide(compose([*common, "cluster.stages=2", *settings]))
+
+
+def test_devices_name_those_of_a_stage_one_after_another() -> None:
+    settings = ["cluster.stages=2", "cluster.tensor_parallel=2"]
+    deployment = decide(compose([*settings, "cluster.spares=1", "cluster.devices=[cpu]"]))
+    assert deployment.workers == ("local/0", "local/1", "local/3")
+    assert deployment.spares == ("local/5",)
+    found = [deployment.followers_of(f"local/{number}") for number in (0, 1, 3, 5)]
+    assert found == [(), ("local/2",), ("local/4",), ("local/6",)]
+    with pytest.raises(
+        ConfigError, match=r"or 5 \(the head, then 2 stages, of 1 and 2 devices each\)"
+    ):
+        compose([*settings, "cluster.devices=[cpu,cpu,cpu]"])
+    with pytest.raises(ConfigError, match="a hosts file says itself"):
+        compose([*settings, "cluster.hosts=hosts.yaml"])
+
+
+def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> None:
+    file = tmp_path / "box.yaml"
+    file.write_text(
+        "hosts: [{name: box, address: 127.0.0.1, ssh: local, devices: [[cpu, cpu], cpu, cpu]}]"
+    )
+    deployment = decide(compose([f"cluster={file}"]))
+    assert deployment.workers == ("box/2", "box/0", "box/3")
+    assert deployment.sizes == (1, 2, 1)
+    found = assignment_without(deployment, {"box/3"})
+    assert found.workers == ("box/2", "box/0") and found.followers == ((), ("box/1",))
+    file.write_text(file.read_text().replace("[cpu, cpu]", "[cpu, cpu, cpu]"))
+    assert decide(compose([f"cluster={file}"])).sizes == (1, 3, 1), "of four heads"
+
+
+def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
+    settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=2", "cluster.devices=[cpu]"]
+    deployment = decide(compose(settings))
+    assert deployment.workers == ("local/0", "local/2") and deployment.sizes == (2, 1)
+    assert deployment.followers_of("local/0") == ("local/1",)
+    with pytest.raises(ConfigError, match="its proposer has no draft model"):
+        decide(compose([*settings, "proposer=suffix"]))
+    deployment = decide(compose([*settings, "cluster.draft_tensor_parallel=3"]))
+    assert deployment.sizes == (3, 1), "of four heads"
+
+
+@pytest.mark.parametrize("lost", ["local/3", "local/4"])
+def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -> None:
+    settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
+    deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
+    found = assignment_without(deployment, {lost})
+    assert found.workers == ("local/0", "local/1", "local/5")
+    assert found.followers == ((), ("local/2",), ("local/6",))

@@ -1,0 +1,237 @@
+"""What a deployment asks of memory, beside what a loaded model takes."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.held_weights import groups
+from pipespec.cluster.deployment.memory import (
+    SLOT_BYTES,
+    UNLIMITED,
+    WEIGHTS,
+    cgroup_free,
+    free_bytes,
+    kv_slots,
+    kv_tokens,
+    local_ranks,
+    recurrent_bytes,
+    require_files,
+    require_memory,
+    required_bytes,
+    slot_bytes,
+)
+from pipespec.cluster.ranks import rank_components
+from pipespec.config.compose import compose
+from pipespec.config.hosts import this_machine
+from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
+from pipespec.errors import ConfigError
+from pipespec.placement.rank_needs import num_slots
+from tests.helpers import models
+
+
+def planned(*settings: str) -> Deployment:
+    return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) -> None:
+    deployment = planned(
+        f"model.dtype={dtype}",
+        "model.context=64",
+        "policy.width=2",
+        "policy.children=2",
+        "scheduler.max_num_seqs=1",
+    )
+    model = rank_components.load_model(deployment, rank)
+    assert model is not None
+    wanted = required_bytes(deployment, rank)
+    info = deployment.target if rank else deployment.draft
+    assert info is not None
+    copied = info.loaded(dtype, None) != info.stored
+    assert wanted[WEIGHTS] == (model.num_weight_bytes if copied else 0)
+    slots = num_slots(deployment.config, context=64, num_ranks=3, head=rank == 0)
+    pool = model.num_kv_bytes + slots * SLOT_BYTES
+    beside = wanted.total() - wanted[WEIGHTS] - pool
+    assert 0 <= beside < pool  # a batch and a tree of a few nodes
+    assert wanted["model.context"] == model.num_kv_bytes * 64 // slots + 64 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
+    settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
+    deployment = planned("cluster.tensor_parallel=2", *settings)
+    part = rank_components.load_model(deployment, rank, tp_rank=TPRank(1, 2))
+    assert part is not None
+    assert required_bytes(deployment, rank, member=1)[WEIGHTS] == part.num_weight_bytes
+    slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
+    assert slot * part.num_slots == part.num_kv_bytes
+    whole = rank_components.load_model(planned(*settings), rank)
+    assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
+
+
+def test_what_devices_of_a_group_hold_and_what_several_of_them_have_is_said() -> None:
+    """Of three devices one has two heads, so that two have the same KV head."""
+    settings = ("model.dtype=bfloat16", "model.context=64", "cluster.draft_tensor_parallel=1")
+    assert groups(planned(*settings)) is None
+    deployment = planned("cluster.tensor_parallel=3", *settings)
+    line = groups(deployment)
+    assert line is not None and "stage 2" in line and "draft" not in line
+    assert line.count("on each of 3") == line.count("and 1 KV head of each layer once more") == 2
+    parts = [
+        rank_components.load_model(deployment, 1, tp_rank=TPRank(member, 3)) for member in range(3)
+    ]
+    for member, part in enumerate(parts):
+        assert part is not None
+        foretold = required_bytes(deployment, 1, member=member)[WEIGHTS]
+        assert part.num_weight_bytes == pytest.approx(foretold, rel=0.001)
+        assert part.num_kv_bytes <= part.num_slots * slot_bytes(deployment, deployment.target, 1)
+
+
+def test_every_member_counts_on_its_device() -> None:
+    deployment = planned("cluster.tensor_parallel=2", "model.context=64", "model.dtype=bfloat16")
+    wanted = 2 * (required_bytes(deployment, 1) + required_bytes(deployment, 2)).total()
+    require_memory(deployment, [1, 2], lambda _: wanted)
+    with pytest.raises(ConfigError, match="on cpu"):
+        require_memory(deployment, [1, 2], lambda _: wanted - 1)
+
+
+def test_graphs_of_layers_with_a_running_state_reserve_nodes() -> None:
+    path = models.shared("qwen3_next")
+    few = ("policy.width=2", "policy.children=2", "scheduler.max_num_seqs=1", "model.context=64")
+
+    def reserved(device: str, graph_rows: str) -> int:
+        deployment = planned(
+            f"model.target={path}", f"model.draft={path}", f"model.graph_rows={graph_rows}", *few
+        )
+        deployment = replace(deployment, devices=(device,) * 3)
+        return recurrent_bytes(deployment, deployment.target, 1)
+
+    assert reserved("cpu", "[64]") == reserved("cuda:0", "[]") < reserved("cuda:0", "[8]")
+    assert reserved("cuda:0", "[8]") < reserved("cuda:0", "[8,64]")
+
+
+# --- KV by memory -----------------------------------------------------------------------------
+
+
+def test_kv_slots_fit_memory_between_one_sequence_and_max_num_seqs() -> None:
+    deployment = planned("model.context=100", "scheduler.max_num_seqs=5", "model.dtype=float32")
+    info = deployment.target
+    least = num_slots(deployment.config, context=100, num_ranks=3, head=False)
+    slot = slot_bytes(deployment, info, 1)
+    assert kv_slots(deployment, 1, 0) == least, "one sequence always"
+    free = required_bytes(deployment, 1)[WEIGHTS] + 2 * (least + 150) * slot
+    assert kv_slots(deployment, 1, free) == least + 150, "half of what the weights leave"
+    assert kv_slots(deployment, 1, 10**12) == least + 400, "no more than can be used"
+    assert kv_tokens(deployment, 1, least) == 100
+    assert kv_tokens(deployment, 0, kv_slots(deployment, 0, 10**12)) == 500
+
+
+def test_kv_memory_as_an_amount_ignores_free_memory_and_must_hold_one_sequence() -> None:
+    settings = ("model.context=100", "scheduler.max_num_seqs=50", "model.dtype=float32")
+    plain = planned(*settings)
+    least = num_slots(plain.config, context=100, num_ranks=3, head=False)
+    wanted = 8 * 2**20
+    assert wanted < (least + 4900) * slot_bytes(plain, plain.target, 1)
+    given = planned(*settings, "model.kv_memory=8MiB")
+    slots = kv_slots(given, 1, free=0)
+    assert slots == wanted // slot_bytes(plain, plain.target, 1)
+    assert required_bytes(given, 1).total() - required_bytes(plain, 1).total() == pytest.approx(
+        (slots - least) * slot_bytes(plain, plain.target, 1)
+    )
+    with pytest.raises(ConfigError, match=r"kv_memory is 4KiB, but rank 1 needs .* 100 tokens"):
+        require_memory(planned(*settings, "model.kv_memory=4KiB"), [1])
+
+
+def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
+    assert required_bytes(planned("proposer=suffix"), 0).total() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (["policy.capacity=1048576"], "policy.capacity"),
+        (["policy.width=4096", "policy.capacity=8192"], "policy.width"),
+        (["decode.prefill_chunk=65536"], "decode.prefill_chunk"),
+        (["model.dtype=bfloat16", "scheduler.max_num_seqs=32", "policy.width=16"], "model.context"),
+    ],
+)
+def test_too_little_memory_is_refused_with_the_largest_consumer(
+    settings: list[str], setting: str
+) -> None:
+    deployment = planned(*settings)
+    ranks = local_ranks(deployment)
+    wanted = sum(required_bytes(deployment, rank).total() for rank in ranks)
+    assert ranks == [0, 1, 2]
+    require_memory(deployment, ranks, lambda device: wanted)
+    with pytest.raises(ConfigError, match=rf"GiB on cpu, .* for {setting}, .* lower {setting}"):
+        require_memory(deployment, ranks, lambda device: wanted - 1)
+
+
+def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
+    with pytest.raises(ConfigError, match=r"for the weights, .* model\.quantization"):
+        require_memory(planned("model.context=64"), [1], lambda device: 0)
+
+
+def test_more_memory_than_any_machine_has_is_refused() -> None:
+    deployment = replace(planned(), context=10**12)
+    with pytest.raises(ConfigError, match=r"model\.context"):
+        require_memory(deployment, [1])
+    assert 0 < free_bytes("cpu") < 10**15
+
+
+def test_ranks_of_other_hosts_are_not_counted_here() -> None:
+    deployment = planned()
+    far = replace(this_machine(["cpu"] * 3), name="local", ssh=None)
+    assert local_ranks(replace(deployment, hosts=(far,))) == []
+
+
+@pytest.mark.parametrize(("stages", "least"), [(1, 43), (4, 55), (8, 71)])
+def test_too_low_limit_of_open_files_is_refused_with_the_number_needed(
+    stages: int, least: int
+) -> None:
+    """With one less than `least`, runs of so many stages were seen to fail."""
+    deployment = planned(f"cluster.stages={stages}")
+    require_files(deployment, least)
+    require_files(deployment, resource.RLIM_INFINITY)
+    with pytest.raises(ConfigError, match=rf"may open {least - 1} files, but {least} .*ulimit -n"):
+        require_files(deployment, least - 1)
+    elsewhere = planned(f"cluster.stages={stages}", "controller.url=redis://host")
+    require_files(elsewhere, least - 5)
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        require_files(elsewhere, least - 6)
+
+
+V2 = {"memory.max": "1000\n", "memory.current": "900\n"}
+V1 = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "900\n"}
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "files", "stat", "free"),
+    [
+        ("0::/a/b\n", "a/b", V2, "anon 800\nactive_file 30\ninactive_file 20\n", 150),
+        ("0::/a/b\n", "a", V2, "active_file 0\n", 100),
+        ("0::/\n", ".", V2, "active_file 0\n", 100),
+        ("0::/a\n", "a", V2 | {"memory.max": "max\n"}, "active_file 0\n", UNLIMITED),
+        ("4:cpu,memory:/a\n0::/\n", "memory/a", V1, "total_inactive_file 7\n", 107),
+        ("4:memory:/gone\n", "memory", V1, "total_inactive_file 7\n", 107),
+        ("3:cpu:/a\n", "cpu/a", V1, "total_inactive_file 7\n", UNLIMITED),
+        ("0::/a\n", "a", V2 | {"memory.current": "2000\n"}, "active_file 1\n", 0),
+    ],
+)
+def test_free_memory_respects_the_control_group(
+    own: str, folder: str, files: dict[str, str], stat: str, free: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "cgroup"
+    (root / folder).mkdir(parents=True)
+    for name, text in (files | {"memory.stat": stat}).items():
+        (root / folder / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert cgroup_free(root, tmp_path / "own") == free
+    assert cgroup_free(root, tmp_path / "missing") == UNLIMITED

@@ -1,0 +1,86 @@
+"""Layouts of a cluster with one more host, or one less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.replanning import assignment_of
+from pipespec.cluster.join.host_changes import MeasuredHost, sample_layers, with_hosts, without_host
+from pipespec.config.compose import compose
+from pipespec.config.hosts import JOINED, Host
+from pipespec.errors import ConfigError
+from pipespec.placement.costs import Needs, Worker
+
+NUM_LAYERS = 16  # of the demo's target
+BETA = Host("beta", "10.0.0.2", f"{JOINED}/run/socket", devices=("cpu", "cpu"))
+# As fast as the others, which count as equal.
+MEASURED = MeasuredHost(tuple(Worker(name, layer_ms=1.0) for name in BETA.workers), {})
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Deployment:
+    """A head and two stages on this machine."""
+    return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]"]))
+
+
+def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment) -> None:
+    after = with_hosts(deployment, [(BETA, MEASURED)])
+    assert after.workers == ("local/0", "local/1", "local/2", "beta/0", "beta/1")
+    assert list(map(len, after.layers)) == [4, 4, 4, 4]
+    assert after.devices == ("cpu",) * 5
+    assignment = assignment_of(after, after.placement)
+    assert (assignment.joined, assignment.changes) == ((BETA,), 1)
+
+
+def test_a_slow_host_gets_fewer_layers(deployment: Deployment) -> None:
+    slow = MeasuredHost(tuple(Worker(name, layer_ms=3.0) for name in BETA.workers), {})
+    sizes = list(map(len, with_hosts(deployment, [(BETA, slow)]).layers))
+    assert sizes == [6, 6, 2, 2]
+
+
+def test_a_host_with_too_little_memory_is_refused(deployment: Deployment) -> None:
+    problem = replace(deployment.placement.problem, needs=Needs((2**30,) * NUM_LAYERS))
+    heavy = replace(deployment, placement=replace(deployment.placement, problem=problem))
+    small = MeasuredHost(tuple(Worker(name, memory_bytes=1) for name in BETA.workers), {})
+    with pytest.raises(ConfigError, match=r"GiB of memory are missing: beta/0"):
+        with_hosts(heavy, [(BETA, small)])
+
+
+def test_what_a_host_held_is_divided_among_the_others_when_it_leaves(
+    deployment: Deployment,
+) -> None:
+    gamma = replace(BETA, name="gamma", devices=("cpu",))
+    one = MeasuredHost((Worker("gamma/0"),), {})
+    both = with_hosts(with_hosts(deployment, [(BETA, MEASURED)]), [(gamma, one)])
+    after = without_host(both, BETA)
+    assert after.workers == ("local/0", "local/1", "local/2", "gamma/0")
+    assert sum(map(len, after.layers)) == NUM_LAYERS
+    assert (after.joined, after.changes) == ((gamma,), 3)
+    alone = without_host(after, gamma)
+    assert (alone.workers, alone.hosts) == (deployment.workers, deployment.hosts)
+    assert list(map(len, alone.layers)) == [8, 8]
+
+
+def test_dtypes_stay_those_of_the_first_layout(deployment: Deployment) -> None:
+    """A text would differ if a host with a CPU made a cluster of GPUs compute in float32."""
+    host = replace(deployment.hosts[0], devices=("cuda:0", "cuda:1", "cuda:2"))
+    gpus = replace(deployment, hosts=(host,))
+    assert gpus.dtype == "bfloat16"
+    assert with_hosts(gpus, [(BETA, MEASURED)]).dtype == "bfloat16"
+
+
+def test_groups_of_stages_allow_no_other_number_of_them(deployment: Deployment) -> None:
+    cluster = replace(deployment.config.cluster, groups=1)
+    grouped = replace(deployment, config=replace(deployment.config, cluster=cluster))
+    with pytest.raises(ConfigError, match=r"cluster\.groups"):
+        with_hosts(grouped, [(BETA, MEASURED)])
+
+
+def test_a_host_is_measured_with_one_layer_from_the_middle_if_all_are_alike(
+    deployment: Deployment,
+) -> None:
+    assert sample_layers(deployment) in (range(7, 8), range(8, 9))

@@ -1,0 +1,49 @@
+"""What the launcher does with a host that is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipespec.cluster.host_link.host_session import HostSession
+from pipespec.cluster.join import look_after_host
+from pipespec.config.hosts import Host
+from pipespec.errors import HostFailed
+
+
+class Changes:
+    """A cluster which another host leaves for a moment, too."""
+
+    def __init__(self) -> None:
+        self.problems = ["c: timed out", "c: timed out"]
+        self.lost_names: list[str] = []
+
+    def ranks_of(self, host: Host) -> str:
+        return "layer 1 (rank 1)"
+
+    def over(self) -> bool:
+        return bool(self.lost_names)
+
+    def failure(self, name: str) -> str | None:
+        return "it was stopped"
+
+    def lost(self, name: str) -> None:
+        if self.problems:
+            raise HostFailed(self.problems.pop())
+        self.lost_names.append(name)
+
+
+def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(look_after_host, "RETRY_S", 0.0)
+    changes, lines = Changes(), list[str]()
+    look_after_host.look_after_host(
+        HostSession("b", "10.0.0.2"),
+        changes,
+        measure=None,
+        patience_s=1e3,
+        on_log=lambda _, line: lines.append(line),
+        joined=True,
+    )
+    assert changes.lost_names == ["b"]
+    assert lines[1:] == ["it was stopped", "the others cannot go on without it yet: c: timed out"]

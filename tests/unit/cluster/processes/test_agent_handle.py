@@ -1,0 +1,107 @@
+"""What the launcher makes of an agent that ends, refuses or comes back."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pipespec.cluster.processes import agent_handle
+from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
+from pipespec.cluster.processes.torchrun import WorkerJob
+from pipespec.config.hosts import Host
+from tests.helpers.waiting import until
+
+JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", restart=True, logs=False)
+PREPARING, REFUSED = '{"preparing": true}', '{"refused": "no room in /tmp"}'
+
+
+@pytest.fixture
+def started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]]]:
+    """Starts the agent of a host behind SSH; what each agent of it prints before it ends, a line or
+    nothing, is given. The last one does not end."""
+    monkeypatch.setattr(agent_handle, "_RETRY_S", 0.0)
+    handles: list[AgentHandle] = []
+
+    def start(*lines: str) -> tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]:
+        left = list(lines)
+
+        def spawn(*_: object, **options: Any) -> subprocess.Popen[bytes]:
+            del options["alive_count"]  # of ssh
+            said = left.pop(0)
+            stays = "" if left else "import sys; sys.stdin.read()"
+            program = f"print({said!r}, flush=True)\n{stays}" if said else stays
+            pipe = subprocess.PIPE
+            line = [sys.executable, "-c", program]
+            return subprocess.Popen(line, stdin=pipe, stdout=pipe, **options)
+
+        monkeypatch.setattr(agent_handle.programs, "start_module", spawn)
+        deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
+        host = Host("b", "10.0.0.2", devices=("cpu", "cpu"))
+        handles.append(handle := AgentHandle(host, (), None, deaths))
+        handle.start_workers(JOB, None)
+        return handle, deaths
+
+    yield start
+    for handle in handles:
+        handle.stop(1.0)
+
+
+def restart(handle: AgentHandle) -> None:
+    """As the recovery does it, which looks again and again."""
+    before = handle._agent
+
+    def restarted() -> bool:
+        handle.restart_if_lost()
+        return handle._agent is not before
+
+    until(restarted)
+
+
+def test_workers_of_a_lost_host_die_once_however_often_it_is_tried(
+    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
+) -> None:
+    handle, deaths = started(PREPARING, "", "", "", PREPARING)
+    for _ in range(4):
+        restart(handle)
+    assert handle.running and not handle.failed
+    assert [deaths.get().worker for _ in range(deaths.qsize())] == ["b/0", "b/1"]
+
+
+def test_a_host_whose_agent_died_while_it_prepared_is_counted_again(
+    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
+) -> None:
+    """Else a host that always fails while it starts would be tried for ever."""
+    handle, deaths = started(PREPARING, PREPARING, PREPARING)
+    for _ in range(2):
+        restart(handle)
+    assert deaths.qsize() == 4
+
+
+def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
+    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handle, deaths = started(PREPARING, REFUSED, REFUSED, PREPARING)
+    for _ in range(3):
+        restart(handle)
+        assert handle.running and not handle.failed
+    assert deaths.qsize() == 2
+    assert [record.message for record in caplog.records] == [
+        "b cannot start again: no room in /tmp"
+    ], "it is said once"
+
+
+def test_a_host_that_refuses_at_the_first_start_ends_it(
+    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
+) -> None:
+    handle, _ = started(REFUSED, PREPARING)
+    until(lambda: handle.failed)
+    handle.read_outcome()
+    assert handle.outcome == "b: no room in /tmp"

@@ -1,0 +1,72 @@
+"""What `FaultStats` counts, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
+
+BROKE, ENDED, GONE = FaultKind.LINK_BROKE, FaultKind.WORKER_ENDED, FaultKind.REDIS_GONE
+
+
+def test_broken_link_counts_as_worker_ended_once_the_end_is_reported() -> None:
+    stats = FaultStats({})
+    stats.record_fault(Fault(1, BROKE, "a/1: lost its link", 10.0))
+    assert not stats.counts  # its cause may still be reported
+    stats.reclassify(ENDED)
+    stats.all_ranks_joined(12.5)
+    assert stats.counts == {"faults/worker_ended": 1, "recoveries": 1, "recovery_ns": 2.5e9}
+    stats.reclassify(GONE)  # too late
+    stats.all_ranks_joined(13.0)
+    assert [fault.kind for fault in stats.faults] == [ENDED]
+    assert stats.counts["recoveries"] == 1
+
+
+def test_only_a_broken_link_is_reclassified() -> None:
+    stats = FaultStats({})
+    stats.reclassify(ENDED)  # nothing has happened
+    stats.record_fault(Fault(1, GONE, "Redis went away", 10.0))
+    stats.reclassify(ENDED)
+    stats.all_ranks_joined(11.0)
+    assert stats.counts["faults/redis_gone"] == 1
+
+
+def test_faults_in_a_row_count_as_one_recovery_and_one_resumption() -> None:
+    stats = FaultStats({})
+    stats.record_fault(Fault(1, BROKE, "a", 10.0))
+    stats.begin_epoch({3: 50, 4: 60})
+    stats.record_fault(Fault(2, ENDED, "b", 11.0))
+    assert stats.counts == {"faults/link_broke": 1}
+    stats.begin_epoch({})  # the head had not begun with any
+    stats.all_ranks_joined(14.0)
+    stats.update_lengths({3: 50, 4: 60}, 14.5)
+    assert stats.counts["resumptions"] == 0
+    stats.update_lengths({3: 50, 4: 61}, 15.0)
+    stats.update_lengths({3: 52, 4: 62}, 16.0)
+    assert stats.counts == {
+        "faults/link_broke": 1,
+        "faults/worker_ended": 1,
+        "recoveries": 1,
+        "recovery_ns": 4 * 10**9,
+        "resumptions": 1,
+        "resumption_ns": 5 * 10**9,
+    }
+
+
+def test_no_resumption_is_counted_without_a_running_request() -> None:
+    stats = FaultStats({})
+    for epoch, open_ in ((1, {}), (2, {7: 9})):
+        stats.record_fault(Fault(epoch, ENDED, "a", float(epoch)))
+        stats.begin_epoch(open_)
+        stats.stop_waiting()  # the client has left
+        stats.update_lengths({}, 9.0)
+    assert stats.counts["resumptions"] == 0
+
+
+def test_counts_continue_from_those_of_an_earlier_launcher() -> None:
+    known = {"faults/link_broke": 4, "recoveries": 3, "recovery_ns": 7, "steps": 900}
+    stats = FaultStats(known)
+    assert stats.counts == Counter({"faults/link_broke": 4, "recoveries": 3, "recovery_ns": 7})
+    stats.record_fault(Fault(9, BROKE, "a", 1.0))
+    stats.all_ranks_joined(1.0)
+    assert stats.counts["faults/link_broke"] == 5

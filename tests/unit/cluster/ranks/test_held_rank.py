@@ -1,0 +1,101 @@
+"""What a worker that holds a rank does with the cores of its host."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import ControllerAddress
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.ranks.held_rank import HeldRank
+from pipespec.cluster.ranks.rank_components import measures_steps, scheduler_config, step_times_key
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.system.cores import SHARES_CORES, CoreShares
+
+
+def held(rank: int, *settings: str, stages: int = 1) -> HeldRank:
+    config = compose([f"cluster.stages={stages}", "cluster.devices=[cpu]", *settings])
+    deployment = decide(config)
+    assignment = RankAssignment(deployment.workers, deployment.layers)
+    hosts = dict.fromkeys(deployment.workers, deployment.hosts[0])
+    return HeldRank(deployment, ControllerAddress("", ""), rank, 0, assignment, hosts, None)
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipespec.cluster.ranks.held_rank.num_cores", lambda: 4)
+    monkeypatch.setenv(SHARES_CORES, "yes")
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [(1, CoreShares(1, 3)), (2, CoreShares(1, 2))],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_a_host_agree_on_its_cores(rank: int, stages: int, expected: CoreShares) -> None:
+    assert held(rank, stages=stages).core_shares() == expected
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_number_of_threads_is_that_of_every_rank() -> None:
+    assert held(1, "cluster.threads=4").core_shares() == CoreShares(4, 4)
+    assert held(1, "cluster.threads=2").core_shares() == CoreShares(2, 2)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_omp_num_threads_of_the_user_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARES_CORES)  # the agent found OMP_NUM_THREADS
+    threads = torch.get_num_threads()
+    assert held(1).core_shares() == CoreShares(threads, threads)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_ranks_of_other_hosts_take_no_cores() -> None:
+    alone = held(0)
+    head, stage = alone.assignment.workers
+    elsewhere = replace(alone.hosts[stage], name="other")
+    apart = replace(alone, hosts={head: alone.hosts[head], stage: elsewhere})
+    assert apart.core_shares() == CoreShares(4, 4)
+    assert replace(apart, rank=1).core_shares().stage == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlaps"),
+    [
+        ([], None),  # as measured
+        (["proposer.overlap=yes"], True),
+        (["proposer.overlap=no"], False),
+        (["policy=root"], True),  # there is no choice
+        (["policy.row_cost=0.01"], True),
+        (["emulate=fixed"], True),  # emulated hosts have cores of their own
+    ],
+)
+def test_whether_the_draft_works_beside_the_stages_is_measured(
+    settings: list[str], overlaps: bool | None
+) -> None:
+    deployment = held(0, *settings).deployment
+    assert scheduler_config(deployment, 100).overlap is overlaps
+    assert measures_steps(deployment.config) == (
+        settings in ([], ["proposer.overlap=yes"], ["proposer.overlap=no"])
+    )
+
+
+def test_learnt_steps_are_those_of_one_model_and_layout() -> None:
+    keys = [
+        json.dumps(step_times_key(held(0, *settings).deployment))
+        for settings in ([], ["policy=level"], ["cluster.stages=2"], ["proposer=suffix"])
+    ]
+    assert keys[0] == keys[1], "policies are not part of it"
+    assert len({*keys}) == 3
+
+
+def test_threads_outside_their_limits_are_refused() -> None:
+    for wrong in ("0", "many"):
+        with pytest.raises(ConfigError, match=r"cluster\.threads"):
+            compose([f"cluster.threads={wrong}"])

@@ -1,0 +1,107 @@
+"""Who sends which blocks to whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.cluster.weights.plan import HUB, RUN_BLOCKS, Block, plan_round
+from pipespec.errors import ModelError
+
+HOSTS = ("a", "b", "c", "d")
+Held = dict[str, set[Block]]
+
+
+def block(number: int) -> Block:
+    """One of a run of its own."""
+    return "target", "m.safetensors", number * RUN_BLOCKS
+
+
+def some(*numbers: int) -> set[Block]:
+    return set(map(block, numbers))
+
+
+def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[str]]:
+    """How many blocks each source sends in each round, until no host lacks any."""
+    found = []
+    while any(lacks.values()):
+        sent, moved = Counter[str](), Counter[Block]()
+        transfers = plan_round(lacks, holders, ["target"] if on_hub else [])
+        for (to, source), blocks in transfers.items():
+            assert source == HUB or holders[source] >= set(blocks)
+            assert lacks[to] >= set(blocks) and source != to
+            sent[source] += len(blocks)
+            moved.update(blocks)
+        for each, count in moved.items():  # as many get a block as have it
+            assert count <= max(1, sum(each in has for has in holders.values()))
+        got = {
+            to: {each for (one, _), of in transfers.items() if one == to for each in of}
+            for to in lacks
+        }
+        holders = {name: holders.get(name, set()) | got.get(name, set()) for name in HOSTS}
+        lacks = {name: blocks - got[name] for name, blocks in lacks.items()}
+        found.append(sent)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lacks", "holders", "on_hub", "sent"),
+    [
+        # What one host has, it sends once, and the others pass it on.
+        (
+            dict.fromkeys("bcd", some(*range(12))),
+            {"a": some(*range(12))},
+            False,
+            [{"a": 12}, {"a": 7, "b": 4, "c": 6, "d": 7}],
+        ),
+        (
+            {"d": some(*range(8))},
+            {"a": some(*range(8)), "b": some(*range(8))},
+            False,
+            [{"a": 4, "b": 4}],
+        ),
+        # A busy host leaves to others what they have too.
+        (
+            {"c": some(*range(10))},
+            {"a": some(*range(10)), "b": some(*range(6, 10))},
+            False,
+            [{"a": 6, "b": 4}],
+        ),
+        # What is on no host, the hub sends once.
+        (dict.fromkeys("ab", some(1, 2)), {}, True, [{HUB: 2}, {"a": 1, "b": 1}]),
+        ({"a": some(1), "b": some(2)}, {"c": some(2)}, True, [{HUB: 1, "c": 1}]),
+    ],
+    ids=["passed on", "shared", "busy", "from the hub", "hub and host"],
+)
+def test_blocks_are_sent_as_evenly_as_can_be(
+    lacks: Held, holders: Held, on_hub: bool, sent: list[dict[str, int]]
+) -> None:
+    assert rounds(lacks, holders, on_hub=on_hub) == sent
+
+
+def test_neighbours_come_from_one_source() -> None:
+    run = {("target", "m.safetensors", number) for number in range(RUN_BLOCKS)}
+    (found,) = plan_round({"c": run}, {"a": run, "b": run}, []).values()
+    assert set(found) == run
+
+
+def test_a_block_that_no_host_has_names_its_file() -> None:
+    sentence = r"^b needs bytes of m\.safetensors of the target that no host has; copy m\.safetens"
+    with pytest.raises(ModelError, match=sentence):
+        plan_round({"b": some(1, 2)}, {"a": some(1)}, [])
+
+
+sets = st.dictionaries(st.sampled_from(HOSTS), st.sets(st.builds(block, st.integers(0, 20))))
+
+
+@given(sets, sets)
+def test_every_host_gets_all_that_it_lacks_and_the_hub_sends_nothing_twice(
+    lacks: Held, holders: Held
+) -> None:
+    lacks = {name: blocks - holders.get(name, set()) for name, blocks in lacks.items()}
+    found = rounds(lacks, holders, on_hub=True)
+    on_hosts = set[Block]().union(*holders.values())
+    assert sum(each[HUB] for each in found) == len(set[Block]().union(*lacks.values()) - on_hosts)

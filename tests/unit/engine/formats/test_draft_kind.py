@@ -1,0 +1,132 @@
+"""What a folder is that somebody takes for a draft, by configs as the projects publish them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ModelError
+from tests.helpers.models import VOCAB_SIZE, build
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+HEADS = {
+    # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B (SafeAILab/EAGLE)
+    "an EAGLE-3 head": [
+        LLAMA | {"draft_vocab_size": 32000, "target_hidden_size": 4096},
+        LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000},
+        # P-EAGLE guesses in parallel, and still from hidden states.
+        LLAMA | {"architectures": ["Eagle3LlamaForCausalLM"], "pard_token": 0},
+    ],
+    # as vLLM converts and SGLang names the first ones
+    "an EAGLE head": [
+        {"architectures": ["EAGLEModel"], "model_type": "eagle", "model": LLAMA},
+        LLAMA | {"architectures": ["LlamaForCausalLMEagle"]},
+        LLAMA | {"architectures": ["PeagleLlamaForCausalLM"], "pard_token": 0},
+    ],
+    # FasterDecoding/medusa-vicuna-7b-v1.3; vLLM's form of it
+    "Medusa heads": [
+        {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/v"},
+        {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 5},
+    ],
+    # as vLLM names what it takes out of a checkpoint
+    "an MTP head": [
+        {"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"},
+        {"architectures": ["Qwen3NextMTP"], "model_type": "qwen3_next_mtp"},
+    ],
+    # z-lab/Qwen3-8B-DFlash-b16
+    "a DFlash head": [
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": 16,
+            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        },
+    ],
+    # RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3 (vllm-project/speculators)
+    "a head of speculators (eagle3)": [
+        {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "m"}},
+            "transformer_layer_config": LLAMA,
+            "draft_vocab_size": 32000,
+        },
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return build("llama", folder, num_hidden_layers=1, num_nextn_predict_layers=1)
+
+
+@pytest.fixture
+def copy(llama, tmp_path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        inspect(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(kind, config) for kind, configs in HEADS.items() for config in configs]
+)
+def test_a_head_is_refused_by_its_name(tmp_path, kind, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert message.startswith(
+        f"{tmp_path} holds {kind}, which proposes tokens from the target's hidden"
+    )
+    assert "PARD" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("an EAGLE head", {}), ("an EAGLE-3 head", {"model.layers.0": "midlayer"})],
+)
+def test_a_head_whose_config_says_nothing_is_known_by_its_tensors(copy, kind, names):
+    """The first EAGLE heads have the config of a llama of one layer."""
+    file = copy / "model.safetensors"
+    tensors = {
+        next((name.replace(old, new) for old, new in names.items() if old in name), name): tensor
+        for name, tensor in load_file(file).items()
+    }
+    tensors["fc.weight"] = next(iter(tensors.values())).clone()
+    save_file(tensors, file)
+    assert f"holds {kind}, which" in refusal(copy)
+
+
+def edited(folder: Path, **changes: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def test_a_model_is_taken_and_a_parallel_one_is_known(llama, copy):
+    """A target may count layers for MTP: they are left out."""
+    plain = inspect(llama)
+    assert (plain.mask_token, plain.parallel_tokens) == (None, 1)
+    found = inspect(edited(copy, pard_token=VOCAB_SIZE - 1))
+    assert (found.mask_token, found.parallel_tokens) == (VOCAB_SIZE - 1, 8)
+    assert inspect(edited(copy, pard_tokens=4)).parallel_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"pard_token": VOCAB_SIZE}, f"pard_token is {VOCAB_SIZE}, but must be a whole number"),
+        ({"pard_token": "x"}, "pard_token is 'x', but must be a whole number"),
+        ({"pard_token": 1, "pard_tokens": 0}, "pard_tokens is 0, but must be a whole number"),
+    ],
+)
+def test_a_mask_token_that_cannot_be_is_refused(copy, changes, wrong):
+    assert wrong in refusal(edited(copy, **changes))

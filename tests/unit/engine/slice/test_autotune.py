@@ -1,0 +1,135 @@
+"""Which of the ways to compute a slice is chosen, and what a compiler makes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipespec.engine.attention.torch_backend import TorchBackend
+from pipespec.engine.slice.autotune import autotune, step_ms
+from pipespec.engine.slice.model_slice import ModelSlice
+from tests.helpers import models
+from tests.helpers.recording import stand_in
+
+NUM_SLOTS = 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+def loaded(folder: Path) -> ModelSlice:
+    return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS)
+
+
+def record(model: ModelSlice, buckets: Sequence[int]) -> None:
+    model.capture_graphs(buckets, stand_in)
+
+
+def says(model: ModelSlice) -> torch.Tensor:
+    inputs, positions, plan = model.example_batch(7)
+    torch.manual_seed(1)
+    return model.forward(torch.randint_like(inputs, model.vocab_size), positions, plan)
+
+
+@pytest.mark.parametrize(("static_ms", "best"), [(1.0, "static"), (3.0, "sdpa")])
+def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> None:
+    model = loaded(folder)
+    before = says(model)
+    seen = []
+
+    def time_ms(model: ModelSlice) -> float:
+        seen.append((model.attention, model.graph_rows))
+        return static_ms if model.attention == "static" else 2.0
+
+    autotune(model, [8], record, time_ms)
+    assert sorted(seen) == [("sdpa", ()), ("static", (8,))]
+    assert (model.attention, model.refused) == (best, [])
+    assert model.graph_rows == ((8,) if best == "static" else ())
+    torch.testing.assert_close(says(model), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("static_ms", "told"), [(1.0, 1), (3.0, 0)])
+def test_refusals_of_slower_backends_are_not_reported(
+    folder: Path, static_ms: float, told: int
+) -> None:
+    def refuse(model: ModelSlice, buckets: Sequence[int]) -> None:
+        model.refused.append(f"No graphs of {buckets} rows.")
+
+    model = loaded(folder)
+    model.refused.append("Said before.")
+    autotune(model, [8], refuse, lambda model: static_ms if model.attention == "static" else 2.0)
+    assert model.refused == ["Said before.", *["No graphs of [8] rows."] * told]
+
+
+def test_what_fails_its_proof_is_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchBackend, "attend", lambda self, query, *_: torch.zeros_like(query))
+    model = loaded(folder)
+    autotune(model, [8], record, lambda model: 1.0 if model.attention == "sdpa" else 0.1)
+    assert model.attention == "sdpa"
+    (said,) = model.refused
+    assert said.startswith("attention=static is not used: it stores K and V in other slots")
+
+
+def test_a_step_takes_time(folder: Path) -> None:
+    assert step_ms(loaded(folder)) > 0
+
+
+def compile_by(make: Callable[..., object], folder: Path) -> ModelSlice:
+    torch.compiler.reset()
+    model = loaded(folder)
+    model.compile(lambda graph, _: make(graph))
+    return model
+
+
+@pytest.mark.long
+def test_a_compiled_slice_says_the_same(folder: Path) -> None:
+    used = []
+
+    def make(graph: torch.fx.GraphModule) -> Callable[..., object]:
+        return lambda *inputs: used.append(1) or graph.forward(*inputs)
+
+    expected = says(loaded(folder))
+    model = compile_by(make, folder)
+    assert model.refused == [] and model.describe()["compiled"]
+    before = len(used)
+    torch.testing.assert_close(says(model), expected, rtol=1e-5, atol=1e-5)
+    assert len(used) == before + 1
+
+
+def test_what_a_compiler_gets_wrong_or_refuses_is_computed_without_it(folder: Path) -> None:
+    def wrong(graph: torch.fx.GraphModule) -> Callable[..., object]:
+        return lambda *inputs: [1.01 * out for out in graph.forward(*inputs)]
+
+    def fails(_: torch.fx.GraphModule) -> Callable[..., object]:
+        raise OSError("no compiler here")
+
+    for make, why in ((wrong, "its error is"), (fails, "no compiler here")):
+        model = compile_by(make, folder)
+        (said,) = model.refused
+        assert said.startswith("The slice is not compiled: ")
+        assert why in said
+        assert not model.describe()["compiled"]
+
+
+@pytest.mark.long
+def test_inductor_compiles_a_slice(folder: Path) -> None:
+    torch.compiler.reset()
+    model = loaded(folder)
+    expected = says(model)
+    model.compile()
+    assert model.refused == []
+    torch.testing.assert_close(says(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_in_the_fastest_way_that_proves_itself(folder: Path) -> None:
+    model = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, device="cuda")
+    before = says(model)
+    autotune(model, [64])
+    assert model.refused == []
+    torch.testing.assert_close(says(model), before, rtol=1e-3, atol=1e-3)
