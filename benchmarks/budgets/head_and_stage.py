@@ -27,15 +27,15 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.core import Batch, Verdict
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState
 from pipespec.head.proposers.proposer import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.transport.wire import Wire
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600

@@ -106,7 +106,7 @@ def profile(title: str, result: dict[str, Any], context: int) -> str:
     ]
     lines = [f"# {line}" for line in comment]
     lines += [
-        "defaults: [pipespec.instruments.emulation.machine.EmulatedMachine]",
+        "defaults: [pipespec.extras.emulation.machine.EmulatedMachine]",
         f'stage_ms: ["{points}"]',
         f"draft_ms: {draft_ms:.4f}",
     ]

@@ -18,9 +18,9 @@ from rich.progress import Progress
 
 from benchmarks.common import experiment, run_options
 from pipespec.config.compose import compose
-from pipespec.instruments.bench.dataset import Sample
-from pipespec.instruments.bench.figures import BenchResult, RequestResult
-from pipespec.instruments.bench.measurement import bench
+from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.extras.bench.measurement import bench
 
 ALL = "all"
 # Of every request, stored beside its times.

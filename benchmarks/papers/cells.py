@@ -14,13 +14,13 @@ import numpy as np
 
 from benchmarks.papers import intervals
 from benchmarks.papers.intervals import Interval
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import Rounds, TokenArrival
+from pipespec.extras.plan.simulation import simulate
 from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulated_pipeline import Rounds, TokenArrival
-from pipespec.instruments.plan.simulation import simulate
 
 # SpecPipe's 1B draft: .99 at 32 candidates (Fig. 7); its top-1 share and the spread are ASSUMED.
 ONE_B = Accuracy({1: 0.74, 32: 0.99}, 0.8)

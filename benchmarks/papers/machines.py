@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 from pipespec.config.compose import compose
-from pipespec.instruments.emulation.link import EmulatedLink
-from pipespec.instruments.emulation.machine import EmulatedMachine, TimeCurve, mean
-from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.extras.emulation.link import EmulatedLink
+from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve, mean
+from pipespec.extras.plan.pipeline_times import Machine
 
 # SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (ASSUMED).
 PUBLISHED_DRAFT_MS, FAST_DRAFT_MS = 17.0, 4.0

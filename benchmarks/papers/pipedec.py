@@ -25,11 +25,11 @@ from benchmarks.papers.tables import (
     ours_alone,
     time_and_hits,
 )
+from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.instruments.plan.pipeline_times import Machine
 
 PAPER = "PipeDec"
 WIDTH, CHILDREN = 32, 16

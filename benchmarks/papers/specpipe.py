@@ -34,11 +34,11 @@ from benchmarks.papers.tables import (
     ours_alone,
     time_and_hits,
 )
+from pipespec.extras.plan.simulation import specpipe_ms
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import BEFORE, Level
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.instruments.plan.simulation import specpipe_ms
 
 PAPER = "SpecPipe"
 WIDTH, CHILDREN = 64, 16

@@ -28,10 +28,10 @@ from benchmarks.papers.tables import (
     compared,
     cross,
 )
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import Expansion, PipelineState
 from pipespec.head.tree import Tree
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 
 PAPER = "SwiftSpec"
 TOKENS = 2000

@@ -57,8 +57,8 @@ from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError
-from pipespec.instruments.bench import dataset
-from pipespec.instruments.bench.dataset import Sample
+from pipespec.extras.bench import dataset
+from pipespec.extras.bench.dataset import Sample
 from pipespec.system.folders import resource_dir
 from tools.docs.stored_results import with_range
 

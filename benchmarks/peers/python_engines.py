@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from pipespec.errors import PipespecError
-from pipespec.instruments.bench.dataset import Sample
+from pipespec.extras.bench.dataset import Sample
 from pipespec.system.device_copy import make_current
 
 

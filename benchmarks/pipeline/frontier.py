@@ -30,17 +30,17 @@ from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
 from benchmarks.common import experiment
+from pipespec.extras.emulation.machine import TimeCurve, with_experts
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulation import (
+    simulate,
+)
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.instruments.emulation.machine import TimeCurve, with_experts
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    simulate,
-)
 
 REQUESTS = (1, 8, 64)
 # Rows of a batch, of all requests.

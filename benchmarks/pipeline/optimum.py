@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import experiment
-from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulation import (
     simulate,
 )
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.policy import SpeculationPolicy
 
 # A node is the ranks of the candidates on its path from the root; a batch is a set of nodes.
 Node = tuple[int, ...]

@@ -20,11 +20,11 @@ from rich.progress import track
 from benchmarks.common import experiment, run_options
 from benchmarks.common.experiment import names, numbers
 from pipespec.config.compose import compose
-from pipespec.instruments.bench.dataset import Sample
-from pipespec.instruments.bench.measurement import bench
-from pipespec.instruments.bench.profiling import profile
-from pipespec.instruments.plan.advice import DecodingMethod, Prediction, predict
-from pipespec.instruments.plan.machine_profile import Profile
+from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.measurement import bench
+from pipespec.extras.bench.profiling import profile
+from pipespec.extras.plan.advice import DecodingMethod, Prediction, predict
+from pipespec.extras.plan.machine_profile import Profile
 
 ALL_TEXTS = 10**6  # more tokens than the texts have
 

@@ -26,9 +26,9 @@ from pipespec.client.request_settings import RequestSettings
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import fit_context
-from pipespec.instruments.bench import dataset
-from pipespec.instruments.bench.comparison import ONE_AT_A_TIME, composed
-from pipespec.instruments.bench.measurement import encode, measure
+from pipespec.extras.bench import dataset
+from pipespec.extras.bench.comparison import ONE_AT_A_TIME, composed
+from pipespec.extras.bench.measurement import encode, measure
 
 DEFAULT = "policy=best_first"
 DEMO = f"{run_options.TARGET}:{run_options.DEMO / 'draft'}"

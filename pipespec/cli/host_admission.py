@@ -16,7 +16,7 @@ from pipespec.cluster.join.look_after_host import LOOK_S, look_after_host
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, PipespecError
-from pipespec.instruments.diagnostics.measure_hosts import measure_joined
+from pipespec.extras.diagnostics.measure_hosts import measure_joined
 from pipespec.placement.costs import Problem
 from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL

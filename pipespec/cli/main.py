@@ -1,6 +1,6 @@
 """The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
 
-Each command is a module of `pipespec.cli` or `pipespec.instruments.commands`. torch and
+Each command is a module of `pipespec.cli` or `pipespec.extras.commands`. torch and
 transformers are imported only by the commands that need them, so that help and mistakes are
 answered at once.
 """
@@ -17,7 +17,7 @@ from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.errors import ConfigError
-from pipespec.instruments.commands import bench, doctor, plan
+from pipespec.extras.commands import bench, doctor, plan
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources

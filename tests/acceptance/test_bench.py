@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.instruments.bench.dataset import load
-from pipespec.instruments.bench.reference import TRUTH_MARGIN, record_reference
+from pipespec.extras.bench.dataset import load
+from pipespec.extras.bench.reference import TRUTH_MARGIN, record_reference
 from pipespec.system.folders import resource_dir
 from tools.rig import cluster
 

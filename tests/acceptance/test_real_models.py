@@ -25,7 +25,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams, TokenLogprobs
-from pipespec.instruments.bench.dataset import load
+from pipespec.extras.bench.dataset import load
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import POLICIES
 from tests.helpers.real_models import (

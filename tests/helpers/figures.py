@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipespec.instruments.bench.figures import BenchResult, RequestResult
+from pipespec.extras.bench.figures import BenchResult, RequestResult
 
 LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
 

@@ -27,8 +27,8 @@ from pipespec.config.compose import compose
 from pipespec.core import Verdict
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.runner import SliceRunner
-from pipespec.instruments.bench.figures import BenchResult, RequestResult
-from pipespec.instruments.emulation.machine import EmulatedMachine
+from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.extras.emulation.machine import EmulatedMachine
 from tools.inflate import Shape, read_config
 
 

@@ -19,7 +19,7 @@ from benchmarks.peers.delayed_links import (
 from benchmarks.peers.link_engines import pipespec
 from benchmarks.peers.python_engines import Job, PeerFailed
 from pipespec.config.hosts import load_hosts
-from pipespec.instruments.bench.dataset import Sample
+from pipespec.extras.bench.dataset import Sample
 from pipespec.system.folders import resource_dir
 from tools.rig import cluster, relay
 from tools.rig.testbed import Testbed, missing

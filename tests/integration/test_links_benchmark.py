@@ -14,7 +14,7 @@ from benchmarks.peers.delayed_links import LinkCheck
 from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
 from benchmarks.peers.python_engines import Answer, Job, Run
 from pipespec.errors import ConfigError
-from pipespec.instruments.bench.dataset import Sample
+from pipespec.extras.bench.dataset import Sample
 
 END = 0
 CHECK = LinkCheck(10.0, 1.0, 20.1, 20.2, 24.0, 0.6)

@@ -13,11 +13,11 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.instruments.diagnostics.examine_hosts import measure_links
-from pipespec.instruments.diagnostics.measure_devices import main as run_measure
-from pipespec.instruments.diagnostics.measure_devices import measure
-from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
-from pipespec.instruments.diagnostics.measure_request import MeasureRequest
+from pipespec.extras.diagnostics.examine_hosts import measure_links
+from pipespec.extras.diagnostics.measure_devices import main as run_measure
+from pipespec.extras.diagnostics.measure_devices import measure
+from pipespec.extras.diagnostics.measure_hosts import measure_hosts
+from pipespec.extras.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
@@ -51,7 +51,7 @@ def wish(**changes):
 
 def measured(wish):
     return subprocess.run(
-        [sys.executable, "-m", "pipespec.instruments.diagnostics.measure_devices"],
+        [sys.executable, "-m", "pipespec.extras.diagnostics.measure_devices"],
         input=json.dumps(wish),
         capture_output=True,
         text=True,

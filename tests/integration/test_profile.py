@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from pipespec.cli.main import main
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.instruments.bench.draft_reader import CHUNK, read_answers
-from pipespec.instruments.bench.figures import RequestResult
+from pipespec.extras.bench.draft_reader import CHUNK, read_answers
+from pipespec.extras.bench.figures import RequestResult
 from pipespec.system.folders import resource_dir
 
 pytestmark = pytest.mark.slow

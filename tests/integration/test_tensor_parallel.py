@@ -17,7 +17,7 @@ from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.instruments.bench.comparison import composed
+from pipespec.extras.bench.comparison import composed
 from pipespec.system.folders import resource_dir
 from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until

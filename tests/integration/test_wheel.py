@@ -107,7 +107,7 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
 def test_the_package_is_the_installed_one(installed: Installed) -> None:
     code = (
         "import pipespec.system.folders as r; print(r.__file__); print(r.resource_dir('conf'))\n"
-        "from pipespec.instruments.bench import dataset\n"
+        "from pipespec.extras.bench import dataset\n"
         "print(len(dataset.load(dataset.chosen(None))))"
     )
     module, conf, prompts = installed.run("python", "-c", code).stdout.splitlines()

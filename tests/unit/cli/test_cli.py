@@ -235,7 +235,7 @@ def test_a_signal_ends_the_command_without_a_traceback(
 IN_A_CALLBACK = """
 import signal, sys
 from pipespec.cli import main
-from pipespec.instruments.commands import doctor
+from pipespec.extras.commands import doctor
 
 class Callback:
     def __del__(self):

@@ -27,6 +27,12 @@ from pipespec.config.schema import DecodeConfig, RunConfig, SchedulingConfig, ma
 from pipespec.controller.controller_settings import ControllerConfig
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
+from pipespec.extras.emulation.link import EmulatedLink
+from pipespec.extras.emulation.machine import EmulatedMachine
+from pipespec.extras.emulation.synthetic_proposer import (
+    SyntheticCascadeConfig,
+    SyntheticConfig,
+)
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -34,12 +40,6 @@ from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.proposer import ProposerConfig
-from pipespec.instruments.emulation.link import EmulatedLink
-from pipespec.instruments.emulation.machine import EmulatedMachine
-from pipespec.instruments.emulation.synthetic_proposer import (
-    SyntheticCascadeConfig,
-    SyntheticConfig,
-)
 from pipespec.sampling.params import SamplingConfig
 from pipespec.settings import about
 from pipespec.system.folders import resource_dir

@@ -12,12 +12,12 @@ from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.client.single_generation import Result
 from pipespec.console.terminal import show
-from pipespec.instruments.bench.figures import BenchResult, RequestResult
-from pipespec.instruments.commands import bench, doctor
-from pipespec.instruments.diagnostics.examine_hosts import Report
-from pipespec.instruments.diagnostics.findings import HostReport, LinkReport
-from pipespec.instruments.diagnostics.machine_check import QUANTIZE, table
-from pipespec.instruments.diagnostics.probe import Reachability
+from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.extras.commands import bench, doctor
+from pipespec.extras.diagnostics.examine_hosts import Report
+from pipespec.extras.diagnostics.findings import HostReport, LinkReport
+from pipespec.extras.diagnostics.machine_check import QUANTIZE, table
+from pipespec.extras.diagnostics.probe import Reachability
 
 NASTY = "[/red] [bold]x[/bold] :smile: [link=a]"
 PLAIN = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}

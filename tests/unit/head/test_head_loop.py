@@ -28,6 +28,10 @@ from pipespec.core import (
     Request,
     SamplingParams,
 )
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProposer
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import VOCABULARY, SimulatedPipeline
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
@@ -39,10 +43,6 @@ from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.scoring import MID_ROWS, Scoring
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulated_pipeline import VOCABULARY, SimulatedPipeline
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.timing.batch_times import BatchTimes
 from pipespec.timing.trace import Timeline

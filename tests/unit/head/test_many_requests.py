@@ -21,6 +21,12 @@ from pipespec.core import (
     SamplingParams,
     Verdict,
 )
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulation import (
+    simulate,
+)
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -29,12 +35,6 @@ from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.tree import ROOT
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    simulate,
-)
 from pipespec.timing.batch_times import BatchTimes
 from tests.helpers.policies import small_policies
 

@@ -11,17 +11,17 @@ import pytest
 from pipespec.config.compose import compose
 from pipespec.core import Batch, Request
 from pipespec.errors import ConfigError
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan import simulated_pipeline
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
 from pipespec.head.refill import NextBatch
 from pipespec.head.row_budget import lone_batch
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.tree import ROOT, Tree
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan import simulated_pipeline
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.timing.batch_times import BatchTimes
 
 STEP_MS, STEPS = 10.0, 50

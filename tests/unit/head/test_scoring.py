@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import NODE, PARENT, Batch, Request, Verdict
+from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
@@ -19,7 +20,6 @@ from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 
 VOCABULARY = 5
 Text = tuple[int, ...]

@@ -8,6 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.static_tree import StaticTree
@@ -23,10 +27,6 @@ from pipespec.head.step_times import (
     SizeTrials,
     StepTimes,
 )
-from pipespec.instruments.emulation.machine import TimeCurve
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.timing.batch_times import Points
 
 FLAT = ((1, 3.0), (64, 4.0))  # as stages have measured it, one by one

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pipespec.core import Verdict
+from pipespec.extras.emulation.machine import EmulatedMachine
 from pipespec.head.proposers.async_proposer import AsyncProposer, AsyncResult
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.tree import ROOT, Tree
-from pipespec.instruments.emulation.machine import EmulatedMachine
 
 
 class Slow:

@@ -14,17 +14,17 @@ import torch
 from pipespec.core import DRAFT, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
 from pipespec.engine.slice.kv_allocator import KVSlotAllocator
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.draft_model import DraftModelProposer
-from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
-from pipespec.head.proposers.suffix import SuffixConfig
-from pipespec.head.tree import ROOT, Tree
-from pipespec.instruments.emulation.synthetic_proposer import (
+from pipespec.extras.emulation.synthetic_proposer import (
     Accuracy,
     SyntheticConfig,
     SyntheticProposer,
     read_truth,
 )
+from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
+from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
+from pipespec.head.proposers.suffix import SuffixConfig
+from pipespec.head.tree import ROOT, Tree
 
 
 def started(proposer, tokens: Sequence[int]) -> tuple[Context, Tree]:

@@ -1,0 +1,1 @@
+"""What `generate` and `serve` do without: benchmarks, planning, emulation, diagnosis."""

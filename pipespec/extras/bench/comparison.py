@@ -1,0 +1,177 @@
+"""The same prompts decoded by several policies on one cluster, for `pipespec bench --policies`.
+
+A *policy* is here a choice of `policy` with its settings: "policy=level policy.width=32". The
+cluster is made for the most that any of them needs (`Config.request_policies`), and each request
+names its own.
+The prompts are decoded one at a time, all of them by one policy before the next. What a proposer
+learns from texts (`proposer=hybrid`) it keeps from policy to policy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pipespec.client import answers
+from pipespec.client.request_settings import group
+from pipespec.config.compose import compose_sections
+from pipespec.config.schema import Config
+from pipespec.errors import ConfigError
+from pipespec.extras.bench.arrivals import Load
+from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.figures import BenchResult
+from pipespec.extras.bench.measurement import measure, started
+
+POLICY, REQUEST_POLICIES = "policy", "request_policies"
+# A comma that stands in no list.
+BETWEEN = re.compile(r",(?![^\[]*\])")
+ONE_AT_A_TIME = Load.of(1)
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+def parts(policy: str) -> list[str]:
+    """The settings of a policy, with blanks between them. Raises ConfigError."""
+    found = policy.split()
+    for text in found:
+        if group(text) != POLICY:
+            raise ConfigError(
+                f"The policy {policy!r} holds {text!r}, but a policy sets policy.* alone; what all "
+                "have in common is an argument of its own."
+            )
+    return found
+
+
+def policies_of(text: str) -> list[str]:
+    """The policies that are listed with commas between them, as settings. Raises ConfigError."""
+    policies: list[str] = []
+    for named in BETWEEN.split(text):
+        policy = " ".join(f"policy={named.strip()}".split())
+        parts(policy)
+        if policy in policies:
+            raise ConfigError(f"The policy {policy!r} is given twice; give it once.")
+        policies.append(policy)
+    return policies
+
+
+def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
+    """The configuration of a cluster for all policies, of which the first is its default.
+
+    Raises ConfigError.
+    """
+    names = [entry.name for entry in fields(Config) if entry.name != REQUEST_POLICIES]
+    sections = compose_sections(names, [*settings, *parts(policies[0])])
+    first = dict(zip(names, sections, strict=True))
+    request_policies = {policies[0]: first[POLICY]}
+    for policy in policies[1:]:
+        (request_policies[policy],) = compose_sections((POLICY,), [*settings, *parts(policy)])
+    # One of them alone may not allow what the others do, such as proposer.overlap=no.
+    return Config(**first, request_policies=request_policies)
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+def rate(result: BenchResult) -> float | None:
+    """Tokens per second after the first, by the mean time between tokens."""
+    between = result.summary()["mean_tbt_ms"]
+    return 1e3 / between if between else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of every policy, in their order."""
+
+    results: Mapping[str, BenchResult]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """`answers.labels`, alike for all."""
+        return next(iter(self.results.values())).labels
+
+    @property
+    def differing(self) -> dict[str, int]:
+        """How many answers have other tokens than those of the first policy, for those policies
+        that have any."""
+        first = next(iter(self.results.values()))
+        counts = {
+            policy: sum(
+                one.token_ids != other.token_ids
+                for one, other in zip(result.requests, first.requests, strict=True)
+            )
+            for policy, result in self.results.items()
+        }
+        return {policy: count for policy, count in counts.items() if count}
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on the texts."""
+        if not self.differing:
+            return "The texts of all policies are equal, token for token."
+        counts = ", ".join(f"{count} with {policy}" for policy, count in self.differing.items())
+        why = " as the verifier is LOSSY" if self.labels["lossy"] else ""
+        return f"Texts differ from those of {next(iter(self.results))}{why}: {counts}."
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures of every policy; `speed_up` is over the first."""
+        rows: list[dict[str, Any]] = []
+        plain = None
+        for policy, result in self.results.items():
+            figures, mine = result.summary(), rate(result)
+            plain = mine if not rows else plain
+            rows.append(
+                {
+                    "policy": policy,
+                    "tokens": figures["total_output_tokens"],
+                    "tokens_per_s": mine,
+                    "tokens_per_step": figures["tokens_per_step"],
+                    "speed_up": mine / plain if mine and plain else None,
+                    "mean_tbt_ms": figures["mean_tbt_ms"],
+                    "hit_rate": figures["hit_rate"],
+                    "rows_per_step": figures["rows_per_step"],
+                    "overruns": figures["overruns"],
+                    "differing_answers": self.differing.get(policy, 0),
+                }
+            )
+        return rows
+
+
+def compare(
+    config: Config,
+    samples: Sequence[Sample],
+    *,
+    prompt_tokens: int | None = None,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> Comparison:
+    """Decode all samples by every policy of `config` (`composed`) on one cluster, started for them.
+
+    Args:
+        prompt_tokens: cut every prompt to its first so many tokens.
+        on_loaded: called with how many ranks have loaded their models, and of how many.
+        on_done: called with how many answers are finished, and of how many.
+
+    Raises:
+        ConfigError, Unreachable: before any rank starts, if anything is wrong.
+        RankFailed: a rank died; the others have been ended.
+    """
+    results: dict[str, BenchResult] = {}
+    seed = answers.fresh_seed()  # one for all, so that they have the same text
+    count = len(config.request_policies) * len(samples)
+    with started(config, samples, prompt_tokens, 1, on_loaded) as run:
+        for policy in config.request_policies:
+            before = len(results) * len(samples)
+            results[policy], reports = measure(
+                run.client,
+                replace(run.settings, policy=policy),
+                samples,
+                run.prompts,
+                ONE_AT_A_TIME,
+                on_done=lambda done, _, before=before: on_done(before + done, count),  # type: ignore[misc]
+                fresh_seed=seed,
+            )
+            run.reports += reports
+    return Comparison(results)

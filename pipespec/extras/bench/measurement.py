@@ -1,0 +1,260 @@
+"""Many prompts on one cluster: what `pipespec bench` runs and `benchmarks/` build upon."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pipespec.client import answers
+from pipespec.client.local_cluster import asking
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import Client
+from pipespec.cluster import session
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import fit_context
+from pipespec.config.schema import Config
+from pipespec.controller.log_records import Event, Finished, failure_of
+from pipespec.errors import ConfigError, PromptError, RankFailed
+from pipespec.extras.bench.arrivals import Arrivals, Load
+from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.text import FinalText
+from pipespec.timing.clock import monotonic_ns
+from pipespec.timing.stats import Report
+
+# Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
+READ_REPORTS_S = 600.0
+
+
+def bench(
+    config: Config,
+    samples: Sequence[Sample],
+    *,
+    concurrency: int | None = None,
+    request_rate: float | None = None,
+    arrival_seed: int = 0,
+    prompt_tokens: int | None = None,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+) -> BenchResult:
+    """Decode all samples on one cluster, started for them.
+
+    Args:
+        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`): as many
+            as `concurrency` are unfinished as long as there are, unless the rate brings fewer.
+            One that is held back is handed in when another finishes, and its times count from
+            then. The head decodes `scheduler.max_num_seqs` at once; what the others wait is
+            part of their TTFT.
+        prompt_tokens: cut every prompt to its first so many tokens.
+        on_done: called with how many requests are finished, and of how many.
+        on_loaded: called with how many ranks have loaded their models, and of how many.
+
+    Raises:
+        ConfigError, Unreachable: before any rank starts, if anything is wrong.
+        RankFailed: a rank died; the others have been ended.
+    """
+    load = Load.of(concurrency, request_rate, arrival_seed)
+    with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
+        result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
+        run.reports += reports
+    return result
+
+
+@dataclass
+class Run:
+    """A cluster with requests for it; what the ranks say of them is to be added to `reports`."""
+
+    client: Client
+    settings: RequestSettings
+    prompts: list[list[int]]
+    reports: list[Report] = field(default_factory=list)
+
+
+@contextmanager
+def started(
+    config: Config,
+    samples: Sequence[Sample],
+    prompt_tokens: int | None,
+    requests: int,
+    on_loaded: Callable[[int, int], None],
+) -> Iterator[Run]:
+    """A cluster for the prompts of all samples, so many of them at once, within the block, which
+    ends with the trace. Raises as `bench` does."""
+    check(samples, prompt_tokens)
+    deployment = decide(config)
+    settings = RequestSettings.of(config)
+    with session.start_agents(deployment) as agents:
+        served = ModelInfo.of(deployment)
+        prompts = encode(served, settings, samples, prompt_tokens)
+        deployment = fit_context(deployment, max(map(len, prompts)), requests)
+        with (
+            session.start_cluster(deployment, agents, on_loaded) as cluster,
+            asking(cluster, served) as client,
+        ):
+            run = Run(client, settings, prompts)
+            yield run
+    answers.write_trace(deployment, run.reports)
+
+
+def bench_on(
+    client: Client,
+    settings: RequestSettings,
+    samples: Sequence[Sample],
+    *,
+    concurrency: int | None = None,
+    request_rate: float | None = None,
+    arrival_seed: int = 0,
+    prompt_tokens: int | None = None,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> BenchResult:
+    """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
+    load = Load.of(concurrency, request_rate, arrival_seed)
+    check(samples, prompt_tokens)
+    prompts = encode(client.served, settings, samples, prompt_tokens)
+    return measure(client, settings, samples, prompts, load, on_done)[0]
+
+
+def check(samples: Sequence[Sample], prompt_tokens: int | None) -> None:
+    """Raise ConfigError unless a bench can be run so."""
+    if prompt_tokens is not None:
+        check_whole("prompt_tokens", prompt_tokens, 1, MAX_COUNT)
+    if not samples:
+        raise ConfigError("There is no sample to decode; pass at least one.")
+
+
+def encode(
+    served: ModelInfo,
+    settings: RequestSettings,
+    samples: Sequence[Sample],
+    prompt_tokens: int | None,
+) -> list[list[int]]:
+    """The token ids of every prompt, cut to `prompt_tokens`. Raises PromptError."""
+    prompts = []
+    for sample in samples:
+        # Cut first and measured then: what is too long may be cut to fit.
+        whole = served.encode(sample.prompt, chat=settings.decode.chat, bounded=False)
+        prompts.append(whole[:prompt_tokens])
+        if len(prompts[-1]) >= served.context:
+            raise PromptError(
+                f"The prompt of {sample.id!r} has {len(prompts[-1])} tokens, but the context holds "
+                f"{served.context} and needs room for an answer; pass --prompt-tokens N to cut "
+                "prompts, or raise model.context."
+            )
+    return prompts
+
+
+def measure(
+    client: Client,
+    settings: RequestSettings,
+    samples: Sequence[Sample],
+    prompts: Sequence[list[int]],
+    load: Load,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+    fresh_seed: int | None = None,
+) -> tuple[BenchResult, list[Report]]:
+    """Decode the prompts of all samples, and what the ranks say of all requests.
+
+    `fresh_seed` is that of draws whose settings name none, None: any.
+    """
+    served = client.served
+    seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
+    sampling = settings.params(fresh_seed=seed)
+    fields = settings.fields(served)
+    scale = served.time_scale or 1.0
+    arrivals = Arrivals.of(load, len(samples))
+    asked: list[_Submitted] = []
+    began = ended = monotonic_ns()
+    on_done(0, len(samples))
+    with client.follow() as followed:
+        unfinished: dict[int, _Submitted] = {}
+        finished: deque[_Submitted] = deque()  # whose reports were not read
+        while len(asked) < len(samples) or unfinished:
+            now = monotonic_ns()
+            wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
+            if wait == 0:
+                now = monotonic_ns()
+                index = len(asked)
+                number = followed.submit(prompts[index], sampling, **fields)
+                one = _Submitted(index, number, now)
+                asked.append(one)
+                unfinished[one.number] = one
+                continue
+            while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
+                one = finished.popleft()
+                one.reports = client.reports(one.number)
+            for number, event in followed.next(None if wait is None else wait * scale):
+                unfinished[number].events.append(event)
+                if isinstance(event, Finished):
+                    if failure := failure_of(event.reason):
+                        raise failure
+                    one = unfinished.pop(number)
+                    one.ended_ns = ended = monotonic_ns()
+                    finished.append(one)
+                    on_done(len(asked) - len(unfinished), len(samples))
+    for one in finished:
+        one.reports = client.reports(one.number)
+    results = [
+        _result(served, settings, sample, prompt, one, began)
+        for sample, prompt, one in zip(samples, prompts, asked, strict=True)
+    ]
+    done = BenchResult(
+        results,
+        (ended - began) / 1e9 / scale,
+        load.concurrency,
+        answers.labels(served, sampling),
+        load.request_rate,
+        load.arrival_seed,
+    )
+    return done, [report for one in asked for report in one.reports]
+
+
+@dataclass
+class _Submitted:
+    """A request of the run: of which sample, when it was handed in, what came of it."""
+
+    index: int
+    number: int
+    enqueued_ns: int
+    events: list[Event] = field(default_factory=list)
+    ended_ns: int = 0
+    reports: list[Report] = field(default_factory=list)
+
+
+def _result(
+    served: ModelInfo,
+    settings: RequestSettings,
+    sample: Sample,
+    prompt: list[int],
+    asked: _Submitted,
+    began: int,
+) -> RequestResult:
+    answer = answers.gather(
+        asked.events,
+        FinalText(served.tokenizer, prompt, settings.decode.stop),
+    )
+    head, *stages = sorted(asked.reports, key=lambda report: report["rank"])
+    scale = served.time_scale or 1.0
+    arrivals = [(at - asked.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
+    if len(arrivals) != len(answer.token_ids):
+        raise RankFailed(
+            f"The times of {sample.id!r} were lost with the head, which was killed as it ended; "
+            "run the benchmark again."
+        )
+    return RequestResult(
+        id=sample.id,
+        benchmark=sample.benchmark,
+        prompt_ids=prompt,
+        token_ids=answer.token_ids,
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        ttft_ms=arrivals[0],
+        token_ms=arrivals,
+        stats=answers.statistics(served, asked.enqueued_ns, asked.reports),
+        started_ms=(asked.enqueued_ns - began) / 1e6 / scale,
+        draft_overruns=head["counts"]["overruns"],
+        periods=[stage["period"] for stage in stages],
+    )

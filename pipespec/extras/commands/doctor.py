@@ -1,0 +1,198 @@
+"""`pipespec doctor`: what this machine can run, or what keeps hosts from working together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.console.arguments import finish, overrides, refuse_settings
+from pipespec.console.terminal import show, write
+from pipespec.errors import ConfigError, print_error
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.devices import num_cuda
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipespec.console.arguments import Commands
+    from pipespec.extras.diagnostics.examine_hosts import Report
+    from pipespec.extras.diagnostics.findings import HostReport
+
+VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
+JSON_FILE, TEXT_FILE = "pipespec-check.json", "pipespec-check.txt"
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "doctor",
+        help="say what this machine can run, or whether hosts can work together",
+        usage="pipespec doctor [--gpu [DEVICE]] | pipespec doctor HOSTS.yaml [model.target=MODEL] "
+        "[model.draft=MODEL], each with [--json]",
+        description="Without a hosts file, say what this machine can run. With one, look at every "
+        "host and at the way from each to every other: interface, round trip, bandwidth, "
+        "versions, model files, open ports. The exit code is 1 if something is wrong; "
+        "docs/doctor.md explains the findings. A MODEL is a folder or a hub id; nothing is "
+        "downloaded.",
+    )
+    command.add_argument(
+        "--gpu",
+        nargs="?",
+        const="cuda:0",
+        metavar="DEVICE",
+        help="test and time everything that runs on a GPU (cuda:0; cpu to try it), in at most ten "
+        f"minutes, and write {JSON_FILE} and {TEXT_FILE}, to be attached to a report",
+    )
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Print what was found; 0 if this machine, or the hosts together, can decode."""
+    settings = overrides(rest, arguments.known_options)
+    if arguments.gpu is not None:
+        refuse_settings(arguments, rest)
+        return _check_gpu(arguments.gpu, as_json=arguments.json)
+    if settings:
+        return _examine(settings, as_json=arguments.json)
+
+    from pipespec.extras.diagnostics.machine_check import check_machine, table
+
+    findings = check_machine()
+    if arguments.json:
+        write(json.dumps(findings, indent=2) + "\n")
+    else:
+        show(table(findings))
+    for problem in findings["problems"]:
+        print_error(f"pipespec: {problem}")
+    return 0 if findings["ok"] else 1
+
+
+def _check_gpu(device: str, *, as_json: bool) -> int:
+    _require_device(device)
+    from pipespec.extras.device_check.check_device import (
+        PARTS,
+        Part,
+        check_device,
+        faults,
+        page,
+    )
+
+    def on_part(part: Part, found: Mapping[str, Any]) -> None:
+        wrong = faults(found)
+        if not as_json:
+            write(f"{part.title}: {'; '.join(wrong) or found.get('not_available', 'done')}\n")
+
+    if not os.access(".", os.W_OK):  # before minutes pass
+        raise ConfigError("Nothing can be written into this folder; change to another one.")
+    if not as_json:
+        write(f"{len(PARTS)} parts, in ten minutes at most.\n")
+    findings = check_device(device, on_part)
+    text = json.dumps(findings, indent=2) + "\n"
+    for name, content in ((JSON_FILE, text), (TEXT_FILE, page(findings))):
+        try:
+            write_atomically(Path(name), content.encode())
+        except OSError as error:
+            raise ConfigError(
+                f"{name} cannot be written here ({error.strerror}); change to another folder."
+            ) from error
+    written = f"\n{findings['fastest']}\nWritten: {JSON_FILE}, {TEXT_FILE}.\n"
+    write(text if as_json else written)
+    return 0 if findings["ok"] else 1
+
+
+def _require_device(device: str) -> None:
+    if device == "cpu":
+        return
+    kind, _, index = device.partition(":")
+    count = num_cuda()
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ConfigError(f"--gpu must be cpu, cuda or cuda:N, not {device!r}.")
+    if int(index or 0) >= count:
+        raise ConfigError(
+            f"{device} is not there: torch can use {count} CUDA devices here; name another one, or "
+            "try the check with --gpu cpu."
+        )
+
+
+def _examine(settings: list[str], *, as_json: bool) -> int:
+    """Look at the hosts of a hosts file."""
+    from pipespec.config.compose import compose_sections
+    from pipespec.config.hosts import load_hosts
+    from pipespec.extras.diagnostics.examine_hosts import examine_hosts
+
+    cluster, model, proposer = compose_sections(["cluster", "model", "proposer"], settings)
+    if cluster.hosts is None:
+        raise ConfigError(
+            "`pipespec doctor` looks at this machine, and takes settings for the hosts of a hosts "
+            "file alone; pass HOSTS.yaml."
+        )
+    if not proposer.needs_mid:
+        model = replace(model, mid=None)
+    report = examine_hosts(load_hosts(cluster.hosts), model)
+    if as_json:
+        write(json.dumps(report.as_json(), indent=2) + "\n")
+    else:
+        show(*(table for table in (hosts_table(report), links_table(report)) if table.row_count))
+        show(conclusion(report))
+    for finding in report.findings:
+        kind = "pipespec" if finding.error else "pipespec: warning"
+        print_error(f"{kind}: {finding.sentence}")
+    return 0 if report.ok else 1
+
+
+def conclusion(report: Report) -> str:
+    """What the findings mean for the hosts, in a sentence."""
+    errors = sum(finding.error for finding in report.findings)
+    if errors:
+        what = "1 error keeps" if errors == 1 else f"{errors} errors keep"
+        return f"{what} the hosts from working together."
+    num = len(report.findings)
+    warned = {0: "nothing is wrong", 1: "1 warning follows"}.get(num, f"{num} warnings follow")
+    if not report.hosts:
+        return "No host was checked, as all are started by hand."
+    checked = " that were checked" if report.unchecked else ""
+    return f"The hosts{checked} can work together; {warned}."
+
+
+def hosts_table(report: Report) -> Table:
+    """One row per host: the interface that carries batches, versions.
+
+    What no host states has no column.
+    """
+    from rich.table import Table
+
+    table = Table(title="Hosts", title_justify="left")
+    columns = ("host", "interface", *VERSIONS)
+    rows = [_host_row(name, seen) for name, seen in report.hosts.items()]
+    stated = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    for index in stated:
+        table.add_column(columns[index])
+    for row in rows:
+        table.add_row(*(row[index] or "-" for index in stated))
+    return table
+
+
+def _host_row(name: str, seen: HostReport) -> list[str | None]:
+    carrier = None if seen.listening is None else seen.listening.carrier
+    versions = {} if seen.inventory is None else seen.inventory.versions
+    return [name, carrier, *map(versions.get, VERSIONS)]
+
+
+def links_table(report: Report) -> Table:
+    """One row per ordered pair of hosts."""
+    from rich.table import Table
+
+    table = Table(
+        "from", "to", "through", "round trip ms", "Gbit/s", title="Links", title_justify="left"
+    )
+    for link in report.links:
+        figures = [link.reach.problem or "-", "-"]
+        if link.measured is not None:
+            figures = [f"{link.measured.rtt_ms:.3f}", f"{link.measured.gbit_per_s:.2f}"]
+        table.add_row(link.source, link.to, link.reach.interface or "-", *figures)
+    return table

@@ -1,0 +1,207 @@
+"""Runs the parts of the check, each in a process of its own, and says what they found.
+
+A part that crashes, hangs or damages the state of the device fails alone: its process ends, and
+with it everything that it has on the device.
+
+    python -m pipespec.extras.device_check.check_device PART DEVICE
+
+runs one of them, and prints its findings as a line of JSON. `wrong` among them are clauses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from typing import Any
+
+from pipespec.config.entries import numbered
+
+PACKAGE = "pipespec.extras.device_check"
+MODULE = f"{PACKAGE}.check_device"
+# Seconds for all parts together.
+LIMIT_S = 600.0
+# The last line of what a part prints is its findings.
+MARK = "findings: "
+# A killed part must not leave the compiler's own processes behind.
+ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+LAST_WORDS = 300
+# The batch by which ways to compute are compared.
+ROWS = "64"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the check: its name, what it is about, the seconds that it may take, and its
+    function in a module of this package."""
+
+    name: str
+    title: str
+    limit_s: float
+    module: str = "correctness"
+    function: str = ""
+
+
+PARTS = (
+    Part("machine", "Software and devices", 30, function="describe_machine"),
+    Part(
+        "attention",
+        "Attention backends, beside attention by its definition",
+        120,
+        function="check_attention",
+    ),
+    Part("graphs", "CUDA graphs of layers and output head", 80, function="check_graphs"),
+    Part("packed_weights", "Products of weights in few bits", 60, function="check_packed_weights"),
+    Part("hops", "Batches from one process to the next", 40, "speed", "time_hops"),
+    Part(
+        "stage",
+        "A stage, by rows and context, beside what reading its memory takes",
+        120,
+        "speed",
+        "time_stage",
+    ),
+    Part("draft", "A draft's round", 60, "speed", "time_draft"),
+    Part("compile", "torch.compile", 200, function="check_compile"),
+)
+
+
+def check_device(
+    device: str, on_part: Callable[[Part, Mapping[str, Any]], None] = lambda part, found: None
+) -> dict[str, Any]:
+    """All findings, as JSON values.
+
+    Args:
+        device: as torch names it, "cuda:0" or "cpu".
+        on_part: called after each part with its findings.
+    """
+    began = time.monotonic()
+    found: dict[str, Any] = {}
+    for part in PARTS:
+        left = LIMIT_S - (time.monotonic() - began)
+        found[part.name] = _run(part, device, min(part.limit_s, left))
+        on_part(part, found[part.name])
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "seconds": round(time.monotonic() - began, 1),
+        "ok": not any(map(faults, found.values())),
+        "fastest": fastest(found),
+        "parts": found,
+    }
+
+
+def _run(part: Part, device: str, limit_s: float) -> dict[str, Any]:
+    if limit_s <= 0:
+        return {"failed": f"it was not begun, as {LIMIT_S:.0f} s had passed"}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", MODULE, part.name, device],
+            env={**os.environ, **ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it was ended after {limit_s:.0f} s"}
+    lines = ended.stdout.splitlines()
+    if ended.returncode == 0 and lines and lines[-1].startswith(MARK):
+        answer: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+        return answer
+    last_words = " ".join(ended.stderr.split())[-LAST_WORDS:] or "it wrote nothing"
+    return {"failed": f"its process ended with {ended.returncode}: {last_words}"}
+
+
+def main() -> None:
+    """Run the part that the arguments name."""
+    import torch
+
+    from pipespec.system.device_copy import make_current
+
+    name, device = sys.argv[1:]
+    part = next(part for part in PARTS if part.name == name)
+    device = numbered(device)
+    make_current(device)
+    with torch.inference_mode():
+        function = getattr(import_module(f"{PACKAGE}.{part.module}"), part.function)
+        found = function(torch.device(device))
+    print(MARK + json.dumps(found), flush=True)
+
+
+# --- what is said of the findings -------------------------------------------------------------
+
+
+def faults(found: Mapping[str, Any]) -> list[str]:
+    """What is wrong in the findings of a part, as clauses."""
+    return [*([found["failed"]] if "failed" in found else []), *found.get("wrong", [])]
+
+
+def fastest(found: Mapping[str, Any]) -> str:
+    """What is fastest on the device, in one sentence."""
+    stage = found.get("stage", {})
+    times: Mapping[str, Any] = stage.get("ms", {})
+    if not times:
+        return f"No stage could be timed: {stage.get('failed', 'no attention backend works')}."
+    contexts = list(next(iter(times.values())))
+    context = contexts[len(contexts) // 2]
+    took = {name: by_context[context][ROWS] for name, by_context in times.items()}
+    best = min(took, key=took.__getitem__)
+    ratio = took[best] / stage["floor_ms"][context]
+    others = ", ".join(f"{name} {ms:.2f}" for name, ms in took.items() if name != best)
+    return (
+        f"Fastest here is {best}: {took[best]:.2f} ms for {ROWS} rows behind {context} tokens "
+        f"({stage['model']}), {ratio:.2f} times what reading weights and KV takes"
+        f"{f'; {others}' if others else ''}."
+    )
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The findings as a page of text, to attach to a report; ends with a newline."""
+    parts: Mapping[str, Any] = found["parts"]
+    wrong = [f"- {part.title}: {why}" for part in PARTS for why in faults(parts[part.name])]
+    lines = [
+        f"pipespec doctor --gpu, {found['device']}, {found['date']}, {found['seconds']} s",
+        "",
+        found["fastest"],
+        "Not everything passed:" if wrong else "Everything that ran passed.",
+        *wrong,
+    ]
+    for part in PARTS:
+        lines += ["", part.title, *_lines(parts[part.name])]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(value: Any, depth: int = 1) -> Iterator[str]:
+    """Nested findings, one line for each value."""
+    blank = "  " * depth
+    for name, each in value.items():
+        if isinstance(each, Mapping) and each:
+            if all(isinstance(inner, int | float) for inner in each.values()):
+                row = ", ".join(f"{key}: {_number(inner)}" for key, inner in each.items())
+                yield f"{blank}{name}: {row}"
+            else:
+                yield f"{blank}{name}"
+                yield from _lines(each, depth + 1)
+        elif isinstance(each, list) and each and isinstance(each[0], Mapping):
+            for inner in each:
+                yield f"{blank}{name}: {', '.join(f'{key} {part}' for key, part in inner.items())}"
+        else:
+            yield f"{blank}{name}: {_number(each)}"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "passes"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    main()

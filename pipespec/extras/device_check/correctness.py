@@ -1,0 +1,193 @@
+"""Whether a device computes what it should: attention, graphs, compiled slices, few bits; and what
+software there is."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from pipespec.engine.attention import select
+from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
+from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.engine.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.formats.groups import GroupedWeights
+from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
+from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.extras.diagnostics.machine_check import cuda_devices
+from pipespec.system.silence_warnings import silence_warnings
+from pipespec.system.versions import package_version
+
+with silence_warnings():
+    from transformers import AutoConfig
+
+PACKAGES = ("pipespec", "torch", "triton", "flashinfer-python", "transformers", "torchao")
+
+BACKENDS = (select.STATIC, select.TRITON, select.FLASHINFER)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Heads, KV heads and size of a head, and whether there are a window and a soft cap, or sinks.
+SHAPES = (
+    (32, 8, 128, False, False),
+    (32, 8, 64, False, True),
+    (8, 4, 256, True, False),
+    (24, 8, 96, False, False),
+)
+BUCKETS = (16, 64)
+# Rows and inputs of the products, and inputs that share a scale.
+OUT, INPUTS, GROUP = 1024, 2048, 128
+# Token slots of models that are only checked.
+NUM_SLOTS = 512
+# Two layers each: grouped queries; windows, soft caps and large heads; sinks and experts; layers
+# with a running state.
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 256, "sliding_window": 64},
+    "gpt_oss": {"head_dim": 64, "num_key_value_heads": 2, "num_local_experts": 4},
+    "qwen3_next": {
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    },
+}
+_OF_ALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": NUM_SLOTS,
+    "pad_token_id": 0,
+}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Versions and devices."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
+        "cuda": torch.version.cuda or "not in this torch",
+        "devices": list(cuda_devices()) if device.type == "cuda" else [],
+    }
+    for each in found["devices"]:
+        properties = torch.cuda.get_device_properties(each["name"])
+        each["capability"] = f"{properties.major}.{properties.minor}"
+        each["multiprocessors"] = properties.multi_processor_count
+    return found
+
+
+def check_attention(device: torch.device) -> dict[str, Any]:
+    """For each backend and type the error of its self-test by shape; None: it passes."""
+    found: dict[str, Any] = {}
+    wrong = []
+    for backend in BACKENDS:
+        missing = select.missing_requirement(backend, device.type)
+        if missing is not None:
+            found[backend] = {"not_available": missing}
+            continue
+        found[backend] = {}
+        for dtype in DTYPES:
+            name = select.dtype_name(dtype)
+            missing = select.missing_requirement(backend, device.type, name)
+            if missing is not None:
+                found[backend][name] = {"not_available": missing}
+                continue
+            found[backend][name] = errors = {
+                _shape_name(shape): select.backend_error(
+                    backend, device, [_layer(shape, dtype, device)]
+                )
+                for shape in SHAPES
+            }
+            wrong += [f"{backend}, {name}, {shape}: {why}" for shape, why in errors.items() if why]
+    return {"backends": found, "wrong": wrong}
+
+
+def _layer(
+    shape: tuple[int, int, int, bool, bool], dtype: torch.dtype, device: torch.device
+) -> AttentionLayer:
+    heads, kv_heads, size, bounded, sinks = shape
+    like = torch.zeros(1, kv_heads, size, device=device, dtype=dtype)
+    options = LayerOptions(
+        size**-0.5,
+        window=48 if bounded else None,
+        softcap=30.0 if bounded else None,
+        sinks=torch.linspace(-1, 1, heads, device=device, dtype=dtype) if sinks else None,
+    )
+    return AttentionLayer(heads, options, LayerPool(like, like))
+
+
+def _shape_name(shape: tuple[int, int, int, bool, bool]) -> str:
+    heads, kv_heads, size, bounded, sinks = shape
+    extra = " window and soft cap" * bounded + " sinks" * sinks
+    return f"{heads}/{kv_heads} heads of {size}{extra}"
+
+
+def check_graphs(device: torch.device) -> dict[str, Any]:
+    """Of each small model the rows of its graphs, and what was refused."""
+    if device.type != "cuda":
+        return {"not_available": "CUDA graphs need a GPU"}
+    models, wrong = {}, []
+    for name in SMALL:
+        for backend in (select.STATIC, select.TRITON):
+            if select.missing_requirement(backend, device.type) is None:
+                part = small_slice(name, device, torch.bfloat16, backend)
+                part.capture_graphs(BUCKETS)
+                part.capture_head(BUCKETS)
+                models[f"{name}, {backend}"] = _described(part)
+                wrong += [f"{name}, {backend}: {sentence}" for sentence in part.refused]
+    return {"models": models, "wrong": wrong}
+
+
+def check_compile(device: torch.device) -> dict[str, Any]:
+    """Whether a small slice can be compiled, and then captured."""
+    part = small_slice("llama", device, torch.float32, select.STATIC)
+    part.compile()
+    if device.type == "cuda":
+        part.capture_graphs(BUCKETS)
+    return _described(part) | {"wrong": part.refused}
+
+
+def _described(part: ModelSlice) -> dict[str, Any]:
+    how = part.describe()
+    return {name: how[name] for name in ("attention", "graph_rows", "compiled", "refused")}
+
+
+def check_packed_weights(device: torch.device) -> dict[str, Any]:
+    """Why the products of each kind of weights are wrong; None: they are right."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (OUT, INPUTS), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(OUT, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
+    zeros = torch.full(scales.shape, 8, dtype=torch.int16)
+    group_of = torch.arange(INPUTS) // GROUP
+    wide = torch.randn(OUT, INPUTS, generator=generator).to(torch.float8_e4m3fn)
+    blocks = torch.rand(OUT // GROUP, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
+    kinds: dict[str, Any] = {
+        PACKED_INT4: (GROUPED_KIND, GroupedWeights(codes, scales, zeros, group_of)),
+        FP8: (FP8, Fp8Weights(wide, blocks, GROUP, GROUP)),
+    }
+    found: dict[str, Any] = {}
+    for name, (kind, weights) in kinds.items():
+        try:
+            make = LayerMaker({name: kind}, device, torch.bfloat16)
+            layer: Any = make.layer(name, OUT, INPUTS)
+            layer.fill(weights, device)
+            found[name] = self_test_error(layer, weights, device, torch.bfloat16)
+        except RuntimeError as error:  # also where the device lacks an operator
+            found[name] = f"it fails: {' '.join(str(error).split())[:200]}"
+    return {"kinds": found, "wrong": [f"{name}: {why}" for name, why in found.items() if why]}
+
+
+def small_slice(
+    model_type: str, device: torch.device, dtype: torch.dtype, attention: str
+) -> ModelSlice:
+    """A whole small model of an architecture of SMALL."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**_OF_ALL, **SMALL[model_type]})
+    layers = range(config.num_hidden_layers)
+    return ModelSlice.random(
+        config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
+    )

@@ -1,0 +1,204 @@
+"""How fast a device is: batches from process to process, stages and drafts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from pipespec.core import NUM_COLUMNS, Batch
+from pipespec.engine.attention import select
+from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.extras.diagnostics.timing import read_bytes_per_ms, round_ms
+from pipespec.system.silence_warnings import silence_warnings
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.tp_group import can_use_nccl
+
+with silence_warnings():
+    from transformers import AutoConfig, PretrainedConfig
+
+ROWS = (1, 16, 64)
+CHILDREN = 8
+HOPS, WARM_UP_HOPS = 60, 10
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed: a stage of some layers, and a draft model.
+
+    Attributes:
+        stage, draft: configs of Llama; a stage has all layers but the first and the last.
+        stage_name, draft_name: of the published models that have such layers.
+        contexts: tokens before the rows of a batch.
+    """
+
+    stage_name: str
+    stage: PretrainedConfig
+    draft_name: str
+    draft: PretrainedConfig
+    dtype: torch.dtype
+    contexts: tuple[int, ...]
+
+
+def sizes(device: torch.device) -> Sizes:
+    """Those of published models on a GPU, and small ones on a CPU, where speeds say little."""
+    if device.type == "cpu":
+        return Sizes(
+            "a small model",
+            _llama(256, 4, 2, 512, 4, 1024),
+            "a small draft",
+            _llama(128, 4, 2, 256, 2, 1024),
+            torch.float32,
+            (128, 512),
+        )
+    return Sizes(
+        "4 layers of Llama 3.1 8B",
+        _llama(4096, 32, 8, 14336, 6, 128256),
+        "Llama 3.2 1B",
+        _llama(2048, 32, 8, 8192, 16, 128256),
+        torch.bfloat16,
+        (128, 2048, 8192),
+    )
+
+
+def _llama(
+    hidden: int, heads: int, kv_heads: int, inner: int, layers: int, vocabulary: int
+) -> PretrainedConfig:
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+    )
+
+
+def time_hops(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a batch with hidden states from one process's device to the next, by rows.
+    The ranks are threads here, which takes no less."""
+    of = sizes(device)
+    devices = [str(device)] * 2
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        devices = ["cuda:0", "cuda:1"]
+    found: dict[str, Any] = {"devices": devices, "gloo": _hops(devices, of, nccl=False)}
+    if can_use_nccl(devices):
+        found["nccl"] = _hops(devices, of, nccl=True)
+    else:
+        found["nccl"] = {"not_available": "NCCL needs two GPUs"}
+    return found
+
+
+def _hops(devices: Sequence[str], of: Sizes, *, nccl: bool) -> dict[str, float]:
+    store, barrier = HashStore(), Barrier(2)
+    hidden_size = of.stage.hidden_size
+    began, ended = [0.0], [0.0]
+
+    def rank(number: int) -> dict[str, float]:
+        transport = DistributedTransport.connect(
+            devices,
+            store=store,
+            rank=number,
+            epoch=1,
+            secret="check",
+            max_rows=max(ROWS),
+            hidden_size=hidden_size,
+            dtype=of.dtype,
+            nccl=nccl,
+        )
+        found = {}
+        for rows in ROWS:
+            table = np.zeros((rows, NUM_COLUMNS), np.int64)
+            hidden = torch.zeros(rows, hidden_size, dtype=of.dtype, device=devices[0])
+            took = []
+            for number_of_hop in range(WARM_UP_HOPS + HOPS):
+                barrier.wait()
+                if number == 0:
+                    began[0] = time.perf_counter()
+                    transport.send(Batch(number_of_hop, table, hidden))
+                else:
+                    received = transport.recv().hidden
+                    assert received is not None
+                    received[:1].cpu()  # waits for the device
+                    ended[0] = time.perf_counter()
+                barrier.wait()
+                took.append((ended[0] - began[0]) * 1e3)
+            found[str(rows)] = statistics.median(took[WARM_UP_HOPS:])
+        transport.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(rank, range(2))
+    return first
+
+
+def time_stage(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a stage by attention backend, rows and context, with CUDA graphs where they
+    can be captured; and of reading its weights and KV, by how fast the device copies."""
+    of = sizes(device)
+    rate = read_bytes_per_ms(device)
+    found: dict[str, Any] = {"model": of.stage_name, "read_gb_per_s": rate * 1e3 / 1e9}
+    timed: dict[str, Any] = {}
+    floors: dict[str, Any] = {}
+    num_slots = max(of.contexts) + max(ROWS)
+    for backend in (select.SDPA, select.STATIC, select.TRITON, select.FLASHINFER):
+        if select.missing_requirement(backend, device.type, select.dtype_name(of.dtype)):
+            continue
+        layers = range(1, of.stage.num_hidden_layers - 1)
+        how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
+        model = ModelSlice.random(of.stage, layers, num_slots=num_slots, **how)
+        if model.attention != backend:
+            found.setdefault("wrong", []).extend(model.refused)
+            continue
+        if device.type == "cuda" and backend != select.SDPA:
+            model.capture_graphs([max(ROWS)])
+        name = backend + " in graphs" * bool(model.graph_rows)
+        timed[name] = {
+            str(context): {
+                str(rows): median_ms(device, model.forward, *model.example_batch(rows, context))
+                for rows in ROWS
+            }
+            for context in of.contexts
+        }
+        slot_bytes = model.num_kv_bytes / model.num_slots
+        for context in of.contexts:
+            floors[str(context)] = (model.num_weight_bytes + context * slot_bytes) / rate
+        del model
+    return found | {"floor_ms": floors, "ms": timed}
+
+
+def time_draft(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a draft's round by the nodes that it expands, operation by operation, and in
+    CUDA graphs; and of reading its weights."""
+    of = sizes(device)
+    context = sorted(of.contexts)[len(of.contexts) // 2]
+    backend = select.SDPA if device.type != "cuda" else select.STATIC
+    if select.missing_requirement(select.TRITON, device.type) is None:
+        backend = select.TRITON
+    layers = range(of.draft.num_hidden_layers)
+    how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
+    model = ModelSlice.random(of.draft, layers, num_slots=context + max(ROWS), **how)
+    floor = model.num_weight_bytes / read_bytes_per_ms(device)
+    found: dict[str, Any] = {"model": of.draft_name, "context": context, "floor_ms": floor}
+    found["eager_ms"] = _rounds(model, context)
+    if device.type == "cuda":
+        model.capture_graphs([max(ROWS)])
+        model.capture_head([max(ROWS)])
+        found["graph_ms"] = _rounds(model, context)
+    return found | {"attention": model.attention, "wrong": model.refused}
+
+
+def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
+    return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}

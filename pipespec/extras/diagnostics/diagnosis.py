@@ -1,0 +1,257 @@
+"""Makes findings, of one sentence each, of the reports on hosts and links. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+
+from pipespec.config.hosts import Host, HostsFile
+from pipespec.engine.formats.slice_tensors import listed
+from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.extras.diagnostics.inventory import PACKAGES, Inventory
+from pipespec.extras.diagnostics.model_findings import model_findings
+from pipespec.extras.diagnostics.probe import Listening, Reachability
+from pipespec.system.network_interfaces import Interface, interface_with
+
+# A link slower than this share of its interfaces' stated rate has a fault or is in use; a single
+# burst from Python cannot measure interfaces faster than `FASTEST_MBIT`.
+FAIR_SHARE = 0.5
+FASTEST_MBIT = 10_000
+# What should have one version everywhere, and whether a difference is an error: ranks with
+# different versions would not compute the same.
+AGREE = {
+    "pipespec": True,
+    "code": True,
+    "torch": True,
+    "transformers": True,
+    "torchao": False,
+    "bitsandbytes": False,
+    "gguf": False,
+    "python": False,
+    "driver": False,
+}
+TITLES = {"code": "The code of pipespec", "python": "Python", "driver": "The NVIDIA driver"}
+# Problems of a Reachability, and their remedies.
+CLOSED = {
+    "refused": "port {port} is refused, though {to} listens there; let all TCP ports from {who} "
+    "through the firewall of {to}, and check that the address is its own.",
+    "silent": "port {port} does not answer, though {to} listens there; let all TCP ports from "
+    "{who} through the firewalls, and check the cable.",
+    "no route": "there is no route; put both on one network, or correct `address`.",
+    "taken": "{other} answers there; two hosts have this address, so correct `address` of one.",
+    "stranger": "port {port} is another program's; the address is another machine's or is "
+    "forwarded, so correct `address`.",
+}
+
+
+def required_models(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
+    """Which models the host must have: "target" for stages, the others where the head may
+    be."""
+    holds_stages = host.workers != (hosts_file.draft,)
+    may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
+    return ("target",) * holds_stages + ("draft", "mid") * may_be_head
+
+
+def diagnose(
+    hosts_file: HostsFile,
+    hosts: Mapping[str, HostReport],
+    links: Sequence[LinkReport],
+    fetchable: Collection[str] = (),
+) -> list[Finding]:
+    """All findings, errors first.
+
+    `fetchable` are the models ("target", "draft", "mid") that hosts get when a cluster starts.
+    """
+    inventories = {
+        name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None
+    }
+    found = [
+        *(Finding(True, (name,), seen.failure) for name, seen in hosts.items() if seen.failure),
+        *_not_examined(hosts_file),
+        *_addresses(hosts_file, hosts),
+        *_unreachable(links),
+        *_detours(hosts_file, hosts, links),
+        *_versions(inventories),
+        *model_findings(hosts_file, inventories, fetchable),
+        *_devices(hosts_file, inventories),
+        *_slow_links(hosts, links),
+    ]
+    return sorted(found, key=lambda finding: not finding.error)
+
+
+def _not_examined(hosts_file: HostsFile) -> Iterator[Finding]:
+    if names := hosts_file.by_hand:
+        are, each = ("is", "there") if len(names) == 1 else ("are", "on each")
+        yield Finding(
+            False,
+            names,
+            f"{listed(names)} {are} started by hand (ssh: none) and not checked; run `pipespec "
+            f"doctor` {each}.",
+        )
+
+
+def _addresses(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterator[Finding]:
+    for name, seen in hosts.items():
+        listening, host = seen.listening, hosts_file.host(name)
+        if listening is None:
+            continue
+        sentence = None
+        if listening.problem == "unknown":
+            sentence = (
+                f"{name} cannot resolve its own address {host.address!r}; write the number in "
+                "`address`, or add the name to its /etc/hosts."
+            )
+        elif listening.problem == "absent":
+            held = [f"{a} on {i.name}" for i in listening.interfaces if i.up for a in i.addresses]
+            sentence = (
+                f"No interface of {name} has its address {host.address}; set `address` to one that "
+                f"it has ({listed(held)})."
+            )
+        elif listening.problem == "no interface":
+            usable = [i.name for i in listening.interfaces if i.up and i.addresses]
+            sentence = (
+                f"{name} has no interface {host.interface!r} that is up and has an address; set "
+                f"`interface` to one that it has ({listed(usable)})."
+            )
+        elif len(hosts_file.hosts) > 1 and _only_here(host, listening):
+            sentence = (
+                f"On {name} itself its address {host.address!r} means {listening.number}, where no "
+                "other host reaches it; write the number in `address`, or correct its /etc/hosts."
+            )
+        if sentence is not None:
+            yield Finding(True, (name,), sentence)
+
+
+def _only_here(host: Host, listening: Listening) -> bool:
+    """Whether the host's address is a name that stands for the loopback there."""
+    number = listening.number
+    return number is not None and number != host.address and ip_address(number).is_loopback
+
+
+def _unreachable(links: Sequence[LinkReport]) -> Iterator[Finding]:
+    groups: dict[tuple[str, Reachability], list[str]] = {}
+    for link in links:
+        if link.reach.problem is not None:
+            key = link.to, replace(link.reach, interface=None)
+            groups.setdefault(key, []).append(link.source)
+    for (to, reach), sources in groups.items():
+        assert reach.problem is not None and reach.place is not None
+        who = listed(sources)
+        clause = CLOSED["taken" if reach.who else reach.problem].format(
+            who=who, to=to, port=reach.place.port, other=reach.who
+        )
+        sentence = f"{who} cannot reach {to} at {reach.place.address}: {clause}"
+        yield Finding(True, (*sources, to), sentence)
+
+
+def _detours(
+    hosts_file: HostsFile, hosts: Mapping[str, HostReport], links: Sequence[LinkReport]
+) -> Iterator[Finding]:
+    """Routes through another interface than the one that should carry batches."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for link in links:
+        here, there = hosts[link.source].listening, hosts[link.to].listening
+        used = link.reach.interface
+        if here is None or there is None or used is None or here.carrier in (None, used):
+            continue
+        if interface_with(there.places[-1].address, here.interfaces) is not None:
+            continue  # one machine
+        groups.setdefault((link.source, used), []).append(link.to)
+    for (source, used), targets in groups.items():
+        listening, host = hosts[source].listening, hosts_file.host(source)
+        assert listening is not None
+        named = host.interface is not None
+        why = "the `interface` of its entry" if named else "which has its `address`"
+        yield Finding(
+            named,
+            (source, *targets),
+            f"{source} reaches {listed(targets)} through {used} and not through "
+            f"{listening.carrier}, {why}; correct the routes, or name {used} and its address.",
+        )
+
+
+def _versions(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
+    for package in PACKAGES:
+        without = [
+            name for name, inventory in inventories.items() if inventory.versions[package] is None
+        ]
+        if without:
+            yield Finding(
+                True,
+                tuple(without),
+                f"{package} is not installed on {listed(without)}; install pipespec there again, "
+                "or correct `python`.",
+            )
+    differ = {package for package in AGREE if len(_by_version(inventories, package)) > 1}
+    if "pipespec" in differ:
+        differ.discard("code")  # of course
+    for package in (package for package in AGREE if package in differ):
+        each = [f"{v} on {listed(names)}" for v, names in _by_version(inventories, package).items()]
+        yield Finding(
+            AGREE[package],
+            tuple(inventories),
+            f"{TITLES.get(package, package)} is {listed(each)}; install one version on all.",
+        )
+
+
+def _by_version(inventories: Mapping[str, Inventory], package: str) -> dict[str, list[str]]:
+    hosts_of: dict[str, list[str]] = {}
+    for name, inventory in inventories.items():
+        version = inventory.versions[package]
+        if version is not None:
+            # 2.9.0+cpu and 2.9.0+cu128 are one version, built for different hosts.
+            hosts_of.setdefault(version.partition("+")[0], []).append(name)
+    return hosts_of
+
+
+def _devices(hosts_file: HostsFile, inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
+    for name, inventory in inventories.items():
+        for device in hosts_file.host(name).devices:
+            if inventory.cuda is None or device == "cpu":
+                continue
+            index = int(device.partition(":")[2] or 0)
+            if inventory.cuda_problem is not None and device == "auto":
+                yield Finding(
+                    False,
+                    (name,),
+                    f"{name} has an NVIDIA driver, but {inventory.cuda_problem}, so it would "
+                    "compute on its CPU; install the torch that fits the driver.",
+                )
+            elif inventory.cuda_problem is not None:
+                yield Finding(
+                    True,
+                    (name,),
+                    f"{name} names the device {device}, but {inventory.cuda_problem}; install "
+                    "driver and torch that fit each other, or set its `devices` to [cpu].",
+                )
+            elif index >= len(inventory.cuda):
+                yield Finding(
+                    True,
+                    (name,),
+                    f"{name} names the device {device}, but its CUDA devices end with "
+                    f"cuda:{len(inventory.cuda) - 1}; correct its `devices`.",
+                )
+
+
+def _slow_links(hosts: Mapping[str, HostReport], links: Sequence[LinkReport]) -> Iterator[Finding]:
+    for link in links:
+        here, there = _carrier(hosts[link.source]), _carrier(hosts[link.to])
+        if link.measured is None or here is None or there is None:
+            continue
+        stated = min(here.mbit_per_s, there.mbit_per_s)
+        gbit = link.measured.gbit_per_s
+        if gbit < FAIR_SHARE * min(stated, FASTEST_MBIT) / 1e3:
+            yield Finding(
+                False,
+                (link.source, link.to),
+                f"The link from {link.source} to {link.to} carries {gbit:.2g} Gbit/s, though the "
+                f"interfaces state {stated / 1e3:g}; check cable, switch port and other traffic.",
+            )
+
+
+def _carrier(seen: HostReport) -> Interface | None:
+    listening = seen.listening
+    if listening is None:
+        return None
+    return next((i for i in listening.interfaces if i.name == listening.carrier), None)

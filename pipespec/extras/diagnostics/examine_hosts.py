@@ -1,0 +1,207 @@
+"""`pipespec doctor`: examines all hosts of a hosts file, and the link between each two of them.
+
+A probe (`probe`) is started on each host over SSH. It takes the host's inventory, listens for the
+other probes and measures the links to them; `diagnosis` makes findings of that.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from pipespec.config.hosts import HostsFile
+from pipespec.engine.checkpoint.model_path import can_be_fetched
+from pipespec.engine.model_settings import ModelConfig
+from pipespec.errors import HostFailed
+from pipespec.extras.diagnostics.diagnosis import diagnose, required_models
+from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.extras.diagnostics.inventory import Inventory
+from pipespec.extras.diagnostics.probe import (
+    PROTOCOL,
+    Link,
+    Listening,
+)
+from pipespec.extras.diagnostics.probe_process import ProbeProcess
+from pipespec.system.validation import Unreadable, from_fields, home_expanded
+
+HELLO_TIMEOUT_S = 15.0
+INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The reports on every examined host and every ordered pair of them, and the findings.
+
+    `unchecked` are the hosts that are started by hand.
+    """
+
+    hosts: Mapping[str, HostReport]
+    links: Sequence[LinkReport]
+    findings: Sequence[Finding]
+    unchecked: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings may remain."""
+        return not any(finding.error for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "ok": self.ok,
+            "findings": [asdict(finding) for finding in self.findings],
+            "unchecked": list(self.unchecked),
+            "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
+            "links": [asdict(link) for link in self.links],
+        }
+
+
+def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
+    """Examine all hosts but those that are started by hand. If one fails, the others are examined
+    all the same.
+
+    `model` has the paths of the models on hosts whose entry does not name them.
+    """
+    names = [host.name for host in hosts_file.hosts if not host.by_hand]
+    named = {"target": model.target, "draft": model.draft, "mid": model.mid}
+    with (
+        ThreadPoolExecutor(max(len(names), 1)) as pool,
+        _Examination(hosts_file, named) as examination,
+    ):
+
+        def together(step: Callable[..., None], items: Iterable[tuple[str, ...]]) -> None:
+            for _ in pool.map(lambda names: examination.attempt(step, *names), items):
+                pass
+
+        together(examination.start_probe, zip(names, strict=True))
+        together(examination.take_inventory, zip(names, strict=True))
+        for pairs in rounds(names):
+            together(examination.measure, pairs)
+            together(examination.measure, [(b, a) for a, b in pairs])
+        links = [link for pair, link in sorted(examination.links.items())]
+        fetchable = [
+            part
+            for part, name in named.items()
+            if name and (can_be_fetched(name) or examination.comes_from_another_host(part, name))
+        ]
+        findings = diagnose(hosts_file, examination.seen, links, fetchable)
+        return Report(examination.seen, links, findings, hosts_file.by_hand)
+
+
+def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
+    """Round trip and rate between a host and each of the others, in both directions. Raises
+    HostFailed."""
+    with _Examination(hosts_file, {}) as examination:
+        for host in hosts_file.hosts:
+            examination.start_probe(host.name)
+        for each, seen in examination.seen.items():
+            if seen.listening is not None and seen.listening.problem is not None:
+                address = hosts_file.host(each).address
+                raise HostFailed(f"no interface of {each} has its address {address}; correct it")
+        for other in hosts_file.hosts:
+            if other.name != name:
+                examination.measure(name, other.name)
+                examination.measure(other.name, name)
+        found = list(examination.links.values())
+    for link in found:
+        if link.reach.problem is not None:
+            raise HostFailed(
+                f"{link.source} cannot reach {link.to} ({link.reach.problem}); check its address "
+                "and that no firewall stops the ports"
+            )
+    return found
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every pair once, in rounds in which no name occurs twice (a round-robin tournament)."""
+    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    half = len(ring) // 2
+    out = []
+    for _ in range(len(ring) - 1):
+        facing = zip(ring[:half], reversed(ring[half:]), strict=True)
+        out.append([(a, b) for a, b in facing if a is not None and b is not None])
+        ring.insert(1, ring.pop())
+    return out
+
+
+class _Examination:
+    """The hosts under examination: the probe of each, and the reports so far.
+
+    Steps of different hosts may run at once, each in a thread of its own.
+    """
+
+    def __init__(self, hosts_file: HostsFile, models: Mapping[str, str | None]):
+        self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
+        self.links: dict[tuple[str, str], LinkReport] = {}
+        self._hosts = hosts_file
+        self._models = models
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        self._channels: dict[str, ProbeProcess] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        channels = list(self._channels.values())
+        for channel in channels:
+            channel.close_input()
+        for channel in channels:
+            channel.close()
+
+    def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:
+        """Run a step for a host, unless this host or another one of the step has failed."""
+        if any(self.seen[each].failure is not None for each in (name, *others)):
+            return
+        try:
+            step(name, *others)
+        except Unreadable as error:
+            self.seen[name].failure = f"{name}: its answer cannot be read ({error})."
+        except HostFailed as error:
+            self.seen[name].failure = f"{str(error).rstrip('.')}."
+
+    def comes_from_another_host(self, part: str, name: str) -> bool:
+        """Whether this machine lacks a model that one of the hosts has whole."""
+        inventories = [seen.inventory for seen in self.seen.values() if seen.inventory is not None]
+        found = [each.models[part] for each in inventories if part in each.models]
+        whole = any(each.problem is None and not each.absent for each in found)
+        return whole and not os.path.lexists(home_expanded(name))
+
+    def start_probe(self, name: str) -> None:
+        """Start the probe and have it listen."""
+        host, seen = self._hosts.host(name), self.seen[name]
+        channel = self._channels[name] = ProbeProcess(host)
+        if channel.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
+            raise HostFailed(
+                f"{name}: its pipespec is another version than this one; install the same there"
+            )
+        listen = {"name": name, "address": host.address, "interface": host.interface}
+        answer = channel.ask("listen", token=self._token, **listen)
+        seen.listening = from_fields(Listening, answer)
+
+    def take_inventory(self, name: str) -> None:
+        """Ask what the host has."""
+        host = self._hosts.host(name)
+        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
+        folders = {
+            part: own[part] or self._models[part] for part in required_models(self._hosts, host)
+        }
+        models = {part: folder for part, folder in folders.items() if folder is not None}
+        answer = self._channels[name].ask(
+            "inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices
+        )
+        self.seen[name].inventory = from_fields(Inventory, answer)
+
+    def measure(self, name: str, other: str) -> None:
+        """Whether a host reaches another one, and how fast the link is."""
+        listening = self.seen[other].listening
+        if listening is None or not listening.places:
+            return
+        places = [asdict(place) for place in listening.places]
+        answer = self._channels[name].ask("link", token=self._token, name=other, places=places)
+        found = from_fields(Link, answer)
+        self.links[name, other] = LinkReport(found.reach, found.measured, name, other)

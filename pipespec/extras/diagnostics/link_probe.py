@@ -1,0 +1,239 @@
+"""Tests one link between two hosts: whether the port is open, its round trip and its rate.
+
+A `ProbeListener` accepts connections that begin with the token and replies with its host's name.
+Each following byte is a request: it sends a ping back, and measures the rate of a burst and replies
+with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+CONNECT_TIMEOUT_S = 2.5  # long enough for one lost packet
+PEER_TIMEOUT_S = 5.0
+MAX_PEERS = 64
+MAX_ANSWER = 4096
+NUM_PINGS = 21
+PING_TIME_S = 0.4  # no more of them after that
+BURST_S = 0.25
+# TCP needs some round trips to reach its rate; a burst lasts for MAX_BURST_S at most.
+BURST_ROUND_TRIPS = 12
+MAX_BURST_S = 2.0
+DURATION = struct.Struct("!d")
+BLOCK = 1 << 18
+PING, BURST = b"p", b"b"
+UNROUTABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EINVAL)
+# Closing then drops what is not sent yet.
+NO_LINGER = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An IP address and a port."""
+
+    address: str
+    port: int
+
+
+# --- the side that connects -------------------------------------------------------------------
+
+
+class NotReached(Exception):
+    """Why a peer does not answer; see `pipespec.extras.diagnostics.probe.Reachability`."""
+
+    def __init__(self, problem: str, who: str | None = None):
+        super().__init__(problem)
+        self.problem = problem
+        self.who = who
+
+
+class PeerConnection:
+    """A connection to the probe of the host `name`, authenticated by the token.
+
+    Every method raises NotReached when the peer is gone.
+    """
+
+    def __init__(self, place: Endpoint, name: str, token: str):
+        try:
+            self._socket = socket.create_connection((place.address, place.port), CONNECT_TIMEOUT_S)
+        except ConnectionRefusedError as error:
+            raise NotReached("refused") from error
+        except OSError as error:
+            unroutable = error.errno in UNROUTABLE
+            raise NotReached("no route" if unroutable else "silent") from error
+        self._socket.settimeout(PEER_TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._socket.makefile("rb")
+        who = self._authenticate(token)
+        if who != name:
+            self.close()
+            raise NotReached("stranger", who or None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+
+    def _authenticate(self, token: str) -> str:
+        """Sends the token; returns the name of the host that replies, "" without a reply."""
+        try:
+            self._socket.sendall(token.encode())
+            return self._answers.readline(MAX_ANSWER).decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    def round_trip(self) -> float:
+        """The median of some round trips, in seconds."""
+        times: list[float] = []
+        end = time.perf_counter() + PING_TIME_S
+        with _raising_not_reached():
+            while len(times) < NUM_PINGS and (not times or time.perf_counter() < end):
+                start = time.perf_counter()
+                self._socket.sendall(PING)
+                if self._answers.read(1) != PING:
+                    raise ConnectionResetError
+                times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def burst(self, round_trip: float) -> float:
+        """Send as fast as possible until the peer replies with the measured rate, in Gbit/s.
+
+        `round_trip` is in seconds; a link with a longer one is measured for longer.
+        """
+        seconds = max(BURST_S, BURST_ROUND_TRIPS * round_trip)
+        block = bytes(BLOCK)
+        end = time.perf_counter() + PEER_TIMEOUT_S
+        with _raising_not_reached():
+            self._socket.sendall(BURST + DURATION.pack(seconds))
+            self._socket.setblocking(False)
+            while time.perf_counter() < end:
+                replied, writable, _ = select.select(
+                    [self._socket], [self._socket], [], PEER_TIMEOUT_S
+                )
+                if replied:
+                    break
+                if writable:
+                    self._socket.send(block)
+            self._socket.settimeout(PEER_TIMEOUT_S)
+            rate = float(self._answers.readline(MAX_ANSWER))
+            # Bytes still in flight would delay the next measurement.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        return rate
+
+
+@contextmanager
+def _raising_not_reached() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: an answer that broke off
+        raise NotReached("silent") from error
+
+
+# --- the side that accepts --------------------------------------------------------------------
+
+
+class ProbeListener:
+    """Listens for the probes of other hosts. Connections without the token are closed."""
+
+    def __init__(self, name: str, token: str):
+        self._name = name
+        self._token = token.encode()
+        self._room = threading.BoundedSemaphore(MAX_PEERS)
+
+    def open(self, address: str) -> Endpoint:
+        """Listen at an address of this machine, at a port that is free."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=MAX_PEERS)
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        return Endpoint(address, listener.getsockname()[1])
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            if self._room.acquire(blocking=False):
+                threading.Thread(target=self._accept_peer, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
+
+    def _accept_peer(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(PEER_TIMEOUT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._is_authentic(connection):
+                    connection.sendall(f"{self._name}\n".encode())
+                    self._answer(connection)
+        except OSError:
+            return  # the peer has closed the connection
+        finally:
+            self._room.release()
+
+    def _is_authentic(self, connection: socket.socket) -> bool:
+        return hmac.compare_digest(_exactly(connection, len(self._token)), self._token)
+
+    def _answer(self, connection: socket.socket) -> None:
+        while request := connection.recv(1):
+            if request == PING:
+                connection.sendall(PING)
+            elif request == BURST:
+                (seconds,) = DURATION.unpack(_exactly(connection, DURATION.size))
+                counted = rate(_arrivals(connection, min(seconds, MAX_BURST_S)))
+                connection.sendall(f"{counted}\n".encode())
+                while connection.recv(BLOCK):  # until the peer has read that
+                    pass
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises ConnectionError if there are fewer."""
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return data
+
+
+def _arrivals(connection: socket.socket, seconds: float) -> list[tuple[float, int]]:
+    """Pairs of a time and the number of bytes received until then, for `seconds` from the first."""
+    arrivals: list[tuple[float, int]] = []
+    total = 0
+    while not arrivals or arrivals[-1][0] - arrivals[0][0] < seconds:
+        count = len(connection.recv(BLOCK))
+        if not count:
+            break
+        total += count
+        arrivals.append((time.perf_counter(), total))
+    return arrivals
+
+
+def rate(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Gbit/s of a burst of (seconds, bytes until then).
+
+    Its first third does not count, as TCP is still increasing its rate, and a shaped link has
+    saved-up credit.
+    """
+    if len(arrivals) < 2:
+        return 0.0
+    (first, _), (last, total) = arrivals[0], arrivals[-1]
+    settled = first + (last - first) / 3
+    place = next(i for i, arrival in enumerate(arrivals) if arrival[0] >= settled)
+    # Of a receiver that stood still meanwhile, the last bytes may be all that came since.
+    start, before = arrivals[min(place, len(arrivals) - 2)]
+    return 8e-9 * (total - before) / (last - start) if last > start else 0.0

@@ -1,0 +1,335 @@
+"""Measures how fast the devices of this host compute a model, and their memory.
+
+It reads a JSON object with the fields of `MeasureRequest` from standard input, and writes the
+result of `measure` to standard output as another. `pipespec plan HOSTS.yaml` runs it on
+every host over SSH.
+
+Results are cached in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
+files, device, threads, rows, text length, dtype, quantisation, type of K and V, and versions; free
+memory is read each time.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
+from pipespec.engine.checkpoint.parts.folder import Repository
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
+from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
+from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from pipespec.extras.diagnostics.timing import all_reduce_ms, round_ms
+from pipespec.placement.rank_needs import layer_kinds
+from pipespec.system.device_copy import make_current
+from pipespec.system.devices import num_cuda
+from pipespec.system.result_cache import load_cached, store_cached
+from pipespec.system.validation import Unreadable, typed
+from pipespec.system.versions import package_version
+
+MAX_LAYERS = 4  # so many are timed together, where the memory allows
+MEMORY_SHARE = 0.8  # of what is free may be used to measure
+# Packages that decide how fast a model is.
+VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
+# What `stage` and `draft` give.
+_Times = Mapping[str, float | Sequence[float]]
+
+
+def measure(request: MeasureRequest) -> dict[str, Any]:
+    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each.
+
+    Raises PipespecError.
+    """
+    own = None
+    if request.shared is not None:
+        own = own_path(
+            Path(request.target), None, Repository.from_json(request.shared), request.parts
+        )
+    target = inspect(own or request.target)
+    draft = None if request.draft is None else inspect(request.draft)
+    for name, info, how in zip(
+        ("model.quantization", "model.draft_quantization"),
+        (target, draft),
+        request.quantization,
+        strict=True,
+    ):
+        if info is not None:
+            info.check_quantization(name, how)
+            info.require_quantizer(name, how)
+    num_cpu = sum(device == "cpu" for device in request.devices)
+    threads = request.num_threads()
+    measured: dict[str, _Times | None] = {}
+    found = []
+    for device, roles in zip(request.devices, request.roles, strict=True):
+        memory = _free_bytes(device, num_cpu)
+        bench = _DeviceBenchmark(request, torch.device(device), threads, memory)
+        figures: dict[str, Any] = {"model": bench.device_name, "memory_bytes": memory}
+        for role, info in (("stage", target), ("draft", draft)):
+            if role in roles and info is not None:
+                # Equal devices of one host would only be measured alike.
+                key = f"{role} {bench.device_name}"
+                if key not in measured:
+                    measured[key] = bench.cached(role, info)
+                figures[role] = measured[key]
+        found.append(figures)
+    first = 0
+    for size in request.groups:
+        if size > 1:
+            members = request.devices[first : first + size]
+            dtype = getattr(torch, request.dtype_of(target))
+            found[first]["sum_ms"] = all_reduce_ms(members, request.rows, target.hidden_size, dtype)
+        first += size
+    return {
+        "target": _sizes(request, target, "stage"),
+        "draft": None if draft is None else _sizes(request, draft, "draft"),
+        "devices": found,
+    }
+
+
+def _sizes(request: MeasureRequest, info: CheckpointInfo, role: str) -> dict[str, Any]:
+    dtype = request.dtype_of(info)
+    sizes, own = info.loaded(dtype, request.weight_format(info, role)), info.compute_dtype(dtype)
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
+    return {
+        "dtype": own,
+        "layer_bytes": list(sizes.layers),
+        "embedding_bytes": sizes.embedding,
+        "head_bytes": sizes.head,
+        "tied": info.tied,
+        "hidden_size": info.hidden_size,
+        "context": info.context,
+        "has_kv": [info.kv_layers(layer) > 0 for layer in layers],
+        "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
+        "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
+        "kinds": list(layer_kinds(info, sizes.layers)),
+        "divisible": _divisible(info, request.quantization[role == "draft"]),
+    }
+
+
+def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
+    """Whether several devices can compute a model together."""
+    try:
+        info.check_tensor_parallel(2, quantization)
+    except ModelError:
+        return False
+    return True
+
+
+class _DeviceBenchmark:
+    """Measures on one device."""
+
+    def __init__(self, request: MeasureRequest, device: torch.device, threads: int, memory: int):
+        self.request = request
+        make_current(device)
+        self.device = device
+        self.threads = threads
+        self.memory = memory
+        self.device_name = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{_processor()}, {threads} threads"
+        )
+
+    def cached(self, role: str, info: CheckpointInfo) -> _Times | None:
+        """What `stage` or `draft` gives, kept from an earlier time if it is there.
+
+        None: there is no room for the draft.
+        """
+        request, files = self.request, fingerprint(str(info.path))
+        kinds = self.kinds(info) if role == "stage" else ()
+        key = {
+            "role": role,
+            "files": [files.config, files.index, files.shards],
+            "device": self.device_name,
+            "rows": request.rows,
+            "length": request.length,
+            "children": request.children if role == "draft" else None,
+            "dtype": request.dtype_of(info),
+            "quantization": request.weight_format(info, role),
+            "kv_dtype": request.kv_dtype,
+            "versions": [package_version(name) for name in VERSIONS],
+        }
+        if any(kinds):
+            key["kinds"] = list(kinds)
+        kept = load_cached("measured", key)
+        with suppress(Unreadable):
+            figures: _Times = typed("it", kept, Mapping[str, int | float | Sequence[float]])
+            return figures
+        torch.set_num_threads(self.threads)
+        try:
+            found = self.stage(info) if role == "stage" else self.draft(info)
+        except torch.OutOfMemoryError as error:
+            if role == "draft":
+                return None
+            raise HostFailed(
+                f"{self.device} has too little memory to measure {info.path}; end what uses it, "
+                "or leave the device out of the hosts file."
+            ) from error
+        if found is not None:
+            store_cached("measured", key, found)
+        return found
+
+    def stage(self, info: CheckpointInfo) -> _Times:
+        """One layer, of each kind if there are several; the embedding, the LM head; KV bytes of a
+        slot in a layer that holds K and V.
+
+        A kind without its files here takes as long as the mean of the others, the head's numbers
+        are random without them, and the embedding takes no time.
+        """
+        count, of_target = info.num_layers, self.request.weight_format(info, "stage")
+        kinds, kind_ms, slot_bytes = self.kinds(info), {}, 0.0
+        for kind in range(max(kinds) + 1):
+            layers = self.layers_of_kind(info, kinds, kind)
+            if not layers:
+                continue
+            part = self.load(info, layers, of_target)
+            kind_ms[kind] = self.forward_ms(part) / len(layers)
+            if holding := info.kv_layers(layers):
+                slot_bytes = part.num_kv_bytes / holding / part.num_slots
+            del part
+        mean = statistics.mean(kind_ms[kind] for kind in kinds if kind in kind_ms)
+        times = [kind_ms.get(kind, mean) for kind in range(max(kinds) + 1)]
+        embedding_ms = 0.0
+        if self.holds(info, range(1)):
+            first = self.load(info, range(1), of_target)
+            embedding_ms = max(0.0, self.forward_ms(first) - times[kinds[0]])
+            del first
+        if self.holds(info, range(count - 1, count)):
+            last = self.load(info, range(count - 1, count), of_target)
+            head_ms = median_ms(self.device, last.logits, self.hidden(last.hidden_size, last.dtype))
+        else:
+            head_ms = self.random_head_ms(info)
+        found: _Times = {
+            "layer_ms": mean,
+            "embedding_ms": embedding_ms,
+            "head_ms": head_ms,
+            "kv_slot_bytes": slot_bytes,
+        }
+        return {**found, "kind_ms": tuple(times)} if len(times) > 1 else found
+
+    def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
+        """The kind of each layer of the target."""
+        held = self.request.weight_format(info, "stage")
+        return layer_kinds(info, info.loaded(self.request.dtype_of(info), held).layers)
+
+    def layers_of_kind(self, info: CheckpointInfo, kinds: Sequence[int], kind: int) -> range:
+        """Layers of a kind whose files are here: the middle of the longest run, as many as are
+        timed together."""
+        held = self.request.weight_format(info, "stage")
+        layer_bytes = max(info.loaded(self.request.dtype_of(info), held).layers)
+        here, best, run = layers_here(info.path, info.num_layers), range(0), range(0)
+        for layer in (each for each in here if kinds[each] == kind):
+            run = range(run.start if run.stop == layer else layer, layer + 1)
+            best = max(best, run, key=len)
+        timed = max(1, min(MAX_LAYERS, int(self.memory * MEMORY_SHARE) // layer_bytes))
+        start = best.start + max(0, len(best) - timed) // 2
+        return range(start, min(start + timed, best.stop))
+
+    def holds(self, info: CheckpointInfo, layers: range) -> bool:
+        """Whether this host has the files of a slice."""
+        return not missing(info.path, parts_of(layers, info.num_layers, tied=info.tied))
+
+    @torch.inference_mode()
+    def random_head_ms(self, info: CheckpointInfo) -> float:
+        """An LM head of this size."""
+        dtype = getattr(torch, self.request.dtype_of(info))
+        head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
+        return median_ms(self.device, head, self.hidden(info.hidden_size, dtype))
+
+    def draft(self, info: CheckpointInfo) -> _Times | None:
+        """One round: `rows` nodes expanded. None if there is no room for the draft."""
+        of_draft = self.request.weight_format(info, "draft")
+        if info.loaded(self.request.dtype_of(info), of_draft).total > self.memory:
+            return None
+        model = self.load(info, range(info.num_layers), of_draft)
+        rows, children = self.request.rows, min(self.request.children, model.vocab_size)
+        return {
+            "round_ms": round_ms(model, rows, model.num_slots - rows, children),
+            "weight_bytes": model.num_weight_bytes,
+            "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
+        }
+
+    def load(self, info: CheckpointInfo, layers: range, quantization: str | None) -> ModelSlice:
+        """A slice with room for the text and one batch."""
+        return ModelSlice.load(
+            info.path,
+            layers,
+            dtype=getattr(torch, self.request.dtype_of(info)),
+            quantization=quantization,
+            device=self.device,
+            num_slots=self.length(info) + self.request.rows,
+            kv_dtype=self.request.kv_dtype,
+        )
+
+    def length(self, info: CheckpointInfo) -> int:
+        """How much text a batch attends to."""
+        return max(0, min(self.request.length, info.context - self.request.rows))
+
+    def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Hidden states of a batch."""
+        return torch.randn(self.request.rows, size, device=self.device).to(dtype)
+
+    def forward_ms(self, model: ModelSlice) -> float:
+        """One batch behind a text through a slice."""
+        rows = self.request.rows
+        batch = model.example_batch(rows, model.num_slots - rows)
+        return median_ms(self.device, model.forward, *batch)
+
+
+# --- this machine -----------------------------------------------------------------------------
+
+
+def _free_bytes(device: str, num_cpu: int) -> int:
+    """What a worker on the device may use; `num_cpu` workers share the main memory."""
+    if device == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available // num_cpu)
+    count = num_cuda()
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        raise ConfigError(
+            f"{device} is not there: this machine has {count} CUDA devices; correct its devices."
+        )
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def main() -> int:
+    """Measure what standard input asks for."""
+    try:
+        fields = json.load(sys.stdin)
+        roles = tuple(map(tuple, fields.pop("roles")))
+        request = MeasureRequest(roles=roles, devices=tuple(fields.pop("devices")), **fields)
+        answer = measure(request)
+    except PipespecError as error:
+        print(f"pipespec: {error}", file=sys.stderr)
+        return error.exit_code
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

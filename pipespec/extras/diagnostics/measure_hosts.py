@@ -1,0 +1,220 @@
+"""Measures the hosts of a hosts file: their devices, and the links between them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.host_link import programs
+from pipespec.cluster.join.host_changes import MeasuredHost
+from pipespec.config.hosts import Host, HostsFile
+from pipespec.config.schema import Config
+from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.errors import ConfigError, HostFailed
+from pipespec.extras.diagnostics.examine_hosts import examine_hosts, measure_links
+from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from pipespec.placement.costs import Route, Worker
+from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
+from pipespec.placement.measurements import choose_dtype
+from pipespec.system.validation import Unreadable, parse_json, typed
+
+MODULE = "pipespec.extras.diagnostics.measure_devices"
+# Loading some layers and the whole draft takes minutes where the disk is slow.
+TIMEOUT_S = 900.0
+# Tokens of text that a batch attends to while it is timed.
+LENGTH = 1024
+
+
+def measure_hosts(
+    hosts_file: HostsFile,
+    config: Config,
+    on_host: Callable[[int, int], None] = lambda done, of: None,
+    *,
+    sums: bool = False,
+) -> Figures:
+    """Measure everything that `pipespec.placement.measurements` wants.
+
+    Args:
+        on_host: called with how many hosts have been measured, and of how many.
+        sums: the devices of each host might form any groups: measure what a sum of all takes, which
+            counts for groups of fewer too.
+
+    Raises:
+        ConfigError: a device of the hosts file is not a single device, or a host is started by
+            hand.
+        HostFailed: a host, or a link between two hosts, cannot be used.
+    """
+    hosts_file.require_devices()
+    if names := hosts_file.by_hand:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be measured, as `ssh: none` means that you start it by "
+            "hand; plan from figures of like devices with `pipespec plan --profile FILE`, or "
+            "measure a hosts file without it."
+        )
+    links = _links(hosts_file, config)
+    dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
+    asked = []
+    for host in hosts_file.hosts:
+        request = _request_for(hosts_file, host, config, dtype)
+        if sums:
+            request = replace(request, groups=(len(host.devices),))
+        asked.append((host, json.dumps(asdict(request)).encode()))
+    done, count = itertools.count(1), len(asked)
+
+    def answered() -> None:
+        on_host(next(done), count)
+
+    answers: dict[str, HostFigures] = {}
+    # Hosts that are this machine would slow one another down.
+    for host, given in asked:
+        if host.local:
+            answers[host.name] = _figures(host, _run(host, given))
+            answered()
+    others = [(host, given) for host, given in asked if not host.local]
+    found = programs.ask_hosts(others, [MODULE], TIMEOUT_S, answered)
+    for (host, _), answer in zip(others, found, strict=True):
+        answers[host.name] = _figures(host, answer)
+    if sums:
+        for figures in answers.values():
+            of_all = figures["devices"][0]["sum_ms"]
+            for device in figures["devices"]:
+                device["sum_ms"] = of_all
+    first = answers[hosts_file.hosts[0].name]
+    return Figures(
+        rows=rows,
+        length=LENGTH,
+        dtype=dtype,
+        quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
+        kv_dtype=config.model.kv_dtype,
+        target=first["target"],
+        draft=first["draft"],
+        members={
+            worker: found
+            for host in hosts_file.hosts
+            for worker, found in zip(host.workers, answers[host.name]["devices"], strict=True)
+        },
+        links=links,
+    )
+
+
+def measure_joined(host: Host, deployment: Deployment, layers: range) -> MeasuredHost:
+    """Measure a host that joins a running cluster, and its links to the others. It computes stages
+    alone, and has the weights of these layers of the target. Raises HostFailed."""
+    config, target = deployment.config, deployment.target
+    shared = deployment.shared.get("target")
+    request = _request(
+        host,
+        config,
+        target=str(target.path),
+        draft=None,
+        roles=(("stage",),) * len(host.devices),
+        dtype=deployment.dtype,
+        dtype_asked=True,
+        shared=None if shared is None else shared.as_json(),
+        parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
+    )
+    workers = []
+    answer = _run(host, json.dumps(asdict(request)).encode())
+    devices = _figures(host, answer)["devices"]
+    for name, found in zip(host.workers, devices, strict=True):
+        stage = found.get("stage")
+        if stage is None:
+            raise HostFailed(
+                f"{host.name}: no times of {name} came; install the same pipespec there"
+            )
+        workers.append(
+            Worker(
+                name,
+                layer_ms=stage["layer_ms"],
+                head_ms=stage["head_ms"],
+                embedding_ms=stage["embedding_ms"],
+                kind_ms=tuple(stage.get("kind_ms", ())),
+                memory_bytes=found["memory_bytes"],
+            )
+        )
+    everyone = HostsFile("joined", (*deployment.hosts, host))
+    routes = {
+        (link.source, link.to): Route(link.measured.rtt_ms, link.measured.gbit_per_s)
+        for link in measure_links(everyone, host.name)
+        if link.measured is not None
+    }
+    return MeasuredHost(tuple(workers), routes)
+
+
+def _run(host: Host, request: bytes) -> bytes:
+    return programs.run_module(host, MODULE, input=request, timeout=TIMEOUT_S)
+
+
+def _figures(host: Host, answer: bytes) -> HostFigures:
+    try:
+        return typed("its answer", parse_json(answer), HostFigures)
+    except Unreadable as error:
+        raise HostFailed(
+            f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
+            "there as here."
+        ) from error
+
+
+def _links(hosts_file: HostsFile, config: Config) -> list[LinkFigures]:
+    """Round trip and rate between hosts, once `pipespec doctor` finds nothing wrong with them."""
+    if len(hosts_file.hosts) == 1:
+        return []
+    report = examine_hosts(hosts_file, config.model)
+    for finding in report.findings:
+        if finding.error:
+            raise HostFailed(finding.sentence)
+    return [
+        {
+            "source": link.source,
+            "to": link.to,
+            "rtt_ms": link.measured.rtt_ms,
+            "gbit_s": link.measured.gbit_per_s,
+        }
+        for link in report.links
+        if link.measured is not None
+    ]
+
+
+def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> MeasureRequest:
+    """What to measure on a host: what its workers may become."""
+
+    def roles(worker: str) -> tuple[str, ...]:
+        if hosts_file.draft is not None and worker in hosts_file.members_of(hosts_file.draft):
+            return ("draft",)
+        free = hosts_file.draft is None and worker not in hosts_file.spare_workers
+        can_draft = free and worker in hosts_file.heads
+        return ("stage", "draft") if can_draft else ("stage",)
+
+    draft = None
+    if config.proposer.needs_draft:
+        draft = host.draft or config.model.draft
+    return _request(
+        host,
+        config,
+        target=host.target or config.model.target,
+        draft=draft,
+        roles=tuple(map(roles, host.workers)),
+        groups=host.groups,
+        dtype=dtype,
+        dtype_asked=config.model.dtype != "auto",
+    )
+
+
+def _request(host: Host, config: Config, **fields: Any) -> MeasureRequest:
+    """With what follows from the settings of a cluster."""
+    return MeasureRequest(
+        devices=host.devices,
+        rows=config.policy.max_rows,
+        length=LENGTH,
+        children=config.policy.children,
+        quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
+        kv_dtype=config.model.kv_dtype,
+        threads=config.cluster.threads,
+        **fields,
+    )

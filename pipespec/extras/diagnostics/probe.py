@@ -1,0 +1,165 @@
+"""`python -m pipespec.extras.diagnostics.probe`: what `pipespec doctor` runs on a host.
+
+One JSON object per line: requests on standard input, answers on standard output.
+
+    {"id": 1, "do": "hello"}                                      PROTOCOL
+    {"id": 2, "do": "inventory", models, devices}                     inventory.Inventory
+    {"id": 3, "do": "listen", name, token, address, interface}    Listening
+    {"id": 4, "do": "link", token, name, places}                  Link
+
+An answer is {"id", "value"}. The listener accepts only the other hosts' probes, which send the
+token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
+`LIFETIME_S` seconds at the latest, as its input does not end if the link is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, BinaryIO
+
+from pipespec.extras.diagnostics.inventory import take_inventory
+from pipespec.extras.diagnostics.link_probe import (
+    Endpoint,
+    NotReached,
+    PeerConnection,
+    ProbeListener,
+)
+from pipespec.system.network_interfaces import (
+    Interface,
+    interface_towards,
+    interface_with,
+    interfaces,
+    resolve,
+)
+
+PROTOCOL = 4
+LIFETIME_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The endpoints at which a host accepts probes of the others, and its interfaces.
+
+    `number` is its IP address. `places` are the endpoints at that address and, if it is another,
+    at the address of the interface that carries its batches, which comes last. `carrier` is that
+    interface's name. `problem`: "unknown" (its address cannot be resolved), "absent" (no interface
+    has it), "no interface" (the one that the hosts file names does not exist, is down or has no
+    address of the same family), or None.
+    """
+
+    number: str | None
+    places: tuple[Endpoint, ...]
+    carrier: str | None
+    interfaces: tuple[Interface, ...]
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reachability:
+    """Whether a peer answers.
+
+    `interface` leads to the address that carries the peer's batches. `problem`: "refused",
+    "silent", "no route", "stranger" (something else answers), or None; `place` is the endpoint
+    where it occurred, `who` the host that answered in place of the peer.
+    """
+
+    interface: str | None
+    problem: str | None = None
+    place: Endpoint | None = None
+    who: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Median round trip, and the rate at which a burst of bytes reached the peer."""
+
+    rtt_ms: float
+    gbit_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Whether a peer answers, and how fast the link to it is."""
+
+    reach: Reachability
+    measured: LinkSpeed | None
+
+
+def listen(name: str, token: str, address: str, interface: str | None) -> Listening:
+    """Accept peers that hold the token, until this process ends."""
+    here = tuple(interfaces())
+    try:
+        number = resolve(address)
+    except OSError:
+        return Listening(None, (), None, here, "unknown")
+    carrier = interface_with(number, here)
+    if carrier is None:
+        return Listening(number, (), None, here, "absent")
+    numbers = [number]
+    if interface is not None:
+        carrier = next((known for known in here if known.name == interface and known.up), None)
+        alike = [a for a in carrier.addresses if (":" in a) == (":" in number)] if carrier else []
+        if carrier is None or not alike:
+            return Listening(number, (), None, here, "no interface")
+        if interface_with(number, [carrier]) is None:
+            numbers.append(alike[0])
+    door = ProbeListener(name, token)
+    places = tuple(door.open(number) for number in numbers)
+    return Listening(number, places, carrier.name, here, None)
+
+
+def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
+    """Connect to every endpoint of a peer, and measure round trip and rate to the last."""
+    *others, last = [Endpoint(**place) for place in places]
+    leads = interface_towards(last.address, interfaces())
+    interface = None if leads is None else leads.name
+    for place in (*others, last):
+        try:
+            with PeerConnection(place, name, token) as peer:
+                if place is last:
+                    round_trip = peer.round_trip()
+                    speed = LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
+        except NotReached as error:
+            return Link(Reachability(interface, error.problem, place, error.who), None)
+    return Link(Reachability(interface), speed)
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {
+    "hello": lambda: PROTOCOL,
+    "inventory": take_inventory,
+    "listen": listen,
+    "link": link,
+}
+
+
+def answer_requests(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer one request after another until there are no more."""
+    for line in requests:
+        request = json.loads(line)
+        number, name = request.pop("id"), request.pop("do")
+        value = REQUESTS[name](**request)
+        answer = json.dumps({"id": number, "value": value}, default=_plain)
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def _plain(value: Any) -> Any:
+    assert is_dataclass(value) and not isinstance(value, type)
+    return asdict(value)
+
+
+def main() -> None:
+    """Answer on standard output; anything else that is printed goes to standard error."""
+    signal.alarm(LIFETIME_S)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answer_requests(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Which way to decode: what each would do on each layout of the devices, and which is advised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from itertools import product
+from operator import add
+
+from pipespec.config.method_registry import default_policy, sized_policy
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.recorded_draft import DraftRecord
+from pipespec.extras.plan.simulated_pipeline import Rounds
+from pipespec.extras.plan.simulation import MAX_TOKENS, simulate, simulate_texts
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.limits import check_whole
+
+# The settings of a policy that are varied, if it has them.
+SIZE = ("width", "children")
+# Of predictions whose times differ by less than this share, the one with the most devices and the
+# fewest rows is advised.
+SAME = 0.01
+# The first look at a method takes this share of the tokens, but not fewer than LEAST; the fastest
+# REFINED are looked at again.
+COARSE, LEAST, REFINED = 0.2, 100, 4
+
+
+@dataclass(frozen=True)
+class DecodingMethod:
+    """A policy with its draft rounds, which `pipespec plan` predicts."""
+
+    name: str
+    policy: SpeculationPolicy
+    rounds: Rounds
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The overrides for `pipespec generate` that decode by this method."""
+        chosen = [f"policy={self.name}"]
+        if not self.policy.has_fixed_size:
+            known = {entry.name for entry in fields(self.policy)}  # type: ignore[arg-type]
+            chosen += [
+                f"policy.{name}={getattr(self.policy, name)}" for name in SIZE if name in known
+            ]
+        return (*chosen, f"proposer.rounds={self.rounds}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to use the devices: in words, its times, how many it uses, and its settings."""
+
+    label: str
+    machine: Machine
+    num_devices: int = 0
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a decoding method will do on a layout.
+
+    `tokens_per_step` has the standard error `error`. `speedup` is over plain pipeline parallelism
+    on that layout; below 1 speculation loses. `settings` are the overrides for `pipespec generate`
+    that decode by this method, and `texts` the figures of each text, if the draft was recorded.
+    """
+
+    layout: str
+    policy: str
+    width: int
+    children: int
+    rounds: Rounds
+    settings: tuple[str, ...]
+    tokens_per_step: float
+    error: float
+    hit_rate: float
+    rows_per_step: float
+    rounds_per_step: float
+    step_ms: float
+    tbt_ms: float
+    speedup: float
+    num_devices: int = 0
+    texts: tuple[TextPrediction, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextPrediction:
+    """What a decoding method will do with one text of which the draft was recorded; `tokens` are
+    those after the first."""
+
+    id: str
+    benchmark: str
+    tokens: int
+    tokens_per_step: float
+    tbt_ms: float
+
+
+def choices(
+    policies: Sequence[str],
+    widths: Sequence[int],
+    children: Sequence[int],
+    rounds: Sequence[Rounds],
+) -> Iterator[DecodingMethod]:
+    """Every decoding method that differs from the others. Raises ConfigError.
+
+    A policy of fixed size has its own settings, whatever the `widths` and `children`.
+    """
+    for name in policies:
+        policy = default_policy(name)
+        sized = [sized_policy(policy, *size) for size in product(widths, children)]
+        own_rounds = rounds[:1] if policy.needs_one_round else rounds
+        different = [each for place, each in enumerate(sized) if each not in sized[:place]]
+        for policy, most in product(different, own_rounds):
+            yield DecodingMethod(name, policy, most)
+
+
+def predict(
+    choice: DecodingMethod,
+    machine: Machine,
+    accuracy: Accuracy | DraftRecord,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    layout: Layout | None = None,
+) -> Prediction:
+    """What one decoding method will do on a machine, with a draft of that accuracy. Of a draft that
+    was recorded, about `num_tokens` of its texts are decoded."""
+    layout = layout or Layout("", machine)
+    rounds = choice.rounds
+    texts: tuple[TextPrediction, ...] = ()
+    if isinstance(accuracy, DraftRecord):
+        records = list(accuracy.sample(num_tokens))
+        each = simulate_texts(choice.policy, machine, records, rounds=rounds, seed=seed)
+        ran = reduce(add, each)
+        texts = tuple(
+            TextPrediction(r.id, r.benchmark, of.tokens, of.tokens_per_step, of.tbt_ms)
+            for r, of in zip(records, each, strict=True)
+        )
+    else:
+        ran = simulate(
+            choice.policy, machine, accuracy, rounds=rounds, num_tokens=num_tokens, seed=seed
+        )
+    return Prediction(
+        layout=layout.label,
+        policy=choice.name,
+        width=choice.policy.max_rows,
+        children=choice.policy.children,
+        rounds=rounds,
+        settings=(*layout.settings, *choice.settings),
+        tokens_per_step=ran.tokens_per_step,
+        error=ran.error,
+        hit_rate=ran.hits / ran.tokens,
+        rows_per_step=ran.rows / ran.steps,
+        rounds_per_step=ran.rounds / ran.steps,
+        step_ms=ran.ms / ran.steps,
+        tbt_ms=ran.tbt_ms,
+        speedup=machine.plain_tbt_ms / ran.tbt_ms if ran.tbt_ms else math.inf,
+        num_devices=layout.num_devices,
+        texts=texts,
+    )
+
+
+def predict_all(
+    layouts: Sequence[Layout],
+    methods: Sequence[DecodingMethod],
+    accuracy: Accuracy | DraftRecord,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Prediction]:
+    """What each of the methods will do on each of the layouts, the fastest first.
+
+    The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
+    them. `on_done` is called with how many simulations have ended, and of how many.
+    """
+    check_whole("tokens", num_tokens, 1, MAX_TOKENS)
+    cells = list(product(layouts, methods))
+    coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
+    found: dict[int, Prediction] = {}
+    done = 0
+
+    def look(place: int, tokens: int) -> None:
+        nonlocal done
+        layout, method = cells[place]
+        found[place] = predict(
+            method, layout.machine, accuracy, num_tokens=tokens, seed=seed, layout=layout
+        )
+        done += 1
+        on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
+
+    for place in range(len(cells)):
+        look(place, coarse)
+    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
+    closely: set[int] = set()
+    while coarse < num_tokens:
+        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
+        left = [place for place in fastest if place not in closely]
+        if not left:
+            break
+        for place in left:
+            look(place, num_tokens)
+        closely.update(left)
+    return sorted(found.values(), key=lambda each: each.tbt_ms)
+
+
+def recommend(predictions: Sequence[Prediction], same: float = SAME) -> Prediction | None:
+    """The fastest, or of several that are as fast the one with the most devices, and the fewest
+    rows and rounds. None: nothing beats plain pipeline parallelism."""
+    best = min(predictions, key=lambda p: p.tbt_ms)
+    equal = [p for p in predictions if p.tbt_ms <= best.tbt_ms * (1 + same)]
+    chosen = min(equal, key=lambda p: (-p.num_devices, p.rows_per_step, p.width, p.rounds_per_step))
+    return chosen if chosen.speedup > 1 + SAME else None

@@ -1,0 +1,345 @@
+"""Which layers which GPU would hold, and how fast that would be, from a model's config alone.
+
+Times are those of reading weights and of arithmetic (`hardware`) and what a layer takes beside, so
+they are ASSUMED. What a plan is for is the difference between clusters, and what does not fit;
+`pipespec plan --profile` takes measured times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from pipespec.errors import ConfigError
+from pipespec.extras.emulation.link import EmulatedLink
+from pipespec.extras.emulation.machine import TimeCurve
+from pipespec.extras.plan.advice import Layout
+from pipespec.extras.plan.hardware import GPU
+from pipespec.extras.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, published
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulation import level_equation
+from pipespec.system.sizes import size_text
+
+# Rows for which times are computed; those between are interpolated.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Layers are divided so that stages take as long as each other with so many rows.
+USUAL_ROWS = 16
+# ASSUMED: nodes of a draft round, and what a round takes on the host.
+DRAFT_NODES, ROUND_MS = 16, 0.5
+# What a layer takes beside reading and arithmetic: attention to a text of 2048 tokens, small
+# operations, and the gaps between the kernels of a CUDA graph. Fitted to a stage of a 70B and
+# rounds of a 1B and an 8B on an H200, without torch.compile (docs/gpus.md), which alone would give
+# .23, .16 and .18; ASSUMED of other GPUs.
+LAYER_MS = 0.18
+# Of the layouts on fewer GPUs than all, so many that an estimate calls the fastest are simulated.
+FEWER = 5
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A GPU with layers of the target; bytes of weights, of KV of the whole context, and of running
+    states with their tree nodes."""
+
+    gpu: GPU
+    layers: int
+    weight_bytes: float
+    kv_bytes: float
+    state_bytes: float
+    times: TimeCurve
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target as GPUs have it.
+
+    Attributes:
+        weights: of its layers, one of WEIGHT_BYTES; the draft's are bfloat16.
+        context: tokens of all requests together.
+        nodes: tree nodes whose entries a layer with a running state keeps.
+    """
+
+    shape: ModelShape
+    weights: str
+    context: int
+    nodes: int = 0
+
+    @property
+    def layer_bytes(self) -> float:
+        """Of the weights, KV and running states of a layer."""
+        kept = self.shape.kv_bytes(self.context) + self.shape.state_bytes(self.nodes)
+        return self.shape.layer_bytes(self.weights) + kept
+
+    def ends(self, place: int, last: int) -> float:
+        """Bytes of embedding and LM head on a stage."""
+        return self.shape.head_bytes * ((place == 0) + (place == last))
+
+    def times(self, gpu: GPU, layers: int, *, has_head: bool) -> TimeCurve:
+        """Of a stage with so many layers, by rows."""
+        shape = self.shape
+
+        def ms(rows: int) -> float:
+            read = layers * shape.read_bytes(self.weights, rows) + has_head * shape.head_bytes
+            flops = layers * shape.layer_flops(rows) + has_head * shape.head_flops(rows)
+            return gpu.ms(read, flops) + layers * LAYER_MS
+
+        return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))
+
+    def stage(self, gpu: GPU, layers: int, place: int, last: int) -> PlannedStage:
+        """A GPU with so many layers."""
+        return PlannedStage(
+            gpu,
+            layers,
+            layers * self.shape.layer_bytes(self.weights) + self.ends(place, last),
+            layers * self.shape.kv_bytes(self.context),
+            layers * self.shape.state_bytes(self.nodes),
+            self.times(gpu, layers, has_head=place == last),
+        )
+
+
+@dataclass(frozen=True)
+class PlannedCluster:
+    """A target on GPUs, in the order of its layers, and the GPU of the draft."""
+
+    stages: tuple[PlannedStage, ...]
+    draft: GPU | None
+    machine: Machine
+
+    @property
+    def gpus(self) -> list[GPU]:
+        """All that it uses, the draft's first."""
+        own = [] if self.draft is None else [self.draft]
+        return own + [stage.gpu for stage in self.stages]
+
+    @property
+    def label(self) -> str:
+        """Its GPUs in words."""
+        kinds = Counter(stage.gpu.name for stage in self.stages)
+        own = "" if self.draft is None else f"{self.draft.name} + "
+        return own + ", ".join(f"{count} x {name}" for name, count in kinds.items())
+
+    def layout(self) -> Layout:
+        """For `advice.predict_all`."""
+        settings = (f"cluster.stages={len(self.stages)}",)
+        return Layout(self.label, self.machine, len(self.gpus), settings)
+
+    def left_out(self, gpus: Sequence[GPU]) -> dict[str, int]:
+        """How many GPUs of which kind are not used: with them a token takes longer."""
+        unused = Counter(gpu.name for gpu in gpus) - Counter(gpu.name for gpu in self.gpus)
+        return dict(unused)
+
+    def sentences(self, draft: ModelShape | None, gpus: Sequence[GPU]) -> Iterator[str]:
+        """Where the layers are: a line for each run of ranks that hold the same."""
+        if draft is not None and self.draft is not None:
+            held = (
+                f"{size_text(draft.parameters * ITEM)}, {self.machine.round_ms(1):.1f} ms a round"
+            )
+            yield f"Rank 0: the draft on {self.draft.name}, {held}."
+        first = 1
+        for (name, layers, weights, kept, times), run in groupby(self.stages, _in_words):
+            last = first + len(list(run)) - 1
+            ranks = f"Ranks {first} to {last}" if last > first else f"Rank {first}"
+            yield (
+                f"{ranks}: {layers} layers on {name}, {weights} of weights and {kept} of KV and "
+                f"running states; {times} ms for 1, 16 and 64 rows."
+            )
+            first = last + 1
+        if left := self.left_out(gpus):
+            unused = ", ".join(f"{count} x {name}" for name, count in left.items())
+            yield f"Left out: {unused}; with more stages a token would take longer."
+
+    def described(self, gpus: Sequence[GPU]) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "draft_gpu": None if self.draft is None else self.draft.name,
+            "draft_ms": self.machine.round_ms(1),
+            "stages": [
+                {
+                    "gpu": stage.gpu.name,
+                    "layers": stage.layers,
+                    "weight_bytes": stage.weight_bytes,
+                    "kv_bytes": stage.kv_bytes,
+                    "state_bytes": stage.state_bytes,
+                    "stage_ms": [f"{rows}:{ms:.4g}" for rows, ms in stage.times.points],
+                }
+                for stage in self.stages
+            ],
+            "left_out": self.left_out(gpus),
+        }
+
+
+def _in_words(stage: PlannedStage) -> tuple[str, int, str, str, str]:
+    sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes + stage.state_bytes))
+    times = ", ".join(f"{stage.times.ms(rows):.1f}" for rows in (1, 16, 64))
+    return (stage.gpu.name, stage.layers, *sizes, times)  # type: ignore[return-value]
+
+
+def clusters(
+    target: Target,
+    draft: ModelShape | None,
+    gpus: Sequence[GPU],
+    link: EmulatedLink | None,
+    *,
+    fewer: bool = False,
+) -> list[PlannedCluster]:
+    """The target on all GPUs but that of the draft, one for each kind of GPU that could be that.
+
+    Args:
+        fewer: also on each smaller number of them.
+        link: between the GPUs; None: messages take no time.
+
+    Raises ConfigError if the models do not fit.
+    """
+    found = []
+    places = list(_draft_gpus(draft, gpus, target))
+    if draft is not None and not places:
+        raise ConfigError(
+            f"The draft {draft.name} needs a GPU of its own with room for "
+            f"{_draft_bytes(draft, target) / GIB:.1f} GiB, beside those of the target, and "
+            "there is none (that both share one is not planned, but can be run); give more or "
+            "larger GPUs, or leave model.draft out."
+        )
+    for own, rest in places:
+        draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
+        for stages in _pipelines(target, rest, fewer=fewer):
+            curves = tuple(stage.times for stage in stages)
+            machine = Machine(curves, _hop(target.shape, link), draft_ms)
+            found.append(PlannedCluster(stages, own, machine))
+    if not found:
+        raise ConfigError(_no_room(target, draft, gpus))
+    return found
+
+
+def promising(found: Sequence[PlannedCluster], proposed: float) -> list[PlannedCluster]:
+    """The layouts that use the most GPUs, and the others that may be fast: those with the least
+    time of a step over the tokens per step of `level` (docs/planning.md), of which a draft has
+    `proposed` such a share."""
+    most = max(len(cluster.gpus) for cluster in found)
+
+    def estimated_ms(cluster: PlannedCluster) -> float:
+        machine = cluster.machine
+        step_ms = max(*machine.full_ms(USUAL_ROWS), machine.round_ms(USUAL_ROWS))
+        return step_ms / level_equation(proposed, machine.num_stages)
+
+    all_gpus = [each for each in found if len(each.gpus) == most]
+    fewer = [each for each in found if len(each.gpus) < most]
+    return all_gpus + sorted(fewer, key=estimated_ms)[:FEWER]
+
+
+def known_that_fit(gpus: Sequence[GPU], weights: str, context: int) -> list[str]:
+    """The published models that have room on these GPUs, the largest first."""
+    shapes = [ModelShape.from_config(name, raw) for name, raw in published().items()]
+    fitting = [each for each in shapes if any(_pipelines(Target(each, weights, context), gpus))]
+    return [each.name for each in sorted(fitting, key=lambda each: -each.parameters)]
+
+
+def round_ms(draft: ModelShape, gpu: GPU) -> float:
+    """A draft round, in milliseconds."""
+    read = draft.num_layers * draft.read_bytes("bfloat16", DRAFT_NODES) + draft.head_bytes
+    flops = draft.num_layers * draft.layer_flops(DRAFT_NODES) + draft.head_flops(DRAFT_NODES)
+    return gpu.ms(read, flops) + draft.num_layers * LAYER_MS + ROUND_MS
+
+
+def _draft_gpus(
+    draft: ModelShape | None, gpus: Sequence[GPU], target: Target
+) -> Iterator[tuple[GPU | None, list[GPU]]]:
+    """Each kind of GPU that has room for the draft, and the others."""
+    if draft is None:
+        yield None, list(gpus)
+        return
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        place = next(i for i, gpu in enumerate(gpus) if gpu.name == name)
+        rest = [*gpus[:place], *gpus[place + 1 :]]
+        if rest and _draft_bytes(draft, target) <= gpus[place].usable_bytes:
+            yield gpus[place], rest
+
+
+def _draft_bytes(draft: ModelShape, target: Target) -> float:
+    kept = draft.kv_bytes(target.context) + draft.state_bytes(target.nodes)
+    return draft.parameters * ITEM + draft.num_layers * kept
+
+
+def _pipelines(
+    target: Target, gpus: Sequence[GPU], *, fewer: bool = False
+) -> Iterator[tuple[PlannedStage, ...]]:
+    """The stages on all GPUs, and with `fewer` on each smaller number: the fastest, or if these
+    have no room the largest. GPUs keep their order."""
+
+    def layer_ms(gpu: GPU) -> float:
+        return target.times(gpu, 1, has_head=False).ms(USUAL_ROWS)
+
+    places = range(len(gpus))
+    fastest = sorted(places, key=lambda place: layer_ms(gpus[place]))
+    largest = sorted(places, key=lambda place: -gpus[place].usable_bytes)
+    least = 1 if fewer else len(gpus)
+    for count in range(len(gpus), least - 1, -1):
+        for order in (fastest, largest):
+            chosen = [gpus[place] for place in sorted(order[:count])]
+            split = _split(target, chosen)
+            if split is not None:
+                yield tuple(
+                    target.stage(gpu, layers, place, count - 1)
+                    for place, (gpu, layers) in enumerate(zip(chosen, split, strict=True))
+                )
+                break
+
+
+def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
+    """Layers of each stage, so that the slowest takes as little time as possible; None: no room."""
+    last, num_layers = len(gpus) - 1, target.shape.num_layers
+    room = [
+        int((gpu.usable_bytes - target.ends(i, last)) // target.layer_bytes)
+        for i, gpu in enumerate(gpus)
+    ]
+    if last >= num_layers or min(room) < 1 or sum(room) < num_layers:
+        return None
+    layers = [1] * len(gpus)
+
+    def longer_ms(place: int) -> float:
+        times = target.times(gpus[place], layers[place] + 1, has_head=place == last)
+        return times.ms(USUAL_ROWS)
+
+    for _ in range(num_layers - len(gpus)):
+        fit = [place for place, most in enumerate(room) if layers[place] < most]
+        layers[min(fit, key=longer_ms)] += 1
+    return layers
+
+
+def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
+    """Between two stages, by rows of hidden states in bfloat16."""
+    if link is None:
+        return TimeCurve(((1, 0.0),))
+    ms = link.gbit_per_s and target.hidden_size * ITEM * 8 / (link.gbit_per_s * 1e6)
+    return TimeCurve(tuple((rows, link.latency_ms + rows * ms) for rows in (1, ROWS[-1])))
+
+
+def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
+    """What does not fit, by how much, and what would make it fit."""
+    shape, context = target.shape, target.context
+    needed = shape.num_layers * shape.layer_bytes(target.weights) + 2 * shape.head_bytes
+    kv = shape.num_layers * shape.kv_bytes(context)
+    states = shape.num_layers * shape.state_bytes(target.nodes)
+    places = [rest for _, rest in _draft_gpus(draft, gpus, target)]
+    usable, count = max((sum(gpu.usable_bytes for gpu in rest), len(rest)) for rest in places)
+    missing = needed + kv + states - usable
+    beside = "" if draft is None else " beside the draft's"
+    said = (
+        f"{shape.name} does not fit: it takes {needed / GIB:.1f} GiB with {target.weights} weights "
+        f"and {kv / GIB:.1f} GiB for {context} tokens of context"
+        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and there "
+        f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}"
+        f"{beside}"
+    )
+    if missing > 0:
+        said += f": {missing / GIB:.1f} GiB are missing"
+    else:
+        said += ", but not in whole layers, one or more on each"
+    for smaller in WEIGHT_BYTES:
+        if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[target.weights] and any(
+            _split(replace(target, weights=smaller), rest) for rest in places
+        ):
+            return f"{said}; --weights {smaller} would fit."
+    return f"{said}; give more GPUs, or a smaller --context."

@@ -1,1 +1,0 @@
-"""Tools beside the runtime: simulation, benchmarks, comparison, emulation, diagnosis."""

@@ -1,0 +1,401 @@
+"""What `pipespec doctor` concludes from what the hosts said: who is named, and how badly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipespec.config.hosts import HostsFile, load_hosts
+from pipespec.engine.checkpoint.fingerprint import Fingerprint
+from pipespec.extras.diagnostics.diagnosis import diagnose, required_models
+from pipespec.extras.diagnostics.examine_hosts import rounds
+from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.extras.diagnostics.inventory import Inventory
+from pipespec.extras.diagnostics.link_probe import Endpoint
+from pipespec.extras.diagnostics.probe import LinkSpeed, Listening, Reachability
+from pipespec.system.network_interfaces import Interface
+
+NAMES = ("alpha", "beta", "gamma")
+VERSIONS = {
+    "python": "3.12.3",
+    "pipespec": "0.1.0",
+    "code": "5a5a5a5a",
+    "torch": "2.9.0+cu128",
+    "transformers": "5.0.0",
+    "torchao": "0.18.0",
+    "bitsandbytes": None,
+    "gguf": None,
+    "driver": "570.86",
+}
+MODEL = Fingerprint("/models/m", None, "c0", "i0", {"m-1": 100, "m-2": 100})
+
+
+def address(name: str) -> str:
+    return f"10.0.0.{NAMES.index(name) + 1}"
+
+
+@pytest.fixture
+def hosts_file(tmp_path: Path) -> HostsFile:
+    return make_hosts(tmp_path)
+
+
+def make_hosts(
+    folder: Path, *, of_alpha: dict[str, Any] | None = None, **settings: Any
+) -> HostsFile:
+    entries = [{"name": name, "address": address(name), "devices": ["cuda:0"]} for name in NAMES]
+    entries[0] |= of_alpha or {}
+    file = folder / "hosts.yaml"
+    file.write_text(yaml.safe_dump({"hosts": entries, **settings}))
+    return load_hosts(file)
+
+
+def healthy() -> dict[str, HostReport]:
+    """Three hosts that have the same and listen on eth0."""
+    return {
+        name: HostReport(
+            Inventory(dict(VERSIONS), ["L40"], None, {"target": MODEL, "draft": MODEL}),
+            listening(name),
+        )
+        for name in NAMES
+    }
+
+
+def listening(name: str) -> Listening:
+    number = address(name)
+    found = (
+        Interface("lo", ("127.0.0.1",), True, 0, 65536),
+        Interface("eth0", (number,), True, 10_000, 1500),
+        Interface("eth1", (f"192.168.0.{number[-1]}",), True, 1000, 1500),
+    )
+    return Listening(number, (Endpoint(number, 4000),), "eth0", found, None)
+
+
+def link(source: str, to: str, **reach: Any) -> LinkReport:
+    if "problem" in reach:
+        found = Reachability("eth0", place=Endpoint(address(to), 4000), **reach)
+        return LinkReport(found, None, source, to)
+    found = Reachability(**{"interface": "eth0", **reach})
+    return LinkReport(found, LinkSpeed(0.2, 9.4), source, to)
+
+
+ALL_LINKS = [link(a, b) for a in NAMES for b in NAMES if a != b]
+
+
+def with_links(*changed: LinkReport) -> list[LinkReport]:
+    other = {(each.source, each.to): each for each in changed}
+    return [other.get((each.source, each.to), each) for each in ALL_LINKS]
+
+
+def only(found: Sequence[Finding]) -> Finding:
+    assert len(found) == 1, found
+    assert found[0].sentence.endswith(".")
+    return found[0]
+
+
+def test_nothing_is_found_where_nothing_is_wrong(hosts_file: HostsFile) -> None:
+    assert diagnose(hosts_file, healthy(), ALL_LINKS) == []
+
+
+def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:
+    hosts = {**healthy(), "beta": HostReport(failure="beta: Connection refused; start sshd there.")}
+    links = [each for each in ALL_LINKS if "beta" not in (each.source, each.to)]
+    found = only(diagnose(hosts_file, hosts, links))
+    assert found == Finding(True, ("beta",), "beta: Connection refused; start sshd there.")
+
+
+def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    hosts["alpha"].inventory.versions["driver"] = "550.10"
+    hosts["gamma"].failure = "gamma: gone."
+    assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "who", "parts"),
+    [
+        ("refused", None, ["port 4000 is refused", "firewall of beta"]),
+        ("silent", None, ["port 4000 does not answer", "firewalls"]),
+        ("no route", None, ["no route", "one network"]),
+        ("stranger", None, ["another program's", "correct `address`"]),
+        ("stranger", "gamma", ["gamma answers there", "two hosts have this address"]),
+    ],
+)
+def test_a_closed_way_names_the_pair_and_the_remedy(
+    problem: str, who: str | None, parts: list[str], hosts_file: HostsFile
+) -> None:
+    closed = link("alpha", "beta", problem=problem, who=who)
+    found = only(diagnose(hosts_file, healthy(), with_links(closed)))
+    assert (found.error, found.hosts) == (True, ("alpha", "beta"))
+    assert found.sentence.startswith("alpha cannot reach beta at 10.0.0.2: ")
+    assert all(part in found.sentence for part in parts)
+
+
+def test_unreachable_host_is_one_finding(hosts_file: HostsFile) -> None:
+    closed = [link(source, "beta", problem="silent") for source in ("alpha", "gamma")]
+    found = only(diagnose(hosts_file, healthy(), with_links(*closed)))
+    assert found.sentence.startswith("alpha and gamma cannot reach beta")
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_batches_that_leave_through_another_interface(named: bool, tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, of_alpha={"interface": "eth0"} if named else {})
+    astray = [link("alpha", to, interface="eth1") for to in ("beta", "gamma")]
+    found = only(diagnose(hosts_file, healthy(), with_links(*astray)))
+    assert found.error is named
+    assert "alpha reaches beta and gamma through eth1 and not through eth0" in found.sentence
+
+
+def test_two_hosts_on_one_machine_may_use_any_interface(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    seen = hosts["alpha"].listening
+    assert seen is not None
+    shared = replace(seen.interfaces[2], addresses=(address("beta"),))
+    hosts["alpha"].listening = replace(seen, interfaces=(*seen.interfaces[:2], shared))
+    assert diagnose(hosts_file, hosts, with_links(link("alpha", "beta", interface="eth1"))) == []
+
+
+def test_each_link_slower_than_its_interfaces_is_a_finding(hosts_file: HostsFile) -> None:
+    slow = [replace(link("alpha", to), measured=LinkSpeed(0.2, 0.94)) for to in ("beta", "gamma")]
+    found = diagnose(hosts_file, healthy(), with_links(*slow))
+    assert found == [
+        Finding(
+            False,
+            ("alpha", to),
+            f"The link from alpha to {to} carries 0.94 Gbit/s, though the interfaces state 10; "
+            "check cable, switch port and other traffic.",
+        )
+        for to in ("beta", "gamma")
+    ]
+
+
+# --- addresses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"problem": "unknown", "number": None, "places": ()}, "cannot resolve its own address"),
+        ({"problem": "absent", "places": ()}, "192.168.0.1 on eth1"),
+        ({"problem": "no interface", "places": ()}, "one that it has (lo, eth0 and eth1)"),
+        ({"number": "127.0.1.1"}, "On alpha itself"),
+    ],
+)
+def test_a_host_that_cannot_listen_at_its_address(
+    changes: dict[str, Any], part: str, hosts_file: HostsFile
+) -> None:
+    hosts = healthy()
+    hosts["alpha"].listening = replace(listening("alpha"), carrier=None, **changes)
+    links = [each for each in ALL_LINKS if each.to != "alpha"]
+    found = only(diagnose(hosts_file, hosts, links))
+    assert (found.error, found.hosts) == (True, ("alpha",))
+    assert part in found.sentence
+
+
+# --- what the hosts have ----------------------------------------------------------------------
+
+
+def with_inventory(name: str, **changes: Any) -> dict[str, HostReport]:
+    hosts = healthy()
+    before = hosts[name].inventory
+    assert before is not None
+    hosts[name].inventory = replace(before, **changes)
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "error"),
+    [
+        ("pipespec", "0.2.0", True),
+        ("code", "a5a5a5a5", True),
+        ("torch", "2.9.1+cu128", True),
+        ("transformers", "5.1.0", True),
+        ("torchao", "0.17.0", False),
+        ("python", "3.11.7", False),
+        ("driver", "550.10", False),
+    ],
+)
+def test_versions_that_differ(
+    package: str, version: str, error: bool, hosts_file: HostsFile
+) -> None:
+    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error is error
+    usual = str(VERSIONS[package]).partition("+")[0]
+    assert f"{usual} on alpha and beta and {version.partition('+')[0]} on gamma" in found.sentence
+
+
+def test_another_pipespec_is_not_also_another_code(hosts_file: HostsFile) -> None:
+    versions = {**VERSIONS, "pipespec": "0.2.0", "code": "a5a5a5a5"}
+    assert only(diagnose(hosts_file, with_inventory("gamma", versions=versions), ALL_LINKS))
+
+
+@pytest.mark.parametrize(("package", "version"), [("torch", "2.9.0+cpu"), ("driver", None)])
+def test_a_cpu_host_beside_gpu_hosts_is_no_difference(
+    package: str, version: str | None, hosts_file: HostsFile
+) -> None:
+    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
+    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
+
+
+def test_a_package_that_is_not_there(hosts_file: HostsFile) -> None:
+    hosts = with_inventory("gamma", versions={**VERSIONS, "transformers": None})
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error
+    assert "transformers is not installed on gamma" in found.sentence
+
+
+def with_model(name: str, part: str, model: Fingerprint) -> dict[str, HostReport]:
+    return with_inventory(name, models={"target": MODEL, "draft": MODEL, part: model})
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"config": "c1"}, "config.json differ"),
+        ({"index": None}, "model.safetensors.index.json differ"),
+        ({"shards": {"m-1": 100, "m-2": 101}}, "the sizes of its weight files differ"),
+    ],
+)
+def test_a_target_unlike_the_others(
+    changes: dict[str, Any], part: str, hosts_file: HostsFile
+) -> None:
+    hosts = with_model("alpha", "target", replace(MODEL, **changes))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error
+    assert "on alpha is another than on beta and gamma: " in found.sentence
+    assert part in found.sentence
+
+
+SLICED = replace(MODEL, num_layers=4)
+
+
+def test_absent_files_of_other_hosts_layers_are_no_finding(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0", split=[3, 1])
+    missing = {"m-1": ["0", "1", "2", "embedding"], "m-2": ["3", "head"]}
+    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-1": missing["m-1"]}))
+    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
+    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-2": missing["m-2"]}))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert (found.error, found.hosts) == (True, ("gamma",))
+    assert found.sentence == (
+        "The target /models/m on gamma lacks m-2, of its layers (layer 3 and head); copy the files "
+        "there, or give the host other layers with `split`."
+    )
+
+
+def test_a_tied_embedding_is_needed_by_the_last_stage(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0")
+    model = replace(SLICED, absent={"m-1": ["0", "1", "embedding"]})
+    assert diagnose(hosts_file, with_model("gamma", "target", model), ALL_LINKS) == []
+    hosts = with_model("gamma", "target", replace(model, tied=True))
+    assert "(embedding)" in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
+
+
+def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
+    gone = Fingerprint("org/m", "is missing")
+    hosts = with_model("gamma", "target", gone)
+    own = make_hosts(tmp_path, draft="alpha/0")
+    found = only(diagnose(own, hosts, ALL_LINKS, ["target"]))
+    assert not found.error
+    assert found.sentence == (
+        "The target org/m on gamma is missing; the host gets what it computes when the cluster "
+        "starts, or by `pipespec cache fetch`."
+    )
+    absent = replace(SLICED, absent={"m-2": ["2", "3", "head"]})
+    found = only(diagnose(own, with_model("gamma", "target", absent), ALL_LINKS, ["target"]))
+    assert not found.error
+    assert "(layers 2 to 3 and head); the host gets what it computes when" in found.sentence
+    # Not where the hosts file says that it is there.
+    hosts = with_model("alpha", "target", replace(gone, folder="/models/m"))
+    hosts_file = make_hosts(tmp_path, draft="gamma/0", of_alpha={"target": "/models/m"})
+    assert only(diagnose(hosts_file, hosts, ALL_LINKS, ["target"])).error
+
+
+def test_a_draft_with_an_absent_file_is_incomplete(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0")
+    hosts = with_model("alpha", "draft", replace(SLICED, absent={"m-1": ["0"]}))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error
+    assert "lacks m-1, which the head computes (layer 0); copy the files there." in found.sentence
+
+
+def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) -> None:
+    hosts = with_model("beta", "target", Fingerprint("meta/m", "is missing"))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert (found.error, found.hosts) == (True, ("beta",))
+    assert "meta/m on beta is missing; run `hf download meta/m` there" in found.sentence
+    hosts = with_model("beta", "target", Fingerprint("/m", "holds no config.json"))
+    assert (
+        "/m on beta holds no config.json; copy it"
+        in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
+    )
+
+
+def test_a_draft_that_no_checked_host_has_is_no_error_if_an_unchecked_one_may_have_it(
+    tmp_path: Path,
+) -> None:
+    gone = Fingerprint("/models/m", "is missing")
+    hosts = {name: with_model(name, "draft", gone)[name] for name in ("beta", "gamma")}
+    links = [each for each in ALL_LINKS if "alpha" not in (each.source, each.to)]
+    by_hand = make_hosts(tmp_path, of_alpha={"ssh": "none"})
+    found = diagnose(by_hand, hosts, links)
+    assert [finding.error for finding in found] == [False] * 3
+    assert found[0].hosts == ("alpha",)
+
+
+def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
+    gone = Fingerprint("/d", "is missing")
+    anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")
+    assert [required_models(anywhere, host) for host in anywhere.hosts] == [
+        ("target", "draft", "mid")
+    ] * 3
+    assert [required_models(on_beta, host) for host in on_beta.hosts] == [
+        ("target",),
+        ("draft", "mid"),
+        ("target",),
+    ]
+    hosts = with_model("beta", "draft", gone)
+    assert only(diagnose(anywhere, hosts, ALL_LINKS)).error is False
+    assert only(diagnose(on_beta, hosts, ALL_LINKS)).error is True
+    for seen in hosts.values():
+        assert seen.inventory is not None
+        seen.inventory.models["draft"] = gone
+    assert [each.error for each in diagnose(anywhere, hosts, ALL_LINKS)] == [True] * 3
+
+
+def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, of_alpha={"devices": ["cuda:0", "cuda:2"]})
+    found = only(diagnose(hosts_file, with_inventory("alpha", cuda=["L40", "L40"]), ALL_LINKS))
+    assert found.error
+    assert "the device cuda:2, but its CUDA devices end with cuda:1" in found.sentence
+
+
+@pytest.mark.parametrize(("device", "error"), [("cuda", True), ("auto", False)])
+def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, of_alpha={"devices": [device]})
+    hosts = with_inventory("alpha", cuda=[], cuda_problem="torch 2.9.0+cpu is built without CUDA")
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error is error
+    assert "but torch 2.9.0+cpu is built without CUDA" in found.sentence
+
+
+# --- the order of measurement -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_rounds_hold_every_pair_once_and_no_host_twice(count: int) -> None:
+    names = [str(number) for number in range(count)]
+    every = [frozenset(pair) for pairs in rounds(names) for pair in pairs]
+    assert len(every) == len(set(every)) == count * (count - 1) // 2
+    assert len(rounds(names)) == count - 1 + count % 2
+    for pairs in rounds(names):
+        busy = [name for pair in pairs for name in pair]
+        assert len(busy) == len(set(busy))

@@ -1,0 +1,39 @@
+"""What is measured of a model on a device, and when it is measured anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.extras.diagnostics.measure_devices import measure
+from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from tests.helpers.models import shared
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def measured(model_type: str, **settings: Any) -> dict[str, Any]:
+    model = str(shared(model_type))
+    return measure(
+        MeasureRequest(model, None, ("cpu",), (("stage",),), 2, 8, 4, "float32", **settings)
+    )
+
+
+def test_figures_belong_to_the_type_of_k_and_v() -> None:
+    wide, narrow = (
+        measured("llama", kv_dtype=each)["devices"][0]["stage"]["kv_slot_bytes"]
+        for each in ("auto", "int8")
+    )
+    assert narrow < wide
+
+
+@pytest.mark.parametrize(("model_type", "divisible"), [("llama", True), ("gpt_oss", False)])
+def test_whether_devices_can_compute_a_model_together_is_among_its_sizes(
+    model_type: str, divisible: bool
+) -> None:
+    assert measured(model_type)["target"]["divisible"] is divisible

@@ -1,0 +1,352 @@
+"""Clusters for models that are known by their configs alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.cli.main import main
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.errors import ConfigError, ModelError
+from pipespec.extras.emulation.link import EmulatedLink
+from pipespec.extras.plan.gpu_layouts import LAYER_MS, Target, clusters, round_ms
+from pipespec.extras.plan.hardware import GPUS, parse_gpus
+from pipespec.extras.plan.model_shape import ModelShape, find, published
+from pipespec.placement.rank_needs import STATES
+from tests.helpers.kinds import by_kind
+from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build_multimodal, shared
+
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
+TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
+# Billions of parameters that their publishers state.
+BILLIONS = {
+    "meta-llama/Llama-3.1-405B": 406,
+    "meta-llama/Llama-3.2-1B": 1.24,
+    "mistralai/Mistral-Nemo-2407": 12.2,
+    "mistralai/Mistral-Large-2407": 123,
+    "mistralai/Mixtral-8x7B-v0.1": 46.7,
+    "Qwen/Qwen2.5-7B": 7.61,
+    "Qwen/Qwen3-32B": 32.8,
+    "Qwen/Qwen3-235B-A22B": 235,
+    "openai/gpt-oss-120b": 117,
+    "google/gemma-2-27b": 27.2,
+    "microsoft/phi-4": 14.7,
+}
+# Of those whose layers are of several kinds also the parameters that a token uses, and the layers
+# with K and V and with a running state.
+MIXED = {
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": (49.1, 3.5, 7, 20),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.6, 6, 23),
+}
+
+
+@pytest.mark.parametrize("model_type", by_kind())
+def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type: str):
+    folder = shared(model_type)
+    stored = inspect(folder)
+    shape = find(str(folder))
+    assert shape.num_layers == NUM_LAYERS
+    layer = sum(stored.matrices.num_bytes) / 4 / NUM_LAYERS
+    with_kv = sum(stored.has_kv) or NUM_LAYERS
+    assert shape.layer == pytest.approx(layer, rel=0.03)
+    assert (shape.kv, shape.tied) == (stored.kv_size * with_kv // NUM_LAYERS, stored.tied)
+    whole = range(NUM_LAYERS)
+    for states, nodes in ((0, 7), (STATES, 0)):
+        kept = stored.recurrent_bytes(whole, "bfloat16", states, nodes)
+        shaped = NUM_LAYERS * (states * shape.state + nodes * shape.node)
+        assert shaped == pytest.approx(kept, abs=NUM_LAYERS * (states + nodes))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3"])
+def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path: Path, model_type: str):
+    folder = build_multimodal(model_type, tmp_path / "model")
+    shape, stored = find(str(folder)), inspect(folder)
+    assert (shape.num_layers, shape.vocab_size) == (NUM_LAYERS, VOCAB_SIZE)
+    assert shape.layer == pytest.approx(sum(stored.matrices.num_bytes) / 4 / NUM_LAYERS, rel=0.03)
+    assert (shape.kv, shape.tied) == (stored.kv_size, stored.tied)
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
+def test_published_configs_have_the_published_number_of_parameters(name: str, billions: float):
+    shape = ModelShape.from_config(name, published()[name])
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "of"), MIXED.items())
+def test_layers_of_several_kinds_are_counted_by_kind(name: str, of: tuple):
+    raw, (billions, active, with_kv, with_state) = published()[name], of
+    shape = ModelShape.from_config(name, raw)
+    count = shape.num_layers
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.01)
+    used = count * (shape.dense + shape.chosen * shape.expert) + 2 * shape.embedding
+    assert used == pytest.approx(active * 1e9, rel=0.05)
+    of_layer = ModelShape.from_config(name, _one_layer(raw, attends=True))
+    assert shape.kv * count == pytest.approx(of_layer.kv * with_kv, abs=count)
+    keeping = ModelShape.from_config(name, _one_layer(raw, attends=False))
+    assert (keeping.kv, of_layer.state, of_layer.recurrence) == (0, 0, 0)
+    for field in ("state", "node", "recurrence"):
+        whole, own = getattr(shape, field) * count, getattr(keeping, field)
+        assert whole == pytest.approx(own * with_state, abs=count)
+
+
+def _one_layer(raw: dict, *, attends: bool) -> dict:
+    """The same with one layer alone, of one of two kinds."""
+    if raw["model_type"] == "nemotron_h":
+        return raw | {"hybrid_override_pattern": "*" if attends else "M"}
+    kinds = {"full_attn_layers": [1] * attends, "kda_layers": [1] * (not attends)}
+    return raw | {
+        "num_hidden_layers": 1,
+        "linear_attn_config": {**raw["linear_attn_config"], **kinds},
+    }
+
+
+def test_every_published_config_is_of_a_supported_architecture():
+    assert len(published()) >= 30
+    for name, raw in published().items():
+        assert ModelShape.from_config(name, raw).parameters > 1e8
+
+
+def test_tuned_versions_have_the_sizes_of_their_base():
+    assert find("meta-llama/Llama-3.1-70B-Instruct") == TARGET
+    assert find("mirror/llama-3.1-70b") == TARGET
+
+
+@pytest.mark.parametrize(
+    ("tuned", "base"),
+    [
+        ("meta-llama/Llama-2-70b-chat", "meta-llama/Llama-2-70b-hf"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-7B-v0.3"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistralai/Mistral-Nemo-2407"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistralai/Mistral-Small-24B-2501"),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B"),
+        ("google/gemma-2-9b-it", "google/gemma-2-9b"),
+        (
+            "moonshotai/Kimi-Linear-48B-A3B-Base",
+            "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        ),
+    ],
+)
+def test_names_of_tuned_versions_are_known(tuned: str, base: str):
+    assert find(tuned) == ModelShape.from_config(base, published()[base])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": None}, "some is not valid: .*'hidden_size'"),
+        ({"num_attention_heads": "8"}, "some is not valid: .*'num_attention_heads'"),
+        ({"model_type": "unknown"}, "not supported"),
+    ],
+)
+def test_a_config_that_is_not_valid_is_refused(changes: dict, reason: str):
+    raw = dict(published()["Qwen/Qwen3-8B"]) | changes
+    with pytest.raises(ModelError, match=reason):
+        ModelShape.from_config("some", raw)
+
+
+def test_ten_layers_of_a_70b_take_what_vllm_takes_on_that_gpu_and_a_layer_its_launches():
+    """181.41 ms over eight stages (SpecPipe, section 4)."""
+    gpus = [GPUS["rtx3090"]] * 8
+    (found,) = clusters(Target(TARGET, "bfloat16", 2048), None, gpus, None)
+    assert [stage.layers for stage in found.stages[:-1]].count(10) >= 5
+    assert found.machine.plain_tbt_ms == pytest.approx(181.4 + 80 * LAYER_MS, rel=0.03)
+
+
+def test_stages_and_drafts_take_about_what_they_took_on_an_h200():
+    """With CUDA graphs, behind 2048 tokens (docs/gpus.md)."""
+    stored = json.loads((RESULTS / "stage_h200.json").read_text())
+    h200 = GPUS["h200"]
+    shapes = {"llama-1b": DRAFT, "llama-8b": find("meta-llama/Llama-3.1-8B")}
+    (found,) = clusters(Target(TARGET, "bfloat16", 2048), None, [h200] * 8, None)
+    of_ten = next(stage for stage in found.stages if stage.layers == 10)
+    for cell in stored["steps"]:
+        if cell["context"] == 2048:
+            took = cell["ms"]["step"]["median"]
+            assert of_ten.times.ms(cell["rows"]) == pytest.approx(took, rel=0.1)
+    for cell in stored["drafts"]:
+        if cell["rows"] == 16:
+            took = cell["ms"]["round"]["median"]
+            assert round_ms(shapes[cell["shape"]], h200) == pytest.approx(took, rel=0.1)
+
+
+names = st.sampled_from(sorted(GPUS))
+
+
+@given(gpus=st.lists(names, min_size=2, max_size=12), weights=st.sampled_from(["int4", "bfloat16"]))
+def test_layers_fit_and_no_other_split_of_them_is_faster(gpus: list[str], weights: str):
+    chosen = [GPUS[name] for name in gpus]
+    try:
+        (found,) = clusters(Target(TARGET, weights, 4096), None, chosen, None)
+    except ConfigError:  # it does not fit
+        return
+    stages = found.stages
+    assert sum(stage.layers for stage in stages) == TARGET.num_layers
+    per_layer = TARGET.layer_bytes(weights) + TARGET.kv_bytes(4096)
+    slowest = max(stages, key=lambda stage: stage.times.ms(16))
+    for stage in stages:
+        assert stage.layers >= 1
+        assert stage.weight_bytes + stage.kv_bytes <= stage.gpu.usable_bytes
+        has_room = stage.weight_bytes + stage.kv_bytes + per_layer <= stage.gpu.usable_bytes
+        if has_room and slowest.layers > 1:
+            one_more = stage.times.ms(16) * (stage.layers + 1) / stage.layers
+            assert one_more >= slowest.times.ms(16) * 0.999
+
+
+def test_stages_have_room_for_running_states_and_their_nodes():
+    """A node takes 72 KiB in each of Kimi's 20 layers with a state, a state 2120 KiB."""
+    target = find("moonshotai/Kimi-Linear-48B-A3B-Instruct")
+    gpus = [GPUS["a100-80gb"]] * 3
+    (found,) = clusters(Target(target, "bfloat16", 2048, 100), None, gpus, None)
+    kept = sum(stage.state_bytes for stage in found.stages)
+    assert kept == pytest.approx(20 * (100 * 72 + STATES * 2120) * 1024, rel=0.01)
+
+
+def test_a_hop_has_the_latency_and_the_bytes_of_the_rows():
+    link = EmulatedLink(latency_ms=0.1, gbit_per_s=1.0)
+    gpus = [GPUS["a100-80gb"]] * 3
+    (found,) = clusters(Target(TARGET, "bfloat16", 2048), DRAFT, gpus, link)
+    assert found.machine.hop.ms(1) == pytest.approx(0.1 + 0.131, abs=0.001)
+    assert found.machine.hop.ms(64) == pytest.approx(0.1 + 8.389, abs=0.001)
+
+
+def test_the_draft_gets_each_kind_of_gpu_in_turn():
+    gpus = [GPUS["h100"], GPUS["a100-80gb"], GPUS["h100"], GPUS["l4"]]
+    found = clusters(Target(TARGET, "bfloat16", 2048), DRAFT, gpus, None)
+    assert [each.draft.name for each in found if each.draft] == ["h100", "a100-80gb", "l4"]
+    assert all(len(each.stages) == 3 for each in found)
+
+
+def test_fewer_gpus_are_the_fastest_of_them_or_the_largest():
+    gpus = [GPUS[name] for name in ("l40", "rtx4090", "rtx5090", "rtx4090")]
+    found = clusters(Target(TARGET, "int4", 8192), None, gpus, None, fewer=True)
+    assert [[gpu.name for gpu in each.gpus] for each in found] == [
+        ["l40", "rtx4090", "rtx5090", "rtx4090"],
+        ["rtx4090", "rtx5090", "rtx4090"],
+        ["rtx4090", "rtx5090"],
+        ["l40"],  # no other has room for all layers
+    ]
+
+
+@pytest.mark.parametrize(("draft", "gpus"), [(DRAFT, "h100:1"), (TARGET, "rtx3060:4")])
+def test_a_draft_without_a_gpu_of_its_own_is_refused(draft: ModelShape, gpus: str):
+    with pytest.raises(ConfigError) as refused:
+        clusters(Target(TARGET, "int4", 2048), draft, parse_gpus([gpus]), None)
+    gib = (draft.parameters * 2 + draft.num_layers * draft.kv_bytes(2048)) / 2**30
+    assert f"{draft.name} needs a GPU of its own with room for {gib:.1f} GiB" in str(refused.value)
+
+
+def test_what_is_missing_is_counted_without_the_gpu_of_the_draft():
+    room = 3 * 24 * 0.92
+    missing = 131.4 + 2.5 - room
+    said = f"room for {room:.1f} GiB on 3 GPUs beside the draft's: {missing:.1f} GiB are missing;"
+    with pytest.raises(ConfigError, match=said):
+        clusters(Target(TARGET, "bfloat16", 8192), DRAFT, parse_gpus(["rtx3090:4"]), None)
+    few = ModelShape.from_config("few", published()[TARGET.name] | {"num_hidden_layers": 2})
+    with pytest.raises(ConfigError, match="on 3 GPUs, but not in whole layers"):
+        clusters(Target(few, "bfloat16", 8192), None, parse_gpus(["h100:3"]), None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advice"),
+    [("rtx3090:4", "--weights int4 would fit"), ("rtx3060:2", "give more GPUs")],
+)
+def test_what_does_not_fit_is_said_with_a_remedy(gpus: str, advice: str):
+    with pytest.raises(ConfigError, match=f"takes 131.4 GiB with bfloat16.*{advice}"):
+        clusters(Target(TARGET, "bfloat16", 8192), DRAFT, parse_gpus([gpus]), None)
+
+
+ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llama/Llama-3.2-1B"]
+
+
+def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.CaptureFixture[str]):
+    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "60"]
+    assert main([*ASKED, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(stage["layers"] for stage in found["stages"]) == 80
+    times = [each["tbt_ms"] for each in found["by_accuracy"]]
+    assert times == sorted(times, reverse=True) and len(times) == 3
+    assert times[0] < found["plain_tbt_ms"]
+    assert main([*ASKED, *options, "curve=1:0.7,8:0.95"]) == 0
+    shown = capsys.readouterr().out
+    assert "right for 70%" in shown and "ASSUMED" in shown
+
+
+@pytest.mark.parametrize(
+    ("link", "draft", "left_out"),
+    [
+        # Every hop takes as long as many layers, so each stage more costs time.
+        ("wan", ASKED[2:], {"rtx3090": 5}),
+        ("wan", [], {"rtx3090": 6}),
+        # Stages without hops work at the same time.
+        (None, ASKED[2:], {}),
+        (None, [], {}),
+    ],
+)
+def test_the_command_leaves_out_gpus_that_make_a_token_take_longer(
+    link: str | None, draft: list[str], left_out: dict, capsys: pytest.CaptureFixture[str]
+):
+    asked = [*ASKED[:2], *draft, "--gpus", "rtx3090:8", "--weights", "int4", "--tokens", "60"]
+    asked += ["--link", link] if link else []
+    assert main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["left_out"] == left_out
+    assert len(found["stages"]) == 8 - bool(draft) - sum(left_out.values())
+    assert main(asked) == 0
+    assert ("Left out: " in capsys.readouterr().out) == bool(left_out)
+
+
+def test_the_command_plans_layers_with_running_states(capsys: pytest.CaptureFixture[str]):
+    kimi, nemotron = MIXED
+    asked = ["plan", f"model.target={kimi}", f"model.draft={nemotron}", "--gpus", "a100-80gb:4"]
+    assert main([*asked, "--tokens", "60", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(stage["layers"] for stage in found["stages"]) == found["target"]["num_layers"]
+    assert all(stage["state_bytes"] > 0 for stage in found["stages"])
+    assert main([*asked, "--tokens", "60"]) == 0
+    assert "KV and running states" in capsys.readouterr().out
+
+
+def test_without_a_draft_the_plain_pipeline_is_predicted(capsys: pytest.CaptureFixture[str]):
+    assert main([*ASKED[:2], "--gpus", "h100:2"]) == 0
+    assert "Give model.draft too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([*ASKED, "--gpus", "rtx309"], "did you mean rtx3090"),
+        ([*ASKED, "--gpus", "rtx3090:0"], "no number of GPUs"),
+        ([*ASKED, "--gpus", "rtx3090:65"], "too many"),
+        ([*ASKED, "--gpus", "h100:2", "--weights", "int3"], "--weights is 'int3'"),
+        ([*ASKED, "--gpus", "h100:2", "--link", "2gbe"], "emulate_link"),
+        ([*ASKED, "--gpus", "h100:2", "--context", "0"], "context is 0"),
+        ([*ASKED, "spread=0.5", "--gpus", "h100:2"], "give curve too"),
+        ([*ASKED, "--gpus", "h100:2", "--profile", "f"], "are different plans"),
+        ([*ASKED, "--gpus", "h100:2", "hosts.yaml"], "--gpus is of no plan with a hosts file"),
+        (["plan", "--groups"], "for the devices of a hosts file"),
+        ([*ASKED, "stage_ms=1", "--gpus", "h100:2"], "takes no setting 'stage_ms=1'"),
+        ([*ASKED, "policy=root", "--gpus", "h100:2"], "takes no setting 'policy=root'"),
+        (["plan", "--gpus", "h100:2"], "needs model.target"),
+        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
+        (ASKED, "give --gpus too"),
+        (["plan", "--link", "1gbe"], "give --gpus too"),
+        (["plan", "--weights", "bfloat16", "stages=4"], "--weights is of a cluster"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments) != 0
+    said = capsys.readouterr().err.strip()
+    assert reason in said and "\n" not in said
+
+
+def test_models_that_fit_are_named_where_none_is_given(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--gpus", "rtx3090", "--weights", "int4"]) == 2
+    said = capsys.readouterr().err
+    assert "fit in int4: " in said
+    assert "Qwen/Qwen2.5-72B" not in said and "Qwen/Qwen3-32B" in said

@@ -1,0 +1,202 @@
+"""A recorded draft predicts its own texts, and a profile says what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.extras.bench.profiling import stage_points, with_wide_hop
+from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.advice import DecodingMethod, predict
+from pipespec.extras.plan.machine_profile import Profile
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.recorded_draft import MISSED, DraftRecord, TextRecord
+from pipespec.extras.plan.simulation import level_equation, simulate, simulate_texts
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.timing.batch_times import BatchTimes
+
+MACHINE = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=2.0)
+LEVEL = Level(width=16, children=4)
+
+
+def text(ranks: list[int], name: str = "t", benchmark: str = "b") -> TextRecord:
+    """A draft that is as sure of each of four candidates as they are of use."""
+    stated = [[0.7, 0.1, 0.05, 0.05]] * len(ranks)
+    return TextRecord(name, benchmark, ranks, stated)
+
+
+def tokens_per_step(ranks: list[int]) -> float:
+    (ran,) = simulate_texts(LEVEL, MACHINE, [text(ranks)], rounds=1)
+    assert ran.tokens == len(ranks) - 1
+    return ran.tokens_per_step
+
+
+def test_text_whose_tokens_are_all_proposed_yields_a_token_per_step():
+    # The first token of an answer finds no tree, so the second takes the whole pipeline.
+    found = tokens_per_step([1] * 200)
+    assert found == pytest.approx(level_equation(1.0, 4), rel=0.05)
+
+
+def test_text_whose_tokens_are_never_proposed_takes_the_whole_pipeline_for_each():
+    assert tokens_per_step([MISSED] * 40) == pytest.approx(1 / 4)
+
+
+def test_misses_count_where_they_were_recorded():
+    rare = [1] * 200
+    rare[50:60] = [MISSED] * 10
+    found = tokens_per_step(rare)
+    assert found == pytest.approx(level_equation(189 / 199, 4), rel=0.05)
+
+
+def test_hard_and_easy_texts_are_predicted_each_by_itself():
+    hard = text([1, 2, MISSED, 3] * 12, "hard", "prose")
+    easy = text([1, 1, 1, 2] * 12, "easy", "code")
+    method = DecodingMethod("best_first", BestFirst(width=16, children=4), "auto")
+    found = predict(method, MACHINE, DraftRecord([hard, easy]), num_tokens=1000)
+    by_name = {each.id: each for each in found.texts}
+    assert by_name["easy"].tbt_ms < by_name["hard"].tbt_ms
+    assert by_name["easy"].benchmark == "code"
+    whole = sum(each.tbt_ms * each.tokens for each in found.texts)
+    assert found.tbt_ms == pytest.approx(whole / sum(each.tokens for each in found.texts))
+
+
+def test_fewer_tokens_take_texts_at_equal_distances():
+    record = DraftRecord([text([1] * 10, str(i)) for i in range(8)])
+    assert [each.id for each in record.sample(20)] == ["0", "4"]
+    assert len(list(record.sample(10**6))) == 8
+
+
+def test_curve_of_a_record_counts_its_ranks():
+    record = DraftRecord([text([1, 1, 2, MISSED]), text([1, 4, 1, 1])])
+    curve = Accuracy.parse(record.curve(), record.spread())
+    assert curve.hit_rate(1) == pytest.approx(5 / 8)
+    assert curve.hit_rate(4) == pytest.approx(7 / 8)
+    assert record.hit_rate(2) == pytest.approx(6 / 8)
+    assert record.confidence() == pytest.approx(0.7)
+
+
+def test_draft_off_the_path_is_as_sure_as_somewhere_else_in_the_text():
+    record = TextRecord("t", "b", [1, MISSED], [[0.9, 0.1], [0.4, 0.3]])
+    at, right = np.array([0, 0, 7]), np.array([True, False, True])
+    stated, index = record.draw(at, right, np.full(3, 0.9), np.zeros(3))
+    assert stated.tolist() == [[0.9, 0.1], [0.4, 0.3], [0.4, 0.3]]
+    assert index.tolist() == [0, 2, 2]  # 2: of no candidate
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": [1]}, "number of tokens of the text 't' is 1"),
+        ({"ranks": [1, 1, 1]}, "not as many candidates"),
+        ({"ranks": [1, 3]}, "rank of the text 't' is 3"),
+        ({"probabilities": [[0.5], [0.5, 0.1]]}, "not as many candidates"),
+        ({"probabilities": [[0.9, 0.9], [0.5, 0.1]]}, "not from 0 to 1"),
+    ],
+)
+def test_record_that_contradicts_itself_is_refused(change: dict[str, Any], message: str):
+    values = {"ranks": [1, 2], "probabilities": [[0.6, 0.2], [0.5, 0.1]]} | change
+    with pytest.raises(ConfigError, match=message):
+        TextRecord("t", "b", **values)
+
+
+def test_stage_times_join_both_runs_and_never_fall():
+    plain = BatchTimes(((1, 5.0), (8, 9.0)))
+    wide = BatchTimes(((1, 7.0), (4, 4.5), (16, 6.0)), slot_ms=0.01, slots=100)
+    assert stage_points(plain, wide) == [(1, 5.0), (4, 5.5), (16, 7.0)]
+
+
+def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
+    texts = (text([1] * 40),)
+    found = Profile(stages=4, stage_ms=("1:10",), draft_ms=2.0, hop_ms=("1:1",), texts=texts)
+    config = compose(["cluster.stages=4", "policy=level", "policy.width=16"])
+    slow = ran(step_ms=15.0)
+    wide = with_wide_hop(found, config, slow).machine().hop
+    assert wide.ms(1) == 1 and wide.ms(16) == pytest.approx(5, rel=0.1)
+    assert with_wide_hop(found, config, ran(step_ms=10.5)) == found
+
+
+def ran(step_ms: float) -> BenchResult:
+    """A request of 40 tokens, one a step."""
+    times = [step_ms * i for i in range(40)]
+    request = RequestResult("r", "b", [1], [1] * 40, "", "length", 0.0, times, {"step_ms": step_ms})
+    return BenchResult([request], 1.0, 1, {})
+
+
+def profile(tmp_path: Path, **more: Any) -> str:
+    values = {"stages": 2, "stage_ms": [["1:5", "16:8"], ["1:6"]], "draft_ms": ["1:2", "8:4"]}
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(values | more))
+    return str(file)
+
+
+def test_draft_rounds_of_a_profile_take_longer_for_more_nodes(tmp_path: Path):
+    machine = Profile.read(profile(tmp_path)).machine()
+    assert [machine.round_ms(nodes) for nodes in (1, 8, 15)] == [2, 4, 6]
+
+
+def test_longer_context_adds_what_its_slots_cost(tmp_path: Path):
+    read = Profile.read(profile(tmp_path, slot_ms=0.001, slots=1000))
+    later = read.at_context(3000).machine()
+    assert [curve.ms(1) for curve in later.stages] == [7, 8]
+
+
+def test_slots_may_cost_another_time_on_each_stage(tmp_path: Path):
+    read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002], slots=[1000, 500]))
+    later = read.at_context(3000).machine()
+    assert [curve.ms(1) for curve in later.stages] == [7, 11]
+    assert [curve.ms(16) for curve in later.stages] == [10, 11]
+
+
+def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
+    read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002, 0.003]))
+    with pytest.raises(ConfigError, match=r"slot_ms has numbers of 3 stages, but there are 2\."):
+        read.at_context(3000)
+
+
+def test_profile_is_a_machine_to_emulate(tmp_path: Path):
+    config = compose([f"emulate={profile(tmp_path)}", "cluster.stages=2", "emulate.scale=2"])
+    clock = config.emulate
+    assert isinstance(clock, EmulatedMachine)
+    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2)] == [16, 12]
+    assert clock.draft.ms(8) == 4 and config.time_scale == 2
+
+
+def test_profile_of_another_number_of_stages_cannot_be_emulated(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"times of 2 stages, but cluster.stages is 3"):
+        compose([f"emulate={profile(tmp_path)}", "cluster.stages=3"])
+
+
+def test_profile_with_one_time_for_all_stages_is_a_machine_to_emulate(tmp_path: Path):
+    file = profile(tmp_path, stage_ms=["1:5", "16:8"], draft_ms=3.0)
+    clock = compose([f"emulate={file}", "cluster.stages=3"]).emulate
+    assert isinstance(clock, EmulatedMachine)
+    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2, 3)] == [8, 8, 8]
+    assert clock.draft.ms(8) == 3
+
+
+def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"profile '.*none.json' cannot be read"):
+        compose([f"emulate={tmp_path / 'none.json'}"])
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"other.json' has no times of stages; make it with"):
+        compose([f"emulate={tmp_path / 'other.json'}"])
+    with pytest.raises(ConfigError, match=r"emulate.stage_ms: 'soon' is no time of a stage"):
+        compose([f"emulate={profile(tmp_path, stage_ms=['soon'])}"])
+
+
+def test_dearer_rounds_slow_the_simulated_head():
+    by_nodes = Machine(MACHINE.stages, draft_ms=TimeCurve(((1, 2.0), (16, 40.0))))
+    accuracy = Accuracy({1: 0.8, 4: 0.95})
+    cheap, dear = (
+        simulate(LEVEL, each, accuracy, rounds=1, num_tokens=100) for each in (MACHINE, by_nodes)
+    )
+    assert dear.tbt_ms > 1.5 * cheap.tbt_ms

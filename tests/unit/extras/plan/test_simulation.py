@@ -1,0 +1,380 @@
+"""Predictions against closed forms, against each other, and against one another's limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.cli.main import main
+from pipespec.errors import ConfigError
+from pipespec.extras.emulation.machine import TimeCurve, with_experts
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.advice import (
+    DecodingMethod,
+    Layout,
+    choices,
+    predict,
+    predict_all,
+    recommend,
+)
+from pipespec.extras.plan.machine_profile import Profile
+from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.simulated_pipeline import TokenArrival
+from pipespec.extras.plan.simulation import level_equation, simulate
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.root import Root
+from pipespec.head.policies.static_tree import StaticTree
+from tests.helpers.matrix import some_of
+
+PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
+ONE_B = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
+PERFECT = Accuracy({1: 1.0})
+POOR = Accuracy({1: 0.3, 32: 0.8}, spread=0.8)
+DRAFTS = {"published": PUBLISHED, "poor": POOR}
+
+
+def hop(ms: float) -> TimeCurve:
+    """A hop that takes as long for any rows."""
+    return TimeCurve(((1, ms),))
+
+
+def machine(num_stages: int, stage_ms: float = 10.0, **times: Any) -> Machine:
+    return Machine((TimeCurve(((1, stage_ms),)),) * num_stages, **times)
+
+
+def methods(*names: str, **grid: list) -> list[DecodingMethod]:
+    shape = {"widths": [16], "children": [8], "rounds": [1], **grid}
+    return list(choices(names, shape["widths"], shape["children"], shape["rounds"]))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 8])
+def test_without_guesses_a_token_takes_a_whole_pipeline(num_stages):
+    ran = simulate(Root(), machine(num_stages), PUBLISHED, rounds=1, num_tokens=20)
+    assert ran.tokens_per_step == pytest.approx(1 / num_stages)
+    assert ran.delays[-1] == ran.tokens == 20
+    assert ran.hits == 0 and ran.error == 0
+
+
+def test_tokens_arrive_with_their_verdicts():
+    arrivals: list[TokenArrival] = []
+    ran = simulate(Root(), machine(4), PUBLISHED, rounds=1, num_tokens=30, on_token=arrivals.append)
+    assert len(arrivals) == ran.tokens
+    assert {b.ms - a.ms for a, b in pairwise(arrivals)} == {40.0}
+    assert {(each.request, each.delay, each.hit) for each in arrivals} == {(0, 4, False)}
+
+
+def test_arrivals_agree_with_the_counts_of_many_requests():
+    arrivals: list[TokenArrival] = []
+    ran = simulate(
+        BestFirst(16, 8),
+        machine(4, draft_ms=4.0),
+        PUBLISHED,
+        rounds="auto",
+        num_tokens=300,
+        num_requests=3,
+        max_rows=16,
+        on_token=arrivals.append,
+    )
+    assert sum(each.hit for each in arrivals) == ran.hits
+    assert [*map([each.delay for each in arrivals].count, range(5))] == ran.delays.tolist()
+    assert [each.ms for each in arrivals] == sorted(each.ms for each in arrivals)
+    assert {each.request for each in arrivals} == {0, 1, 2}
+
+
+def test_a_draft_that_works_only_while_the_stage_waits_takes_its_time_from_it():
+    asked = {"rounds": "auto", "num_tokens": 400}
+    beside, alone = (
+        simulate(BestFirst(8, 8), machine(1, draft_ms=3.0, overlap=overlap), PUBLISHED, **asked)
+        for overlap in (True, False)
+    )
+    assert beside.ms / beside.steps < alone.ms / alone.steps - 3.0
+
+
+def test_a_quick_draft_has_nodes_to_expand_for_the_whole_step_of_a_lone_stage():
+    """Six rounds fit beside a step; with too few nodes the last ones would come after it."""
+    quick = machine(1, stage_ms=26.0, draft_ms=4.0)
+    likely = Accuracy.parse(["1:0.81", "8:0.99"], 0.8)
+    ran = simulate(BestFirst(64, 8), quick, likely, rounds=6, num_tokens=400)
+    assert ran.rounds / ran.steps == pytest.approx(6, rel=0.05)
+    assert ran.ms / ran.steps < 26.0 + 4.0
+
+
+def test_a_profile_of_a_shared_device_is_a_machine_whose_draft_waits():
+    assert Profile().machine().overlap
+    shared = Profile(stages=2, stage_ms=(10.0,), overlap=False)
+    assert not shared.machine().overlap
+
+
+@pytest.mark.parametrize(
+    ("stage_ms", "draft", "requests"),
+    some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16]),
+)
+def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, requests):
+    dear = Machine((TimeCurve.parse(stage_ms),) * 8, draft_ms=10.0)
+    plain, guessing = (
+        simulate(
+            policy,
+            dear,
+            DRAFTS[draft],
+            rounds=1,
+            num_tokens=240,
+            num_requests=requests,
+            max_rows=32,
+        )
+        for policy in (Root(), BestFirst(32, 8))
+    )
+    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_perfect_draft_gives_best_first_a_token_per_round(rounds):
+    ran = simulate(BestFirst(8, 1), machine(8), PERFECT, rounds=rounds, num_tokens=300)
+    assert ran.tokens_per_step == pytest.approx(rounds, rel=0.05)
+    assert ran.delays[0] > 0, "parents and children share a batch"
+
+
+def test_one_chain_is_classic_speculative_decoding():
+    """Four right guesses and the token after them, once per pipeline length, or one step later
+    where the chain is drafted when the verdict has come."""
+    ran = simulate(StaticTree([1] * 4), machine(8), PERFECT, rounds=4, num_tokens=100)
+    assert 0.97 * 5 / 9 <= ran.tokens_per_step <= 1.03 * 5 / 8
+
+
+@pytest.mark.parametrize("top_1", [pytest.param(0.5, marks=pytest.mark.long), 0.9])
+def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
+    """A chain: a token is guessed exactly if it has rank 1."""
+    accuracy = Accuracy({1: top_1}, spread=0.5)
+    ran = simulate(Level(4, 1), machine(6), accuracy, rounds=1, num_tokens=1500)
+    assert ran.tokens_per_step == pytest.approx(level_equation(top_1, 6), rel=0.08)
+    assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", [Root(), BestFirst(4, 4)], ids=["root", "best_first"])
+def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
+    ran = simulate(
+        policy, machine(4), PUBLISHED, rounds=1, num_tokens=400, num_requests=40, max_rows=4
+    )
+    assert ran.tokens_per_step == pytest.approx(4, rel=0.01)  # roots alone fill the batches
+
+
+def test_a_crowded_tree_costs_best_first_its_second_chances():
+    """Why `pipespec plan` gives the tree NODES_PER_ROW: a small one forgets what it passed over."""
+    small, large = (
+        simulate(BestFirst(64, 8, capacity), machine(8), PUBLISHED, rounds=4, num_tokens=300)
+        for capacity in (512, 0)
+    )
+    assert small.tokens_per_step < large.tokens_per_step
+    assert small.hits < large.hits
+
+
+def test_a_prediction_repeats_itself():
+    (method,) = methods("best_first", rounds=[2])
+    first = predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first != predict(method, machine(4), PUBLISHED, num_tokens=50, seed=4)
+
+
+def test_times_follow_the_rows():
+    curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
+    assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
+    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop=TimeCurve(((1, 1.0),)))
+    assert uneven.plain_tbt_ms == 42
+    assert uneven.stage_ms([1, 0], [0, 0]) == [10, 0]
+    assert replace(uneven, slot_ms=0.5).stage_ms([1, 1], [40, 2]) == [30, 31]
+    ran = simulate(Root(), uneven, PUBLISHED, rounds=1, num_tokens=10)
+    assert ran.ms / ran.tokens == pytest.approx(42)
+
+
+def test_a_mixture_reads_the_experts_of_its_rows():
+    curve = with_experts(TimeCurve(((1, 10.0), (64, 12.0))), 256, 8, 0.9)
+    assert curve.ms(1) == pytest.approx(10)
+    # 256 (1 - (1 - 8 / 256) ** 64) = 222.4 experts instead of 8.
+    assert curve.ms(64) == pytest.approx(12 + 9 * (222.43 / 8 - 1), rel=1e-3)
+    assert with_experts(TimeCurve(((1, 10.0),)), 8, 8, 0.9).ms(64) == pytest.approx(10)
+    dense = Profile(stages=2, stage_ms=[10.0])
+    assert replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64) > 200
+    alike = replace(dense, experts=[256, 8, 0.9, 0.5]).machine().stages[1]
+    assert 10 < alike.ms(64) < replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64)
+    assert replace(dense, experts=[256, 8, 0.9, 1]).machine().stages[1].ms(64) == 10
+    malformed = (
+        [256, 8],
+        [256, 8.5, 0.9],
+        [8, 9, 0.9],
+        [8, 2, 1.1],
+        [8, 2, 0.9, 1.1],
+        [8, 2, 1, 0, 0],
+    )
+    for experts in malformed:
+        with pytest.raises(ConfigError):
+            replace(dense, experts=experts).machine()
+
+
+def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
+    machine = Profile(stages=8, stage_ms=[10.0], experts=[256, 8, 0.22], draft_ms=3.0).machine()
+    root, level, default = (
+        simulate(policy, machine, ONE_B, rounds="auto", num_tokens=300)
+        for policy in (Root(), Level(64, 8), BestFirst())
+    )
+    ms = [each.ms / each.tokens for each in (root, level, default)]
+    assert ms[0] == 80 and ms[1] > ms[0] and ms[2] < ms[0] / 2.8
+
+
+def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
+    link = Machine((TimeCurve(((1, 10.0),)),) * 3, hop=TimeCurve(((1, 0.1), (64, 8.4))))
+    assert link.plain_tbt_ms == pytest.approx(3 * 10.1)
+    assert link.hop_ms([64, 0, 64]) == pytest.approx([8.4, 0.0, 0.1])
+    assert link.full_ms(64) == pytest.approx([18.4, 18.4, 10.1])
+
+
+def test_the_fastest_are_looked_at_closely_and_sorted_by_time():
+    """All methods share an easy beginning here, which makes each look faster at first."""
+    asked = methods("level", widths=[12, 16, 20, 24, 28, 32])
+    accuracy = Accuracy({1: 0.81, 8: 0.99}, spread=0.5)
+    told: list[tuple[int, int]] = []
+    found = predict_all(
+        [Layout("", machine(8))],
+        asked,
+        accuracy,
+        num_tokens=300,
+        on_done=lambda *done: told.append(done),
+    )
+    closely = [predict(w, machine(8), accuracy, num_tokens=300) for w in asked]
+    assert recommend(found) in closely
+    assert [each.tbt_ms for each in found] == sorted(each.tbt_ms for each in found)
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert told[-1][0] == told[-1][1]
+
+
+def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit():
+    slow = machine(4, stage_ms=10, draft_ms=8)
+    two, auto = (
+        predict(method, slow, PUBLISHED, num_tokens=100)
+        for method in methods("best_first", rounds=[2, "auto"])
+    )
+    assert two.step_ms == pytest.approx(16, rel=0.05)
+    assert auto.rounds_per_step == pytest.approx(1, abs=0.1)
+    assert auto.step_ms == pytest.approx(10, rel=0.05)
+
+
+def test_a_good_draft_is_advised_and_a_bad_one_is_not():
+    good = [predict(w, machine(8), PUBLISHED, num_tokens=200) for w in methods("root", "level")]
+    advised = recommend(good)
+    assert advised is not None and advised.policy == "level"
+    assert advised.settings[:2] == ("policy=level", "policy.width=16")
+    assert advised.settings[2:] == ("policy.children=8", "proposer.rounds=1")
+    poor, slow = Accuracy({1: 0.05}, spread=0.0), machine(2, draft_ms=100)
+    assert recommend([predict(w, slow, poor, num_tokens=50) for w in methods("level")]) is None
+
+
+def test_of_equal_ways_the_one_with_fewer_rows_is_advised():
+    narrow, wide = (
+        predict(method, machine(4), PERFECT, num_tokens=60)
+        for method in methods("best_first", widths=[2, 32])
+    )
+    assert recommend([wide, narrow]) == narrow
+
+
+def test_a_policy_of_fixed_size_is_predicted_with_its_own_settings_whatever_the_sizes():
+    (method,) = methods("static_tree", widths=[64], children=[16])
+    assert method.policy == StaticTree()
+    assert method.settings == ("policy=static_tree", "proposer.rounds=1")
+
+
+def test_ways_that_do_not_differ_are_predicted_once():
+    grid = {"widths": [8, 16], "children": [4, 8], "rounds": [1, 2]}
+    assert len(methods("root", **grid)) == 1
+    assert len(methods("static_tree", **grid)) == 2
+    assert {method.policy for method in methods("root", **grid)} == {Root()}
+    assert len(methods("level", **grid)) == 4
+    assert len(methods("best_first", **grid)) == 8
+    with pytest.raises(ConfigError, match="not known"):
+        methods("nothing")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_json_holds_the_input_and_the_predictions(capsys):
+    options = ["stages=4", "stage_ms=1:20,64:30", "hop_ms=1", "--tokens", "50"]
+    assert main(["plan", "--json", "policy.width=8", "proposer.rounds=1,auto", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plain_tbt_ms"] == 84
+    assert answer["profile"]["stages"] == 4
+    found = {(p["policy"], p["rounds"]) for p in answer["predictions"]}
+    assert {("root", 1), ("level", 1), ("best_first", 1), ("best_first", "auto")} <= found
+    assert answer["recommended"] in answer["predictions"]
+    root = next(p for p in answer["predictions"] if p["policy"] == "root")
+    assert root["tbt_ms"] == pytest.approx(84) and root["speedup"] == pytest.approx(1)
+
+
+def test_the_table_fits_a_terminal_and_advises(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "policy.width=8", "proposer.rounds=1", "--tokens", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "Recommended: policy=" in out
+
+
+def test_where_speculation_loses_it_says_so(capsys):
+    options = ["stages=2", "stage_ms=10", "draft_ms=90", "curve=1:0.1"]
+    assert main(["plan", "policy.width=8", "proposer.rounds=1", "--tokens", "30", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "No combination would be faster than plain pipeline parallelism.",
+        "Recommended: policy=root",
+    ]
+
+
+def test_what_the_plan_found_is_a_sentence_a_line(capsys):
+    options = ["stages=4", "stage_ms=10", "draft_ms=12", "--tokens", "60"]
+    policies = ["policy=root,static_tree,best_first", "policy.width=8", "proposer.rounds=1,4"]
+    assert main(["plan", *options, *policies]) == 0
+    said = capsys.readouterr().out.partition("TBT is the time")[2].splitlines()
+    assert all(line.endswith(".") or line.startswith("Recommended: ") for line in said), said
+    assert any(re.search(r"\d of \d speculating combinations would be slower", x) for x in said)
+
+
+def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"stages": 2, "stage_ms": [["1:5"], [7.0]], "hop_ms": 1}))
+    few = ["policy=root", "--tokens", "5", "--json", "--profile", str(file)]
+    assert main(["plan", *few]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 14
+    assert main(["plan", *few, "hop_ms=0"]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 12
+
+
+def test_a_draft_that_shared_the_only_stage_works_beside_several(tmp_path: Path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"stages": 1, "stage_ms": ["1:5"], "overlap": False}))
+    few = ["policy=root", "--tokens", "5", "--json", "--profile", str(file)]
+    for more, overlap in (([], False), (["stages=1"], False), (["stages=4"], True)):
+        assert main(["plan", *few, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["profile"]["overlap"] == overlap
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object of stages, stage_ms"),
+        ('{"stage": 2}', "must be a JSON object of stages, stage_ms"),
+        ('{"stages": 3, "stage_ms": [[1], [2]]}', "times of 2 stages"),
+        ('{"hop_ms": "1"}', "hop_ms is '1'"),
+        ('{"stages": true}', "stages is True"),
+        ('{"curve": 3}', "curve is 3"),
+        ('{"stage_ms": {}}', "stage_ms is {}"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_one_sentence(tmp_path: Path, capsys, content: str, part: str):
+    file = tmp_path / "profile.json"
+    file.write_text(content)
+    assert main(["plan", "--profile", str(file)]) == 2
+    assert part in capsys.readouterr().err
