@@ -48,7 +48,7 @@ def megabytes(names: set[str]) -> float:
 
 def test_base_install_requires_no_package_for_gpus_beside_torchs_own() -> None:
     names = closure(BASE, without=frozenset({"torch"}))
-    assert {"transformers", "hydra-core", "redis"} <= names
+    assert {"transformers", "hydra-core", "redis", "gguf"} <= names
     assert [name for name in sorted(names) if name.startswith(FOR_GPUS)] == []
 
 

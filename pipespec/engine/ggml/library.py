@@ -144,7 +144,7 @@ _NEEDS = {
     "cpu_has_bmi2": "bmi2",
     "cpu_has_avx_vnni": "avx_vnni",
     "cpu_has_avx512": "avx512f",
-    "cpu_has_avx512_vbmi": "avx512_vbmi",
+    "cpu_has_avx512_vbmi": "avx512vbmi",
     "cpu_has_avx512_vnni": "avx512_vnni",
     "cpu_has_avx512_bf16": "avx512_bf16",
     "cpu_has_amx_int8": "amx_int8",
@@ -256,7 +256,10 @@ def _found() -> Found:
             continue
         depends = {
             "files": [(str(file), file.stat().st_size, file.stat().st_mtime) for file in files],
-            "test": Path(__file__).with_name("self_test.py").read_text(encoding="utf-8"),
+            "checks": [
+                Path(__file__).with_name(name).read_text(encoding="utf-8")
+                for name in ("library.py", "self_test.py")
+            ],
             "processor": sorted(cpu_flags()),
         }
         checked = cached_call("ggml", Found, depends, _check, folder)
