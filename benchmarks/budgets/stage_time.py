@@ -38,6 +38,7 @@ from benchmarks.common import experiment
 from benchmarks.common.experiment import names, numbers
 from pipespec.core import Verdict
 from pipespec.engine.attention.select import ATTENTIONS, AUTO
+from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.proposer import ProposalRequest
@@ -182,9 +183,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if device.type != "cpu" and hasattr(torch.accelerator, "reset_peak_memory_stats"):
         torch.accelerator.reset_peak_memory_stats(device)
     if options.compile:
-        stage.model.compile()
+        compile_slice(stage.model)
     if options.graph_rows:
-        stage.model.capture_graphs(options.graph_rows)
+        capture_graphs(stage.model, options.graph_rows)
     if stage.model.refused:
         raise ConfigError(stage.model.refused[0])
     steps: list[dict[str, Any]] = []
@@ -204,10 +205,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         context, most = options.profile_context, max(options.draft_rows)
         draft = TimedStage(shape, layers, range(layers), context + most, where)
         if options.compile:
-            draft.model.compile()
+            compile_slice(draft.model)
         if options.graph_rows:
-            draft.model.capture_graphs(options.graph_rows)
-            draft.model.capture_head(options.graph_rows)
+            capture_graphs(draft.model, options.graph_rows)
+            capture_head(draft.model, options.graph_rows)
         if draft.model.refused:
             raise ConfigError(draft.model.refused[0])
         label = {"shape": name, "layers": layers, "of": shape.layers}

@@ -476,7 +476,7 @@ def _spread(model: PreTrainedModel) -> None:
 def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
     """The tensors that a slice of a checkpoint holds, by name; `how` is passed to `ModelSlice`."""
     held = ModelSlice.load(path, layers, num_slots=4, **how)
-    return dict(held._model.state_dict()) | dict(held._base.state_dict())
+    return dict(held.model.state_dict()) | dict(held.base.state_dict())
 
 
 def logits(path: Path, prompt: Sequence[int], num_slices: int, **how: Any) -> torch.Tensor:

@@ -155,7 +155,7 @@ def files(tmp_path_factory):
 
 def weights(path: Path, layers: range) -> dict[str, torch.Tensor]:
     model = ModelSlice.load(path, layers, dtype=torch.float32, num_slots=4)
-    return dict(model._model.state_dict()) | dict(model._base.state_dict())
+    return dict(model.model.state_dict()) | dict(model.base.state_dict())
 
 
 def whole(path: Path) -> AutoModelForCausalLM:

@@ -24,10 +24,12 @@ from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, cau
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.formats.text_part import text_names
+from pipespec.engine.graphs.graphs import CaptureFunction
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.recurrence import fixed_plan, state_sizes
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.engine.slice.tp_worker import TPDriver, negotiate, run_tp_worker
+from pipespec.engine.slice.speedups import capture_graphs, compile_slice
+from pipespec.engine.slice.tp_worker import follow_tp_leader, leading_tp_group
 from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
 from pipespec.errors import ModelError, RankFailed
 from pipespec.sampling.draw import draw
@@ -229,8 +231,8 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
     def member(group: TPProcessGroup) -> tuple[Tensor, list[str]]:
         layers = range(NUM_LAYERS)
         part = ModelSlice.load(path, layers, num_slots=NUM_SLOTS, attention="static", group=group)
-        part.capture_graphs([8])
-        part.compile()
+        capture_graphs(part, [8])
+        compile_slice(part)
         return tree.run([part], batches), part.refused
 
     expected = tree.run(_load(path, 1), batches)
@@ -267,23 +269,18 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
         seat = TPRank(rank, 2)
         part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=slots, attention=how, group=seat)
         if rank == 0 and buckets:
-            part.capture_graphs(buckets, stand_in)
+            capture_graphs(part, buckets, stand_in)
         found = []
         for tree, store in zip(trees, meeting, strict=True):
             group = RecordableGroup(store, rank, 2)
-            with seat.joined(group):
-                assert negotiate(part, group, stand_in) == NUM_SLOTS
-                assert part.attention == attention
-                assert (part.graph_rows, part.refused) == (tuple(buckets), [])
-                if rank:
-                    run_tp_worker(part, group)
-                else:
-                    leader = TPDriver(group)
-                    part.set_driver(leader)
+            if rank:
+                follow_tp_leader(part, group, stand_in)
+            else:
+                with leading_tp_group(part, group, stand_in) as num_slots:
+                    assert num_slots == NUM_SLOTS
                     found.append(tree.run([part], batches))
-                    leader.end()
-            part.set_driver(None)
-            part.graphs.release()  # as at the end of an epoch
+            assert (part.attention, part.refused) == (attention, [])
+            assert (part.graphs.rows, part.graphs.captured) == ((), tuple(buckets))
         return found
 
     whole = _load(path, 1)
@@ -305,12 +302,10 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
             path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
         )
         if rank:
-            part.capture_graphs([16], stand_in)
-            assert part.graph_rows == (16,)
-        group = RecordableGroup(store, rank, 2)
-        with seat.joined(group):
-            negotiate(part, group, stand_in)
-        return part.graph_rows
+            capture_graphs(part, [16], stand_in)
+            assert part.graphs.rows == (16,)
+        _meet(part, RecordableGroup(store, rank, 2), stand_in)
+        return part.graphs.captured
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         assert [*pool.map(member, range(2))] == [(), ()]
@@ -335,11 +330,9 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
             path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
         )
         if rank == 0:
-            part.capture_graphs([4, 16], stand_in)
-        group = RecordableGroup(store, rank, 2)
-        with seat.joined(group):
-            negotiate(part, group, capture)
-        return part.graph_rows, part.refused
+            capture_graphs(part, [4, 16], stand_in)
+        _meet(part, RecordableGroup(store, rank, 2), capture)
+        return part.graphs.captured, part.refused
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         assert [*pool.map(member, range(2))] == [
@@ -354,7 +347,7 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint)
     part = ModelSlice.load(
         path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
     )
-    part.capture_graphs([4, 16], stand_in)
+    capture_graphs(part, [4, 16], stand_in)
 
     class Lost:
         """The others are there until the first graph is captured."""
@@ -376,9 +369,9 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint)
         group.gone = True
         return found
 
-    with seat.joined(group), pytest.raises(RankFailed):
-        negotiate(part, group, capture)
-    assert (part.graph_rows, part.graphs.captured) == ((), (4, 16))
+    with pytest.raises(RankFailed), leading_tp_group(part, group, capture):
+        pass
+    assert (part.graphs.rows, part.graphs.captured) == ((), (4, 16))
 
 
 def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpoint):
@@ -428,7 +421,7 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
         pytest.skip("the host chooses its experts")
     (part,) = model.static
     if part.recurrent:
-        part.compile()
+        compile_slice(part)
         assert " running state." in part.refused[0]
         return
     graphs = []
@@ -469,8 +462,8 @@ def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monke
 
     path = checkpoint(model_type)
     part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static")
-    part.capture_graphs([2, 8], capture)
-    assert (part.graph_rows, part.refused, len(captured)) == ((2, 8), [], 2)
+    capture_graphs(part, [2, 8], capture)
+    assert (part.graphs.rows, part.refused, len(captured)) == ((2, 8), [], 2)
     replayed.clear()
     first, second = (_RandomTree(_random_tokens(11, 2), num_nodes=80, seed=seed) for seed in (3, 4))
     batches = [slice(0, 2), slice(2, 10), slice(10, 40), slice(40, 80)]
@@ -672,6 +665,15 @@ def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int
     parts = _load(path, 2, group)
     tokens = _greedy(parts, prompt, chunk=5, count=OF_MEMBERS)
     return tokens, sum(part.num_weight_bytes for part in parts)
+
+
+def _meet(part: ModelSlice, group: TPProcessGroup, capture: CaptureFunction) -> None:
+    """An epoch in which nothing is computed."""
+    if group.rank:
+        follow_tp_leader(part, group, capture)
+    else:
+        with leading_tp_group(part, group, capture):
+            pass
 
 
 def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:

@@ -30,7 +30,7 @@ from pipespec.engine.formats.gguf_blocks import BlockWeights
 from pipespec.engine.formats.packing import PACKED_INT4, PACKED_INT8
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.folders import resource_dir

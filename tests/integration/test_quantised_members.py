@@ -180,7 +180,7 @@ def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
             _load(each, 1, group, dtype=torch.bfloat16, quantization=kept)[0]
             for each in (path, path if group.rank else damaged)
         ]
-        return [_stored(each._base) for each in held]
+        return [_stored(each.base) for each in held]
 
     for kept in ("int4", None):
         intact, other = together(2, lambda group, kept=kept: state(group, kept))[0]

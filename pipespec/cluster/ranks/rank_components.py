@@ -7,8 +7,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +23,9 @@ from pipespec.engine.checkpoint.fetching import fetch_parts
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.precision import KV_PLAIN
-from pipespec.engine.slice.autotune import autotune
+from pipespec.engine.slice import speedups
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
-from pipespec.engine.slice.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
 from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposers.async_proposer import AsyncProposer
@@ -85,19 +83,19 @@ def load_model(
         kv_dtype=settings.kv_dtype,
     )
     if settings.compile:
-        model.compile()
+        speedups.compile_slice(model)
     else:
         # Weights that count as used are freed as they are packed.
         mapped = memory.weight_bytes(deployment, info, device, layers) == 0
         room = memory.share_bytes(device, sharing) - memory.recurrent_bytes(deployment, info, rank)
-        model.use_fastest_products(room if mapped else math.inf)
+        speedups.use_fastest_products(model, room if mapped else math.inf)
     any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
     if model.device.type == "cuda" and any_attention:
-        autotune(model, settings.graph_rows)
+        speedups.autotune(model, settings.graph_rows)
     elif model.device.type == "cuda" and model.attention != SDPA:
-        model.capture_graphs(settings.graph_rows)
+        speedups.capture_graphs(model, settings.graph_rows)
     if model.device.type == "cuda":
-        model.capture_head(settings.graph_rows)
+        speedups.capture_head(model, settings.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)
     return model
@@ -155,36 +153,6 @@ class Weights:
             if torch.cuda.is_initialized():  # before free memory is measured
                 gc.collect()  # graphs and compiled slices refer to the model, which has them
                 torch.cuda.empty_cache()
-
-
-@contextmanager
-def leading_tp_group(model: ModelSlice, group: TPBroadcastGroup) -> Iterator[int]:
-    """Lead the other members of a tensor-parallel rank within the block.
-
-    Yields the number of KV slots that all of them have.
-    """
-    assert isinstance(model.group, TPRank)
-    with model.group.joined(group):
-        leader = TPDriver(group)
-        try:
-            slots = negotiate(model, group)
-            model.set_driver(leader)
-            yield slots
-            leader.end()
-        finally:
-            model.set_driver(None)
-            model.graphs.release()
-
-
-def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
-    """Compute what the leader of a tensor-parallel rank computes, until it ends."""
-    assert isinstance(model.group, TPRank)
-    with model.group.joined(group):
-        try:
-            negotiate(model, group)
-            run_tp_worker(model, group)
-        finally:
-            model.graphs.release()
 
 
 def num_profiled_rows(config: Config) -> int:

@@ -38,6 +38,7 @@ from pipespec.engine.ggml import compute
 from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.engine.slice.tp_worker import follow_tp_leader, leading_tp_group
 from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.proposers.cascade import CascadeProposer
@@ -168,9 +169,9 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
         with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
             progress.begin(LOADING_S)
             if member:
-                rank_components.follow_tp_leader(model, group)
+                follow_tp_leader(model, group)
                 return
-            with rank_components.leading_tp_group(model, group) as num_slots:
+            with leading_tp_group(model, group) as num_slots:
                 join_and_run(held, model, mid, grammars, group, num_slots)
 
 

@@ -2,7 +2,7 @@
 
 Transformers calls a function that is registered by name. The function calls the slice's backend
 through one custom operator, which torch.compile and CUDA graphs treat as opaque. Each attention
-module has its KV pool and the slice's backend in its attribute `kv`.
+module has its KV pool and its backend in its attribute `kv`.
 """
 
 from __future__ import annotations
@@ -37,32 +37,17 @@ _numbers = count()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class SliceBackend:
-    """The backend that the layers of a slice share; the custom operator identifies it by
-    `number`."""
-
-    attention: AttentionBackend
-    number: int = field(default_factory=lambda: next(_numbers))
-
-    def __post_init__(self) -> None:
-        _slices[self.number] = self
-
-
-_slices: WeakValueDictionary[int, SliceBackend] = WeakValueDictionary()
-
-
-@dataclass(slots=True, eq=False)
 class AttentionState:
     """The attribute `kv` of an attention module.
 
     `kv_heads`: the KV heads that its query heads attend to, if the module computes others too;
     `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one; `kv_dtype`: one of
-    KV_DTYPES. The first call sets
-    `pool`, `options` and `heads` from the actual Q, K and V, whose shapes are more reliable than
-    what can be derived from the config.
+    KV_DTYPES. The first call sets `pool`, `options` and `heads` from the actual Q, K and V, whose
+    shapes are more reliable than what can be derived from the config. The custom operator
+    identifies it by `number`.
     """
 
-    slice: SliceBackend
+    backend: AttentionBackend
     num_slots: int
     kv_heads: Tensor | None = None
     chunk: int | None = None
@@ -71,6 +56,10 @@ class AttentionState:
     pool: LayerPool | None = None
     options: LayerOptions | None = None
     heads: int = 0
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        _states[self.number] = self
 
     @property
     def layer(self) -> AttentionLayer:
@@ -80,6 +69,9 @@ class AttentionState:
         return AttentionLayer(self.heads, self.options, self.pool)
 
 
+_states: WeakValueDictionary[int, AttentionState] = WeakValueDictionary()
+
+
 def register() -> None:
     """Register `NAME` with Transformers; one entry serves all layers of all slices."""
     AttentionInterface.register(NAME, _attend)
@@ -87,17 +79,17 @@ def register() -> None:
 
 def attach(
     layer: nn.Module,
-    slice_: SliceBackend,
+    backend: AttentionBackend,
     num_slots: int,
     *,
-    chunk: int | None = None,
-    kv_heads: Sequence[int] | None = None,
-    kv_dtype: str = KV_PLAIN,
+    chunk: int | None,
+    kv_heads: Sequence[int] | None,
+    kv_dtype: str,
 ) -> list[AttentionState]:
     """Give each attention module of a decoder layer its state; layers of some kinds have none."""
     states = []
     for attention in attention_modules(layer):
-        state = AttentionState(slice_, num_slots, chunk=chunk, kv_dtype=kv_dtype)
+        state = AttentionState(backend, num_slots, chunk=chunk, kv_dtype=kv_dtype)
         state.temperature = take_temperature(layer, attention)
         if kv_heads is not None:
             state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
@@ -127,27 +119,15 @@ def _attend(
         assert query_positions is not None
         query = state.temperature.applied(query, query_positions)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if state.pool is None or state.options is None:
+    if state.pool is None:
         # An empty one is that of `variants.leave_out_indexers`.
         assert attention_mask is None or not attention_mask.numel()
         state.pool = LayerPool.allocate(state.num_slots, key, value, state.kv_dtype)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         state.options = LayerOptions(scaling, sliding_window, softcap, s_aux, state.chunk)
         state.heads = query.shape[1]
-    pool, options = state.pool, state.options
-    out = torch.ops.pipespec.attend(
-        query,
-        key,
-        value,
-        pool.keys,
-        pool.values,
-        options.sinks,
-        options.scaling,
-        options.window,
-        options.softcap,
-        options.chunk,
-        state.slice.number,
-    )
+    pool = state.pool
+    out = torch.ops.pipespec.attend(query, key, value, pool.keys, pool.values, state.number)
     return out.unsqueeze(0), None
 
 
@@ -155,32 +135,22 @@ def _attend(
 
 _library = torch.library.Library(NAME, "DEF")
 _library.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
-    " Tensor? sinks, float scaling, int? window, float? softcap, int? chunk, int slice) -> Tensor"
+    "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, int layer)"
+    " -> Tensor"
 )
 
 
-def _whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sinks: Tensor | None,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    chunk: int | None,
-    number: int,
+def _with_backend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, layer: int
 ) -> Tensor:
-    options = LayerOptions(scaling, window, softcap, sinks, chunk)
-    backend = _slices[number].attention
-    return backend.attend(query, key, value, LayerPool(keys, values), options)
+    state = _states[layer]
+    assert state.options is not None
+    return state.backend.attend(query, key, value, LayerPool(keys, values), state.options)
 
 
 def _shape(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[2])
 
 
-_library.impl("attend", _whole, "CompositeExplicitAutograd")
+_library.impl("attend", _with_backend, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAME}::attend", _shape, lib=_library)

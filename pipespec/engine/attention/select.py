@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from pipespec.engine.precision import name_of
+
 if TYPE_CHECKING:  # a wrong setting is refused without it
     import torch
 
@@ -37,24 +39,19 @@ def select_backend(
     self-test on the device. Returns its name, the backend, and a sentence for each backend that is
     not used.
 
-    `auto` is `sdpa`, until `pipespec.engine.slice.autotune` has found a faster one.
+    `auto` is `sdpa`, until `pipespec.engine.slice.speedups` has found a faster one.
     `batch_invariant` applies to `sdpa` only.
     """
     refused: list[str] = []
     name = SDPA if name == AUTO else name
     while name != SDPA:
-        dtype = dtype_name(layers[0].pool.keys.dtype) if layers else None
+        dtype = name_of(layers[0].pool.keys.dtype) if layers else None
         wrong = missing_requirement(name, device.type, dtype) or backend_error(name, device, layers)
         if wrong is None:
             return name, make_backend(name, device, num_slots), refused
         refused.append(f"attention={name} is not used, {FALLBACK[name]} is used instead: {wrong}.")
         name = FALLBACK[name]
     return name, make_backend(name, device, num_slots, batch_invariant=batch_invariant), refused
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As settings name it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def missing_requirement(name: str, device_type: str, dtype: str | None = None) -> str | None:

@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,10 +41,6 @@ KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
 KEYS = 64
 # Tensors and operations for a layer, and beside the layers.
 _OF_LAYER, _BESIDE = 64, 64
-# The largest difference from Transformers' pass in a batch of so many rows, relative to the length
-# of the results: both round rows to 8 bits in every product, one of another row by rounding errors.
-TOLERANCE = 0.05
-TEST_ROWS = 5
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -106,26 +102,6 @@ class _Planned:
     num_bytes: int
 
 
-class Slice(Protocol):
-    """What a graph needs of a `ModelSlice`."""
-
-    hidden_size: int
-
-    @property
-    def is_first(self) -> bool: ...
-
-    @property
-    def is_last(self) -> bool: ...
-
-    def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
-        """See `ModelSlice`."""
-        ...
-
-    def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """See `ModelSlice`."""
-        ...
-
-
 class NotOfThePattern(Exception):
     """The modules of a slice are not those that a graph can be made of."""
 
@@ -133,8 +109,8 @@ class NotOfThePattern(Exception):
 class SliceGraph:
     """The layers of a slice as graphs of ggml, one for each number of rows and keys."""
 
-    def __init__(self, model: Slice, base: nn.Module, attentions: Sequence[AttentionState]):
-        """Raises NotOfThePattern."""
+    def __init__(self, model: Any, base: nn.Module, attentions: Sequence[AttentionState]):
+        """Of a `ModelSlice` with these modules. Raises NotOfThePattern."""
         found = library.load()
         assert found is not None, "callers have looked whether there is ggml"
         self._library: Library = found
@@ -397,26 +373,3 @@ def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, in
         segments.append((segment.rows, first, own, segment.mask[:, order]))
         first = own + len(order)
     return np.concatenate(slots), segments
-
-
-def make_slice_graph(
-    model: Slice, base: nn.Module, attentions: Sequence[AttentionState]
-) -> tuple[SliceGraph | None, str]:
-    """The graph of a slice whose layers are those of `base`, tested with a batch; or None, and why
-    if there is no ggml or its results differ. No KV slot may be in use."""
-    if library.load() is None:
-        return None, library.why_not()
-    try:
-        graph = SliceGraph(model, base, attentions)
-    except NotOfThePattern:
-        return None, ""
-    inputs, positions, plan = model.example_batch(TEST_ROWS)
-    expected = model.forward(inputs, positions, plan)
-    found = graph.forward(inputs, plan)
-    off = float((found - expected).norm() / expected.norm())
-    if not off <= TOLERANCE:
-        return (
-            None,
-            f"ggml computes the layers one by one, as its graph of all is off by {off:.3f}.",
-        )
-    return graph, ""

@@ -1,5 +1,5 @@
-"""CUDA graphs: the forward pass of a slice, or its output head, is captured once and replayed, one
-launch instead of hundreds.
+"""The CUDA graphs of a slice: its forward pass, or its output head, is captured once and replayed,
+one launch instead of hundreds.
 
 A graph always computes a fixed number of rows, its *bucket*; a smaller batch is padded. So the
 shapes of the matrix products do not depend on the number of draft tokens in a batch. Inputs,
@@ -9,34 +9,34 @@ state until they grow; the graph is then captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
+from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
 from pipespec.engine.attention.device_plan import DevicePlanBackend, PlanCapacity
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 from pipespec.system.device_copy import staged
+from pipespec.system.validation import reason
+
+T = TypeVar("T")
+# The forward pass: hidden states of inputs and positions.
+Compute = Callable[[Tensor, Tensor], Tensor]
+# Captures what a function does on the device, which has run before: returns a function that replays
+# it, and the tensor with the result of each replay.
+CaptureFunction = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 # Runs before the capture, in which libraries select their kernels.
 WARM_UP = 3
 # Rows of the batches of the self-test; the first is a prompt.
 TEST_ROWS = (40, 1, 64, 17)
-# Why a graph that fails it does not serve.
+# Why a graph that fails it is not used.
 DIFFERENT = "replaying the graph gives other values than computing"
-
-
-class CaptureFunction(Protocol):
-    """Captures what a function does on the device; the function has run before."""
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Returns a function that replays it, and the tensor with the result of each replay."""
-        ...
 
 
 @cache
@@ -65,14 +65,14 @@ class CapturedGraph:
 
     def __init__(
         self,
-        compute: Callable[[Tensor, Tensor], Tensor],
+        compute: Compute,
         inputs: Tensor,
         attention: DevicePlanBackend,
         recurrent: RecurrentLayers,
-        capture: CaptureFunction = capture_cuda_graph,
+        capture: CaptureFunction,
     ) -> None:
-        """`compute` is the forward pass; `inputs` `[rows, ...]` are an example of its input, with
-        the rows of the bucket. No KV slot may be in use meanwhile."""
+        """`inputs` `[rows, ...]` are an example of the input of `compute`, with the rows of the
+        bucket. No KV slot may be in use meanwhile."""
         self.rows = len(inputs)
         self._compute = compute
         self._attention, self._recurrent = attention, recurrent
@@ -90,13 +90,15 @@ class CapturedGraph:
         inputs: Tensor,
         positions: Tensor,
         plan: AttentionPlan,
-        states: RecurrentPlan[np.ndarray] | None = None,
+        states: RecurrentPlan[np.ndarray] | None,
     ) -> Tensor | None:
         """The result of `compute` for a batch of at most `self.rows` rows; None: its plan does not
         fit. `states`: what layers with a running state do, if there are any."""
         if not self._flat.capacity.holds(PlanCapacity.of(plan)):
             return None
-        if states is not None and not self._holds(states):
+        if states is not None and not (
+            self._fixed is not None and self._fixed.holds(states) and self._recurrent.fits(states)
+        ):
             return None
         rows = len(positions)
         for static, given in ((self._inputs, inputs), (self._positions, positions)):
@@ -129,10 +131,6 @@ class CapturedGraph:
             length += rows
         return alike
 
-    def _holds(self, states: RecurrentPlan[np.ndarray]) -> bool:
-        fixed = self._fixed
-        return fixed is not None and fixed.holds(states) and self._recurrent.fits(states)
-
     def _capture(self) -> None:
         """Capture the forward pass. What it stores is overwritten by the next replay, or belongs to
         no sequence."""
@@ -153,10 +151,7 @@ class CapturedHead:
     """The graph of a model's output head for one number of rows."""
 
     def __init__(
-        self,
-        compute: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        capture: CaptureFunction = capture_cuda_graph,
+        self, compute: Callable[[Tensor], Tensor], hidden: Tensor, capture: CaptureFunction
     ) -> None:
         """`compute` returns logits; `hidden` `[rows, hidden]` is an example of its input."""
         self.rows = len(hidden)
@@ -174,3 +169,119 @@ class CapturedHead:
         self._inputs[:rows].copy_(hidden, non_blocking=True)
         self._replay()
         return self._result[:rows].clone()  # the next replay overwrites it
+
+
+class SliceGraphs:
+    """Those of the layers and of the output head. A batch takes the smallest that holds it.
+
+    Attributes:
+        captured: the numbers of rows of the layers' graphs, those that were released, or whose
+            capture was interrupted, included.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[CapturedGraph] = []  # by rising number of rows
+        self._heads: list[CapturedHead] = []
+        self.captured: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows of the layers' graphs."""
+        return tuple(graph.rows for graph in self._layers)
+
+    def drop(self) -> None:
+        """Drop the layers' graphs."""
+        self._layers, self.captured = [], ()
+
+    def release(self) -> None:
+        """Free the layers' graphs, which are to be captured again, before the group whose
+        collectives they contain ends: NCCL does not end a group that a graph holds."""
+        self._layers = []
+
+    def run(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        states: RecurrentPlan[np.ndarray] | None,
+    ) -> Tensor | None:
+        """The hidden states of a batch; None: no graph holds it. See `CapturedGraph.run`."""
+        for graph in self._layers:
+            if len(positions) <= graph.rows:
+                found = graph.run(inputs, positions, plan, states)
+                if found is not None:
+                    return found
+        return None
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """The logits of `[k, hidden]`; None: no graph holds so many rows."""
+        return next((each.run(hidden) for each in self._heads if len(hidden) <= each.rows), None)
+
+    def capture_layers(
+        self,
+        compute: Compute,
+        examples: Sequence[Tensor],
+        attention: AttentionBackend,
+        name: str,
+        recurrent: RecurrentLayers,
+        num_slots: int,
+        capture: CaptureFunction,
+        agree: Callable[[bool], bool],
+    ) -> list[str]:
+        """Capture a graph for inputs like each of these examples, in place of earlier ones; what
+        could not be captured, in sentences. Raises RankFailed if another member is lost.
+
+        Args:
+            name: of the attention backend.
+            num_slots: those that every member has.
+            agree: whether all members that compute the slice together say so.
+        """
+        self._layers, refused = [], []
+        self.captured = tuple(map(len, examples))
+        recurrent.make_room(max(map(len, examples), default=0))
+        for inputs in examples:
+            why = f"attention={name} cannot be captured"
+            graph: CapturedGraph | None = None
+            if isinstance(attention, DevicePlanBackend):
+                graph, why = _tried(
+                    partial(CapturedGraph, compute, inputs, attention, recurrent, capture)
+                )
+            # A replay waits for that of every other member.
+            if agree(graph is not None) and graph is not None:
+                alike, why = _tried(partial(graph.replays_alike, inputs, num_slots))
+                if agree(bool(alike)):
+                    self._layers.append(graph)
+                    continue
+                why = why or DIFFERENT
+            refused.append(
+                f"Batches of up to {len(inputs)} rows are computed without a graph: "
+                f"{why or 'another tensor-parallel member cannot capture it'}."
+            )
+        self.captured = self.rows
+        return refused
+
+    def capture_heads(
+        self,
+        compute: Callable[[Tensor], Tensor],
+        examples: Sequence[Tensor],
+        capture: CaptureFunction,
+    ) -> list[str]:
+        """The same for the output head."""
+        self._heads, refused = [], []
+        for hidden in examples:
+            head, why = _tried(partial(CapturedHead, compute, hidden, capture))
+            if head is not None:
+                self._heads.append(head)
+            else:
+                refused.append(
+                    f"The output head computes up to {len(hidden)} rows without a graph: {why}."
+                )
+        return refused
+
+
+def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
+    """What a call returns, or None and why it failed."""
+    try:
+        return make(), ""
+    except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
+        return None, reason(error, named=False)

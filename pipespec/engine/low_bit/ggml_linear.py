@@ -15,6 +15,7 @@ from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.ggml.formats import GgmlWeights
+from pipespec.engine.low_bit.kept_linear import KeptLinear
 
 # Where Transformers' scaled embeddings have their factor.
 _SCALE = "scalar_embed_scale"
@@ -38,46 +39,28 @@ def multiplied(weights: compute.Tensor, x: Tensor) -> Tensor:
     return y
 
 
-class GgmlLinear(nn.Module):
-    """A linear layer with the matrix `source` `[out, in]` of the files, or a `part` of it.
+class GgmlLinear(KeptLinear):
+    """A linear layer that ggml multiplies, with its blocks in the memory of their file.
 
-    It has no weights until `fill`; `bias` is loaded like that of any layer. A row of a product does
-    not depend on the other rows of its batch.
-
-    Attributes:
-        weights: as ggml has them.
-        order: row i of the layer is row `order[i]` of the weights; None: they are in order.
+    Row i of the layer is row `order[i]` of `weights`; None: they are in order.
     """
 
-    part: Part
     weights: compute.Tensor
-
-    def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
-        super().__init__()
-        self.source, self.part = source, WHOLE
-        self.out_features, self.in_features = out_features, in_features
-        self.bias = bias
-        self.order: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
         return self.weights.memory.nbytes
 
     def fill(self, weights: Any, device: torch.device) -> None:
-        """Set the weights, without a copy of those that are ggml's. Raises ModelError if they do
-        not fit."""
         assert device.type == "cpu"
         require_shape(self, weights.shape)
         found = as_ggml(weights)
         self.weights, self.order = held(found), found.order
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
+    def product(self, x: Tensor) -> Tensor:
         y = multiplied(self.weights, x)
-        if self.order is not None:
-            y = y.index_select(-1, self.order)
-        return y if self.bias is None else y + self.bias
+        return y if self.order is None else y.index_select(-1, self.order)
 
 
 class GgmlEmbedding(nn.Module):
@@ -105,11 +88,10 @@ class GgmlEmbedding(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
         return self.weights.memory.nbytes
 
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
-        """See `GgmlLinear.fill`."""
+        """See `KeptLinear`."""
         assert device.type == "cpu"
         assert weights.order is None, "no file permutes its embedding"
         require_shape(self, weights.shape)

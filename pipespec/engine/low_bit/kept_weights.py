@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.formats.fill_in_parts import row_parts
 from pipespec.engine.formats.gguf import is_int4
@@ -18,11 +19,9 @@ from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.formats.stored import KeptMatrix
 from pipespec.engine.formats.tp_cuts import NO_CUTS, Cut
 from pipespec.engine.ggml import library as ggml
-from pipespec.engine.low_bit.dequantised import DequantisedLinear
-from pipespec.engine.low_bit.expert_stack import PLAIN, replace_experts
-from pipespec.engine.low_bit.ggml_experts import GgmlExperts
+from pipespec.engine.low_bit.experts import PLAIN, GgmlExperts, replace_experts
 from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
-from pipespec.engine.low_bit.int4 import Int4Linear
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear, Int4Linear, KeptLinear
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
 
@@ -123,7 +122,7 @@ def fill(
     unpacked = 0
     heap.release()
     for module in model.modules():
-        if not isinstance(module, Int4Linear | DequantisedLinear | GgmlLayer):
+        if not isinstance(module, KeptLinear | GgmlLayer):
             continue
         read: Any
         if isinstance(module, GgmlExperts):
@@ -159,37 +158,40 @@ def fill(
     heap.release()
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of the weights of the layers that are no tensors of the model's own; those of a tied
-    head count once."""
-    layers = (each for each in model.modules() if isinstance(each, DequantisedLinear | GgmlLayer))
-    return sum({each.source: each.num_bytes for each in layers}.values())
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model; those of a tied head count once."""
+    found: dict[int | str, int] = {}
+
+    def add(tensor: Any) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # torchao's: values and scales
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            found[tensor.data_ptr()] = tensor.nbytes
+
+    for tensor in model.state_dict().values():
+        add(tensor)
+    layers = (each for each in model.modules() if isinstance(each, KeptLinear | GgmlLayer))
+    return sum((found | {each.source: each.num_bytes for each in layers}).values())
 
 
 def self_test_error(
-    layer: Int4Linear | DequantisedLinear,
-    weights: Any,
-    device: torch.device,
-    dtype: torch.dtype,
+    layer: KeptLinear, weights: Any, device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Why the products of a layer on this device are wrong, as a clause; None: they are right."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(max(TEST_BATCH_SIZES), layer.in_features, generator=generator)
     rows = rows.to(device, dtype)
-    bias, layer.bias = layer.bias, None
-    try:
-        with torch.inference_mode():
-            whole = layer.forward(rows)  # without the collectives of tensor-parallel members
-            if not whole.isfinite().all():
-                return "its products are not finite"
-            for size in TEST_BATCH_SIZES:
-                if not torch.equal(layer.forward(rows[:size]), whole[:size]):
-                    return f"a row differs in a batch of {size}"
-            heap.release()  # what the products have freed
-            exact, expected = rows.float(), torch.empty_like(whole, dtype=torch.float32)
-            for some in row_parts(weights.shape, 1):
-                expected[:, some] = exact @ weights.part(some).dense().float().T.to(device)
-    finally:
-        layer.bias = bias
+    with torch.inference_mode():
+        whole = layer.product(rows)  # without the bias, and the collectives of members
+        if not whole.isfinite().all():
+            return "its products are not finite"
+        for size in TEST_BATCH_SIZES:
+            if not torch.equal(layer.product(rows[:size]), whole[:size]):
+                return f"a row differs in a batch of {size}"
+        heap.release()  # what the products have freed
+        exact, expected = rows.float(), torch.empty_like(whole, dtype=torch.float32)
+        for some in row_parts(weights.shape, 1):
+            expected[:, some] = exact @ weights.part(some).dense().float().T.to(device)
     off = float((whole.float() - expected).abs().max() / expected.abs().max())
     return None if off <= TOLERANCE else f"its error is {off:.3f} of the largest number"

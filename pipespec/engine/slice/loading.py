@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +19,9 @@ from pipespec.engine.formats.stored import KeptMatrix
 from pipespec.engine.low_bit import kept_weights
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.slicing import sliced_class
-from pipespec.engine.tensor_parallel.tensor_parallel import (
-    TPGroup,
-    TPPlan,
-    drop_repeated_biases,
-    require_divisible,
-)
-from pipespec.engine.tensor_parallel.tp_state import Member
+from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
+from pipespec.engine.tensor_parallel.tp_divisibility import has_plan, require_tp_divisible
+from pipespec.engine.tensor_parallel.tp_member import TPMember, WholeSlice
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -42,10 +37,10 @@ def load(
     quantization: str | None,
     device: torch.device,
     progress: bool,
-    group: TPGroup | None = None,
-) -> tuple[PreTrainedModel, TPPlan | None]:
-    """The model's own class with the weights of `layers`, or with a member's part of them, and how
-    the members divide it; see `ModelSlice.load`."""
+    group: TPGroup | None,
+) -> tuple[PreTrainedModel, WholeSlice]:
+    """The model's own class with the weights of `layers`, or with a member's part of them, and what
+    it knows of the other members; see `ModelSlice.load`."""
     with alone(progress=progress):
         checkpoint = Checkpoint(path)
         files, config = checkpoint.files, checkpoint.files.config()
@@ -58,25 +53,22 @@ def load(
         if not files.by_package and getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # for Transformers it has plain weights
         computed = dtype or config.dtype or getattr(torch, DTYPES[files.dtype])
-        member: Member | None = None
+        parallel = WholeSlice()
         if group is not None:
             requantized = files.by_package or quantization in QUANTIZATIONS
-            require_divisible(config, path, group.size, requantized=requantized)
-            member = Member(group, files.units())
+            args = path, config.model_type, has_plan(config), group.size
+            require_tp_divisible(*args, requantized=requantized)
+            parallel = TPMember(group, files.units())
         kept: dict[str, KeptMatrix] = {}
         if quantization is not None and quantization == files.kept_format:
             with_ggml = kept_weights.with_ggml(device)
-            kept = files.kept(parts, with_ggml=with_ggml, divided=member is not None)
+            kept = files.kept(parts, with_ggml=with_ggml, divided=group is not None)
         kinds = {name: each.kind for name, each in kept.items()}
         make = kept_weights.LayerMaker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
         with checkpoint.source(parts, computed) as source:
-            prepare: Callable[[PreTrainedModel], None] = keep
-            if member is not None:
-                assert source[1] is not None, "packages' matrices are not divided"
-                prepare = partial(member.prepare, source[1], keep)
             model, loaded = build(
-                sliced_class(config, layers, prepare),
+                sliced_class(config, layers, partial(parallel.prepare, source[1], keep)),
                 config,
                 source,
                 device,
@@ -87,11 +79,10 @@ def load(
         if quantization is not None:
             kept_weights.fill(model, kept, device, quantization)
     require_all(path, loaded)
-    if member is not None:
-        drop_repeated_biases(model, member.group, member.plan)
+    parallel.loaded(model)
     if dtype is not None and model.dtype != dtype:
         raise ModelError(
             f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
             "model.dtype out"
         )
-    return model, None if member is None else member.plan
+    return model, parallel

@@ -54,7 +54,7 @@ def _count(files: StoredFiles, members: int, units: CutUnits) -> TPShares:
     from pipespec.engine.checkpoint.building import lock
     from pipespec.engine.formats.architectures import num_layers_of
     from pipespec.engine.slice.slicing import sliced_class
-    from pipespec.engine.tensor_parallel.tensor_parallel import num_kv_heads, plan_cuts
+    from pipespec.engine.tensor_parallel.tp_plan import num_kv_heads, plan_cuts
 
     config = files.config()
     if getattr(config, "quantization_config", None) is not None:

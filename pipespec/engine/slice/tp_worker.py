@@ -4,17 +4,18 @@ Member 0 broadcasts the arguments of each `ModelSlice.forward`. Only member 0 kn
 verdicts and slots; the attention plan contains slot ids. Of the page table, which outlives a batch,
 only changes are sent.
 
-A message has 4 int64 (numbers of rows, segments, tree keys, and new page entries), then int64
-columns in the order of `_columns`, then the inputs, then the mask. Before logits, a message of
-two int64 has LOGITS or BEST_TOKENS and the number of rows; their hidden states are gathered, as
-they may be on devices. An empty message ends the workers.
+A message has the lengths of int64 columns (`_COLUMNS`), these, the inputs and the mask. Before
+logits, a message of two int64 has LOGITS or BEST_TOKENS and the number of rows; their hidden states
+are gathered, as they may be on devices. An empty message ends the workers.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import accumulate
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +24,17 @@ from torch import Tensor
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.graphs.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
+from pipespec.engine.slice.speedups import capture_graphs
+from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, TPRank
+from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.system.liveness import LATE_S, progress
 
-_INTS = 4
+# The columns of a plan that a message has; then come the first new position of each segment and the
+# new page entries.
+_COLUMNS = (
+    *("write", "positions", "row_start", "page_row", "prefix_length", "tree", "tree_positions"),
+    *("tree_start", "num_committed", "keeps_state", "state_number"),
+)
 LOGITS, BEST_TOKENS = -1, -2
 
 
@@ -42,33 +50,55 @@ class TPBroadcastGroup(TPGroup, Protocol):
         ...
 
 
-def negotiate(
-    model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
-) -> int:
-    """Make all members use the attention backend and graphs of member 0; returns the number of KV
-    slots that every member has.
+@contextmanager
+def _joined(model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction) -> Iterator[int]:
+    """Use this group within the block, with the attention backend and graphs of member 0; yields
+    the number of KV slots that every member has.
 
     Graphs are captured again with this group. No KV slot may be in use meanwhile. Raises ModelError
     if this member cannot use the backend, RankFailed if another member is lost.
     """
-    rows = list(model.graphs.captured)
-    if group.rank == 0:
-        choice = json.dumps([model.attention, rows]).encode()
-        group.broadcast(_bytes(np.frombuffer(choice, np.uint8).copy()))
-    else:
-        attention, rows = json.loads(bytes(group.receive().numpy()))
-        model.adopt_backend(attention)
-    if rows:
-        model.capture_graphs(rows, capture)
-    else:
-        model.graphs.drop()  # those captured while it was loaded gather nothing
-    return model.least_of_group(model.num_slots)
+    member = model.parallel
+    assert isinstance(member, TPMember)
+    assert isinstance(member.group, TPRank)
+    with member.group.joined(group):
+        try:
+            rows = list(model.graphs.captured)
+            if group.rank == 0:
+                choice = json.dumps([model.attention, rows]).encode()
+                group.broadcast(_bytes(np.frombuffer(choice, np.uint8).copy()))
+            else:
+                attention, rows = json.loads(bytes(group.receive().numpy()))
+                model.adopt_backend(attention)
+            if rows:
+                capture_graphs(model, rows, capture)
+            else:
+                model.graphs.drop()  # those captured while it was loaded gather nothing
+            slots = member.least(model.num_slots)
+            member.driver = None if group.rank else TPDriver(group)
+            yield slots
+        finally:
+            member.driver = None
+            model.graphs.release()
 
 
-def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:
-    """Compute the batches of member 0 until it ends. Raises `RankFailed`."""
+@contextmanager
+def leading_tp_group(
+    model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
+) -> Iterator[int]:
+    """Lead the other members of a tensor-parallel rank within the block; yields the number of KV
+    slots that all of them have. Raises ModelError, `RankFailed`."""
+    with _joined(model, group, capture) as slots:
+        yield slots
+        group.broadcast(torch.empty(0, dtype=torch.uint8))
+
+
+def follow_tp_leader(
+    model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
+) -> None:
+    """Compute the batches of member 0 until it ends. Raises ModelError, `RankFailed`."""
     pages = _Pages()
-    with progress.part(LATE_S):
+    with _joined(model, group, capture), progress.part(LATE_S):
         while len(message := group.receive()):
             kind, rows = message[:16].view(torch.int64).tolist()
             if kind in (LOGITS, BEST_TOKENS):
@@ -80,13 +110,13 @@ def run_tp_worker(model: ModelSlice, group: TPBroadcastGroup) -> None:
 
 
 class TPDriver:
-    """Member 0: it broadcasts every batch to the workers (`ModelSlice.set_driver`)."""
+    """Member 0: it broadcasts every batch to the workers (`TPMember.driver`)."""
 
     def __init__(self, group: TPBroadcastGroup):
         self._group = group
         self._pages = _Pages()
 
-    def __call__(self, inputs: Tensor, plan: AttentionPlan) -> None:
+    def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
         """Broadcast a batch to the workers. Raises `RankFailed`."""
         self._group.broadcast(_pack(inputs, plan, self._pages))
 
@@ -101,10 +131,6 @@ class TPDriver:
     def _send_hidden(self, kind: int, hidden: Tensor) -> None:
         self._group.broadcast(_bytes(np.array([kind, len(hidden)])))
         self._group.gather(hidden)
-
-    def end(self) -> None:
-        """End the workers. Raises `RankFailed`."""
-        self._group.broadcast(torch.empty(0, dtype=torch.uint8))
 
 
 class _Pages:
@@ -121,7 +147,7 @@ class _Pages:
             grown[:rows, :columns] = self.slots
             self.slots = grown
 
-    def updates(self, plan: AttentionPlan) -> tuple[list[int], np.ndarray]:
+    def updates(self, plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray]:
         """For each segment the first position that differs from what the workers have; and the
         slots from there on, concatenated, which count as sent from now on."""
         starts, slots = [], [np.zeros(0, np.int64)]
@@ -133,40 +159,14 @@ class _Pages:
             known[start:] = now[start:]
             starts.append(start)
             slots.append(now[start:])
-        return starts, np.concatenate(slots)
-
-
-def _columns(rows: int, segments: int, keys: int, news: int) -> list[int]:
-    """The lengths of the columns of a message, in order: write, positions, row_start, page_row,
-    prefix_length, the first new position of each segment, new page entries, tree, tree_positions,
-    tree_start, num_committed, keeps_state, state_number."""
-    of_segments = (segments + 1, segments, segments, segments)
-    return [rows, rows, *of_segments, news, keys, keys, segments + 1, *[segments] * 3]
+        return np.array(starts, np.int64), np.concatenate(slots)
 
 
 def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
     assert not plan.imagined, "measurements are made before the workers compute"
-    starts, news = pages.updates(plan)
-    sizes = (len(plan.write), len(plan.page_row), len(plan.tree), len(news))
-    columns = (
-        plan.write,
-        plan.positions,
-        plan.row_start,
-        plan.page_row,
-        plan.prefix_length,
-        np.array(starts, np.int64),
-        news,
-        plan.tree,
-        plan.tree_positions,
-        plan.tree_start,
-        plan.num_committed,
-        plan.keeps_state,
-        plan.state_number,
-    )
-    assert [len(each) for each in columns] == _columns(*sizes)
-    ints = np.concatenate((np.array(sizes, np.int64), *columns))
-    parts = (_bytes(ints), _as_bytes(inputs.cpu()), _bytes(plan.mask))
-    return torch.cat(parts)
+    columns = [*(getattr(plan, name) for name in _COLUMNS), *pages.updates(plan)]
+    ints = np.concatenate((np.array([len(each) for each in columns]), *columns))
+    return torch.cat((_bytes(ints), _as_bytes(inputs.cpu()), _bytes(plan.mask)))
 
 
 def _unpack(
@@ -174,40 +174,24 @@ def _unpack(
 ) -> tuple[Tensor, Tensor, AttentionPlan]:
     """The arguments of `model.forward`."""
     ints = message[: len(message) // 8 * 8].view(torch.int64).numpy()
-    lengths = _columns(*ints[:_INTS].tolist())
-    bounds = list(accumulate(lengths, initial=_INTS))
-    write, positions, row_start, page_row, length, starts, news, tree, tree_at, *rest = (
-        ints[start : start + size] for start, size in zip(bounds, lengths, strict=False)
-    )
-    tree_start, num_committed, keeps_state, state_number = rest
+    count = len(_COLUMNS) + 2
+    bounds = list(accumulate(ints[:count].tolist(), initial=count))
+    *columns, starts, news = (ints[start:end] for start, end in pairwise(bounds))
+    of_plan: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=True))
     read = 0
-    rows_of_pages = (page_row.tolist(), starts.tolist(), length.tolist())
-    for page, start, end in zip(*rows_of_pages, strict=True):
+    ends = of_plan["page_row"].tolist(), starts.tolist(), of_plan["prefix_length"].tolist()
+    for page, start, end in zip(*ends, strict=True):
         pages.reserve(page + 1, end)
         pages.slots[page, start:end] = news[read : (read := read + end - start)]
+    positions = torch.from_numpy(of_plan["positions"])
     data = message[8 * bounds[-1] :]
-    if model.is_first:
-        inputs = data[: 8 * len(write)].view(torch.int64)
-        num_bytes = inputs.nbytes
-    else:
-        num_bytes = len(write) * model.hidden_size * model.dtype.itemsize
-        inputs = data[:num_bytes].view(model.dtype).view(len(write), model.hidden_size)
-    plan = AttentionPlan(
-        write=write,
-        positions=positions,
-        row_start=row_start,
-        pages=pages.slots,
-        page_row=page_row,
-        prefix_length=length,
-        tree=tree,
-        tree_positions=tree_at,
-        tree_start=tree_start,
-        mask=data[num_bytes:].view(torch.bool).numpy(),
-        num_committed=num_committed,
-        keeps_state=keeps_state,
-        state_number=state_number,
-    )
-    return inputs, torch.from_numpy(positions), plan
+    shape, dtype = positions.shape, torch.int64
+    if not model.is_first:
+        shape, dtype = torch.Size((len(positions), model.hidden_size)), model.dtype
+    size = shape.numel() * dtype.itemsize
+    mask = data[size:].view(torch.bool).numpy()
+    plan = AttentionPlan(**of_plan, pages=pages.slots, mask=mask)
+    return data[:size].view(dtype).view(shape), positions, plan
 
 
 def _bytes(column: np.ndarray) -> Tensor:

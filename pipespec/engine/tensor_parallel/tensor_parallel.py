@@ -1,67 +1,20 @@
 """Tensor parallelism: several devices of a host compute every layer of a slice together.
 
-Transformers' tensor-parallel plan of an architecture says along which side each matrix is divided;
-`tp_cuts` says where. A member's model has matrices of the size of its parts, and what is read of
-each tensor of the files is its part. The collectives are ours, as a sum must not depend on the
-batch (`sum_parts`) and must work with any `TPGroup`: by the plan, the output of a module is summed
-over the members, or their parts are concatenated. Norms are whole on every member, so all members
-have the same hidden states.
+The collectives are ours, as a sum must not depend on the batch (`sum_parts`) and must work with any
+`TPGroup`. `tp_plan` says what each member has, and `tp_member` is what a slice knows of all this.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from pipespec.engine.attention.variants import is_attention
-from pipespec.engine.formats.tp_cuts import (
-    ALIGNMENT,
-    IN,
-    OUT,
-    WHOLE_UNITS,
-    Cut,
-    CutUnits,
-    HeadShare,
-    head_unit,
-    share,
-    share_heads,
-)
-from pipespec.engine.low_bit.expert_loop import use_loop
-from pipespec.engine.tensor_parallel.tp_divisibility import (
-    COLWISE,
-    GATHERED,
-    LOCAL,
-    PACKED,
-    ROWWISE,
-    SPLIT,
-    SUMMED,
-    has_plan,
-    require_tp_divisible,
-)
-from pipespec.errors import ModelError
-from pipespec.system.silence_warnings import silence_warnings
-
-with silence_warnings():
-    from transformers import PretrainedConfig, PreTrainedModel
-
-# The rule of an embedding of which a member has the rows of some tokens.
-EMBEDDING = "embedding"
-_QUERY_NORM = ".q_norm.weight"
-# Bytes of which a row of an expert must be a multiple for torch's grouped product.
-_GROUPED_PRODUCT = 16
-_KV = (".k_proj", ".v_proj")
-_BIAS = ".bias"
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+from pipespec.engine.formats.tp_cuts import Cut
 
 
 class TPGroup(Protocol):
@@ -91,38 +44,32 @@ class TPRank:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self._group: TPGroup | None = _LoadingGroup(rank, size)
+        self._loading = True
+        self._group: TPGroup | None = None
 
     @property
     def supports_graphs(self) -> bool:
         """See `TPGroup`."""
-        assert self._group is not None, "the members do not meet"
-        return self._group.supports_graphs
+        return self._loading or self._joined.supports_graphs
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """See `TPGroup`."""
+        return [mine] * self.size if self._loading else self._joined.gather(mine)
+
+    @property
+    def _joined(self) -> TPGroup:
         assert self._group is not None, "the members do not meet"
-        return self._group.gather(mine)
+        return self._group
 
     @contextmanager
     def joined(self, group: TPGroup) -> Iterator[None]:
         """Use this group within the block."""
         assert (group.rank, group.size) == (self.rank, self.size)
-        self._group = group
+        self._loading, self._group = False, group
         try:
             yield
         finally:
             self._group = None
-
-
-class _LoadingGroup:
-    supports_graphs = True
-
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-
-    def gather(self, mine: Tensor) -> Sequence[Tensor]:
-        return [mine] * self.size
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -159,237 +106,3 @@ def gather_best(group: TPGroup, mine: Tensor, parts: Sequence[Cut]) -> tuple[Ten
     best, places = torch.stack(list(group.gather(own))).unbind(1)
     largest, member = best.max(0)
     return largest, places.gather(0, member[None])[0].long()
-
-
-def require_divisible(
-    config: PretrainedConfig, path: Path, size: int, *, requantized: bool
-) -> None:
-    """Raise ModelError unless the layers of a model can be divided among `size` members;
-    `requantized`: see `require_tp_divisible`."""
-    require_tp_divisible(path, config.model_type, has_plan(config), size, requantized=requantized)
-
-
-# --- where tensors are cut ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TPPlan:
-    """How the members of a group divide a model.
-
-    Attributes:
-        rules: of the plan of Transformers, by the names of modules and parameters of the layers.
-        cuts: the cuts of all members of each parameter that is divided.
-        heads: of all members, if attention is divided by heads.
-        vocabulary: the tokens of all members, of embedding and output head.
-    """
-
-    rules: Mapping[str, str]
-    cuts: Mapping[str, Sequence[Cut]]
-    heads: Sequence[HeadShare] | None
-    vocabulary: Sequence[Cut]
-
-
-def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) -> TPPlan:
-    """How `size` members divide a model whose stored matrices have these units. Raises ModelError
-    if every head has a norm of its own, which no plan divides."""
-    parameters = dict(model.named_parameters())
-    if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
-        raise ModelError(
-            f"{model.config.name_or_path} has a norm for every attention head, which "
-            f"{size} devices cannot divide; make each device a stage of its own"
-        )
-    rules = _rules(model)
-    divided = {
-        name: (each, rules[name])
-        for name, each in parameters.items()
-        if (rule := rules.get(name)) in COLWISE or (rule in ROWWISE and not name.endswith(_BIAS))
-    }
-    by_heads = {name: each for name, each in divided.items() if _is_of_heads(model, name, each[1])}
-    heads = _share_heads(model.config, by_heads, size, units)
-    found = {}
-    for name, (parameter, rule) in divided.items():
-        side, total = _side_of(parameter, rule)
-        if name in by_heads:
-            assert heads is not None
-            kv = _is_kv(name)
-            width = total // (
-                num_kv_heads(model.config) if kv else model.config.num_attention_heads
-            )
-            parts = [each.kv_heads if kv else each.heads for each in heads]
-            found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
-            continue
-        unit = {GATHERED: units.rows, SPLIT: units.columns}.get(rule)
-        if unit is None:
-            unit = math.lcm(ALIGNMENT, units.rows, units.columns)
-        found[name] = [Cut(side, p.start, p.stop, total) for p in share(total, unit, size)]
-    rows = model.config.vocab_size
-    tokens = share(rows, math.lcm(ALIGNMENT, units.rows), size)
-    vocabulary = [Cut(OUT, part.start, part.stop, rows) for part in tokens]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for name, module in model.named_modules():
-        if module is embedding or module is head:  # without parameters in another slice
-            names = [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
-            found |= dict.fromkeys(names, vocabulary)
-            if module is embedding and names:
-                rules[name] = EMBEDDING
-    return TPPlan(rules, found, heads, vocabulary)
-
-
-def _rules(model: PreTrainedModel) -> dict[str, str]:
-    """The rules of the modules and parameters of the layers, by their names. The plan has `*` for
-    each number in a name; a parameter without a rule of its own has that of its module."""
-    plan = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
-    unknown = set(plan.values()) - {*SUMMED, GATHERED, *LOCAL}
-    assert not unknown, f"unknown rules: {unknown}"
-    found: dict[str, str] = {}
-    for module_name, module in model.named_modules():
-        of_module = plan.get(_NUMBER.sub("*", module_name))
-        for parameter, _ in module.named_parameters(recurse=False):
-            name = f"{module_name}.{parameter}" if module_name else parameter
-            rule = plan.get(_NUMBER.sub("*", name), of_module)
-            if rule is not None:
-                found[name] = rule
-        if of_module is not None:
-            found[module_name] = of_module
-    return found
-
-
-def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:
-    """The side of a parameter that a rule divides, and how many rows or columns it has."""
-    side = IN if rule in ROWWISE else OUT
-    matrices = 2 if rule == PACKED and parameter.ndim > 1 else 1
-    return side, parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
-
-
-def _is_of_heads(model: PreTrainedModel, name: str, rule: str) -> bool:
-    """Whether a parameter is divided by heads."""
-    owner = name.rpartition(".")[0].rpartition(".")[0]
-    return rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner))
-
-
-def _is_kv(name: str) -> bool:
-    return name.rpartition(".")[0].endswith(_KV)
-
-
-def _share_heads(
-    config: PretrainedConfig,
-    by_heads: Mapping[str, tuple[Tensor, str]],
-    size: int,
-    units: CutUnits,
-) -> list[HeadShare] | None:
-    """The heads of all members, given the parameters that are divided by them."""
-    if not by_heads:
-        return None
-    sides = {name: _side_of(*each) for name, each in by_heads.items() if not name.endswith(_BIAS)}
-    undivided = {
-        name: (total, units.rows if side == OUT else units.columns)
-        for name, (side, total) in sides.items()
-    }
-    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    unit = head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
-    kv_unit = head_unit(kv_heads, (each for name, each in undivided.items() if _is_kv(name)))
-    return share_heads(heads, kv_heads, size, unit, kv_unit)
-
-
-def num_kv_heads(config: PretrainedConfig) -> int:
-    """The KV heads of a layer."""
-    found: int | None = getattr(config, "num_key_value_heads", None)
-    return config.num_attention_heads if found is None else found
-
-
-# --- a member's part ---------------------------------------------------------------------------
-
-
-def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
-    """Before the weights load: make the parameters as large as a member's parts of them."""
-    for name, mine in cuts.items():
-        owner, _, parameter = name.rpartition(".")
-        module = model.get_submodule(owner)
-        whole = module.get_parameter(parameter)
-        part = nn.Parameter(whole.new_empty(mine.shape(whole.shape)), requires_grad=False)
-        module.register_parameter(parameter, part)
-        if isinstance(module, nn.Linear):
-            if mine.side == OUT:
-                module.out_features = mine.size
-            else:
-                module.in_features = mine.size
-        elif isinstance(module, nn.Embedding):
-            module.num_embeddings, module.padding_idx = mine.size, None
-        elif part.ndim == 3 and any(
-            side == 0 or side * part.itemsize % _GROUPED_PRODUCT for side in part.shape[1:]
-        ):
-            use_loop(module)
-
-
-def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
-    """Let the modules of a model with this member's parts communicate in their forward passes."""
-    for name, parts in plan.cuts.items():
-        owner = name.rpartition(".")[0]
-        attention = model.get_submodule(owner.rpartition(".")[0])
-        last = parts[group.rank].side == IN and is_attention(attention)
-        if last and not parts[group.rank].size:
-            forward = partial(_attend_with_no_heads, model.get_submodule(owner))
-            setattr(attention, "forward", forward)  # noqa: B010
-    for name, module in model.named_modules():
-        if (rule := plan.rules.get(name)) is not None:
-            _add_collective(module, rule, group, plan.cuts.get(f"{name}.weight", ()))
-
-
-def _attend_with_no_heads(
-    output: nn.Module, hidden_states: Tensor, **more: Any
-) -> tuple[Tensor | None, ...]:
-    """The forward pass of the attention of a member that has no heads, given its last matrix."""
-    found = output(hidden_states[..., :0])
-    # Where layers share what an indexer chooses, their attention returns that too.
-    return (found, None, None) if "prev_topk_indices" in more else (found, None)
-
-
-def drop_repeated_biases(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> None:
-    """After the weights are loaded: leave each bias that is added to a sum on member 0 only."""
-    if group.rank:
-        for name, module in model.named_modules():
-            if plan.rules.get(name) in SUMMED and getattr(module, "bias", None) is not None:
-                module.bias = None
-
-
-def _add_collective(module: nn.Module, rule: str, group: TPGroup, parts: Sequence[Cut]) -> None:
-    """Add the collective of its rule to a module's forward pass, given the parts of all members."""
-    if rule == EMBEDDING:
-        _add_lookup(module, group, parts)
-    elif rule == SPLIT:
-        mine = parts[group.rank]
-
-        def part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            whole, *rest = inputs
-            return whole[..., mine.start : mine.stop], *rest
-
-        module.register_forward_pre_hook(part)
-    if rule in SUMMED:
-        module.register_forward_hook(lambda _, __, output: sum_parts(group.gather(output)))
-    elif rule == GATHERED:
-
-        def whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            return gather_columns(group, output, parts)
-
-        module.register_forward_hook(whole)
-
-
-def _add_lookup(module: Any, group: TPGroup, parts: Sequence[Cut]) -> None:
-    """Let an embedding of some tokens return the rows of all. Of each row one member's numbers are
-    not zero, so their sum is exact."""
-    mine = parts[group.rank]
-    others: list[Tensor] = []
-
-    def localise(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        ids, *rest = inputs
-        others[:] = [(ids < mine.start) | (ids >= mine.stop)]
-        return (ids - mine.start).masked_fill(others[0], 0), *rest
-
-    def add(_: nn.Module, __: Any, found: Tensor) -> Tensor:
-        return sum_parts(group.gather(found.masked_fill(others[0].unsqueeze(-1), 0)))
-
-    if not mine.size:
-        none = lambda ids: module.weight.new_zeros(*ids.shape, module.weight.shape[1])  # noqa: E731
-        setattr(module, "forward", none)  # noqa: B010
-    module.register_forward_pre_hook(localise)
-    module.register_forward_hook(add)

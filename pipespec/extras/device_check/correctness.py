@@ -15,7 +15,9 @@ from pipespec.engine.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
 from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
+from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
 from pipespec.extras.diagnostics.machine_check import cuda_devices
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version
@@ -91,7 +93,7 @@ def check_attention(device: torch.device) -> dict[str, Any]:
             continue
         found[backend] = {}
         for dtype in DTYPES:
-            name = select.dtype_name(dtype)
+            name = name_of(dtype)
             missing = select.missing_requirement(backend, device.type, name)
             if missing is not None:
                 found[backend][name] = {"not_available": missing}
@@ -135,8 +137,8 @@ def check_graphs(device: torch.device) -> dict[str, Any]:
         for backend in (select.STATIC, select.TRITON):
             if select.missing_requirement(backend, device.type) is None:
                 part = small_slice(name, device, torch.bfloat16, backend)
-                part.capture_graphs(BUCKETS)
-                part.capture_head(BUCKETS)
+                capture_graphs(part, BUCKETS)
+                capture_head(part, BUCKETS)
                 models[f"{name}, {backend}"] = _described(part)
                 wrong += [f"{name}, {backend}: {sentence}" for sentence in part.refused]
     return {"models": models, "wrong": wrong}
@@ -145,9 +147,9 @@ def check_graphs(device: torch.device) -> dict[str, Any]:
 def check_compile(device: torch.device) -> dict[str, Any]:
     """Whether a small slice can be compiled, and then captured."""
     part = small_slice("llama", device, torch.float32, select.STATIC)
-    part.compile()
+    compile_slice(part)
     if device.type == "cuda":
-        part.capture_graphs(BUCKETS)
+        capture_graphs(part, BUCKETS)
     return _described(part) | {"wrong": part.refused}
 
 

@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import HashStore
 
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
-from pipespec.engine.slice.autotune import median_ms
+from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import capture_graphs, capture_head, median_ms
 from pipespec.extras.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
@@ -154,7 +155,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
     floors: dict[str, Any] = {}
     num_slots = max(of.contexts) + max(ROWS)
     for backend in (select.SDPA, select.STATIC, select.TRITON, select.FLASHINFER):
-        if select.missing_requirement(backend, device.type, select.dtype_name(of.dtype)):
+        if select.missing_requirement(backend, device.type, name_of(of.dtype)):
             continue
         layers = range(1, of.stage.num_hidden_layers - 1)
         how: dict[str, Any] = {"dtype": of.dtype, "device": device, "attention": backend}
@@ -163,8 +164,8 @@ def time_stage(device: torch.device) -> dict[str, Any]:
             found.setdefault("wrong", []).extend(model.refused)
             continue
         if device.type == "cuda" and backend != select.SDPA:
-            model.capture_graphs([max(ROWS)])
-        name = backend + " in graphs" * bool(model.graph_rows)
+            capture_graphs(model, [max(ROWS)])
+        name = backend + " in graphs" * bool(model.graphs.rows)
         timed[name] = {
             str(context): {
                 str(rows): median_ms(device, model.forward, *model.example_batch(rows, context))
@@ -194,8 +195,8 @@ def time_draft(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"model": of.draft_name, "context": context, "floor_ms": floor}
     found["eager_ms"] = _rounds(model, context)
     if device.type == "cuda":
-        model.capture_graphs([max(ROWS)])
-        model.capture_head([max(ROWS)])
+        capture_graphs(model, [max(ROWS)])
+        capture_head(model, [max(ROWS)])
         found["graph_ms"] = _rounds(model, context)
     return found | {"attention": model.attention, "wrong": model.refused}
 

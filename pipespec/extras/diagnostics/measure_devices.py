@@ -28,8 +28,8 @@ from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, 
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
-from pipespec.engine.slice.autotune import median_ms
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import median_ms
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
 from pipespec.extras.diagnostics.measure_request import MeasureRequest
 from pipespec.extras.diagnostics.timing import all_reduce_ms, round_ms

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.slice.autotune import median_ms
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import median_ms
 from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
 from pipespec.timing.clock import monotonic_ns
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl

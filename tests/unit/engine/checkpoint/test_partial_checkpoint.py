@@ -21,7 +21,7 @@ from tools.rig.packing import KINDS, pack
 
 def weights(path: Path, layers: range) -> dict[str, torch.Tensor]:
     model = ModelSlice.load(path, layers, dtype=torch.float32, num_slots=4)
-    return dict(model._model.state_dict()) | dict(model._base.state_dict())
+    return dict(model.model.state_dict()) | dict(model.base.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "deepseek_v3", "gpt_neox"])

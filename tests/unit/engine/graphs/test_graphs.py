@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.engine.slice.speedups import capture_graphs, capture_head
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.proposer import Context, ProposalRequest
 from pipespec.head.tree import Tree
@@ -37,7 +38,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSli
             ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention=attention)
             for attention in ("static", "sdpa")
         )
-        recorded.capture_graphs([BUCKET], stand_in)
+        capture_graphs(recorded, [BUCKET], stand_in)
         assert recorded.refused == []
         found[name] = recorded, plain
     return found
@@ -50,7 +51,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSli
 def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
     recorded, plain = slices[name]
     for part in (recorded, plain):
-        for state in part._attentions:
+        for state in part.attentions:
             with torch.inference_mode():
                 state.pool.keys.zero_()
                 state.pool.values.zero_()
@@ -87,12 +88,12 @@ def test_what_reads_on_the_host_is_computed_without_a_graph(tmp_path: Path):
         def forward(self, hidden: Tensor) -> Tensor:
             return self.norm(hidden) if hidden.sum().item() < 1e9 else hidden
 
-    base = part._base
+    base = part.base
     base.layers[1].input_layernorm = Reading(base.layers[1].input_layernorm)
-    part.capture_graphs([8], stand_in)
+    capture_graphs(part, [8], stand_in)
     (said,) = part.refused
     assert said.startswith("Batches of up to 8 rows are computed without a graph: ")
-    assert part.graph_rows == ()
+    assert part.graphs.rows == ()
 
 
 def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
@@ -112,11 +113,11 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
     part = loaded(folder)
     for capture, why in ((frozen, "gives other values than computing"), (broken, "no launch")):
         part.refused.clear()
-        part.capture_graphs([8], capture)
+        capture_graphs(part, [8], capture)
         assert why in part.refused[0]
-        assert part.graph_rows == ()
+        assert part.graphs.rows == ()
     other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
-    other.capture_graphs([8], stand_in)
+    capture_graphs(other, [8], stand_in)
     assert "attention=sdpa cannot be captured" in other.refused[0]
 
 
@@ -133,7 +134,7 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
         replay, result = stand_in(run)
         return lambda: (replayed.append(1), replay()), result
 
-    recorded.capture_head([4, 16], capture)
+    capture_head(recorded, [4, 16], capture)
     assert recorded.refused == []
     replayed.clear()
     hidden = torch.randn(20, recorded.hidden_size)
@@ -142,7 +143,7 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert len(replayed) == 3
     wrong = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa")
-    wrong.capture_head([4], lambda run: (lambda: None, run()))
+    capture_head(wrong, [4], lambda run: (lambda: None, run()))
     assert "The output head computes up to 4 rows without a graph: " in wrong.refused[0]
 
 
@@ -159,8 +160,8 @@ def test_rounds_of_a_recorded_draft_propose_the_same(tmp_path: Path):
             return lambda: (to.append(1), replay()), result
 
         if recorded:
-            draft.capture_graphs([16], capture)
-            draft.capture_head([16], capture)
+            capture_graphs(draft, [16], capture)
+            capture_head(draft, [16], capture)
             assert draft.refused == []
             replayed.clear()
         proposer = DraftModelProposer(SliceRunner(draft, NUM_SLOTS), 16, models.VOCAB_SIZE)
@@ -197,6 +198,6 @@ def test_a_cuda_graph_proves_itself(tmp_path: Path, name: str, attention: str):
         device="cuda",
         dtype=torch.bfloat16,  # the one type in which torch's grouped product waits for nothing
     )
-    part.capture_graphs([BUCKET])
+    capture_graphs(part, [BUCKET])
     assert part.attention == attention
     assert part.refused == []

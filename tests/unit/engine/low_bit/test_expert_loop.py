@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipespec.engine.low_bit.expert_loop import loop_over_experts, use_loop
+from pipespec.engine.low_bit.experts import loop_over_experts, use_loop
 from pipespec.engine.slice.model_slice import ModelSlice
 from tests.helpers import models
 
@@ -21,7 +21,7 @@ ROWS, CHOSEN = 7, 2
 def mixtures(model_type: str) -> list[nn.Module]:
     """The mixtures of a model of 4 layers."""
     layers = range(models.NUM_LAYERS)
-    base = ModelSlice.load(models.shared(model_type), layers, num_slots=4)._base
+    base = ModelSlice.load(models.shared(model_type), layers, num_slots=4).base
     return [module for name, module in base.named_modules() if name.endswith(".experts")]
 
 

@@ -10,8 +10,7 @@ from gguf import GGMLQuantizationType, dequantize
 from pipespec.engine.ggml import library
 from pipespec.engine.ggml.formats import GgmlWeights
 from pipespec.engine.ggml.self_test import quantised
-from pipespec.engine.low_bit.expert_loop import loop_over_experts
-from pipespec.engine.low_bit.ggml_experts import GgmlExperts, stacked
+from pipespec.engine.low_bit.experts import GgmlExperts, loop_over_experts, stacked
 
 CPU = torch.device("cpu")
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 256, 512, 2

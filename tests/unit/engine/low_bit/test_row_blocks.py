@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipespec.engine.formats.fp8 import Fp8Weights
-from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.engine.low_bit.row_blocks import make_batch_invariant
 
 SIZE = 1024

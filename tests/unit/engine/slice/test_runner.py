@@ -188,7 +188,7 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
     parts = [a.text.rows(0) for a in askers]
     batch = stage.compute(Batch(0, np.concatenate(parts)))
     products = []
-    hook = model._model.lm_head.register_forward_hook(
+    hook = model.model.lm_head.register_forward_hook(
         lambda _, given, __: products.append(given[0].shape[-2])
     )
     found = stage.verify(batch, verifiers.__getitem__)

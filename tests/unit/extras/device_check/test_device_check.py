@@ -14,7 +14,7 @@ import torch
 
 from pipespec.cli.main import main
 from pipespec.engine.attention import select
-from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.extras.device_check import check_device as check
 from pipespec.extras.device_check import correctness
 from pipespec.extras.device_check.check_device import fastest, faults, page
@@ -97,8 +97,8 @@ def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
 def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.MonkeyPatch):
     expected = {"kinds": {"int4": None, "fp8": None}, "wrong": []}
     assert correctness.check_packed_weights(CPU) == expected
-    right = DequantisedLinear.forward
-    monkeypatch.setattr(DequantisedLinear, "forward", lambda self, x: right(self, x) * 1.1)
+    right = DequantisedLinear.product
+    monkeypatch.setattr(DequantisedLinear, "product", lambda self, x: right(self, x) * 1.1)
     found = correctness.check_packed_weights(CPU)
     (wrong,) = faults(found)
     assert wrong.startswith("fp8: its error is ")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipespec.engine.attention.torch_backend import TorchBackend
-from pipespec.engine.slice.autotune import autotune, step_ms
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import autotune, compile_slice, step_ms
 from tests.helpers import models
 from tests.helpers.recording import stand_in
 
@@ -26,10 +26,6 @@ def loaded(folder: Path) -> ModelSlice:
     return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS)
 
 
-def record(model: ModelSlice, buckets: Sequence[int]) -> None:
-    model.capture_graphs(buckets, stand_in)
-
-
 def says(model: ModelSlice) -> torch.Tensor:
     inputs, positions, plan = model.example_batch(7)
     torch.manual_seed(1)
@@ -43,13 +39,13 @@ def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> 
     seen = []
 
     def time_ms(model: ModelSlice) -> float:
-        seen.append((model.attention, model.graph_rows))
+        seen.append((model.attention, model.graphs.rows))
         return static_ms if model.attention == "static" else 2.0
 
-    autotune(model, [8], record, time_ms)
+    autotune(model, [8], stand_in, time_ms)
     assert sorted(seen) == [("sdpa", ()), ("static", (8,))]
     assert (model.attention, model.refused) == (best, [])
-    assert model.graph_rows == ((8,) if best == "static" else ())
+    assert model.graphs.rows == ((8,) if best == "static" else ())
     torch.testing.assert_close(says(model), before, rtol=1e-5, atol=1e-5)
 
 
@@ -57,19 +53,19 @@ def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> 
 def test_refusals_of_slower_backends_are_not_reported(
     folder: Path, static_ms: float, told: int
 ) -> None:
-    def refuse(model: ModelSlice, buckets: Sequence[int]) -> None:
-        model.refused.append(f"No graphs of {buckets} rows.")
+    def fails(_: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        raise RuntimeError("no graphs here")
 
     model = loaded(folder)
     model.refused.append("Said before.")
-    autotune(model, [8], refuse, lambda model: static_ms if model.attention == "static" else 2.0)
-    assert model.refused == ["Said before.", *["No graphs of [8] rows."] * told]
+    autotune(model, [8], fails, lambda model: static_ms if model.attention == "static" else 2.0)
+    assert ["no graphs here" in each for each in model.refused] == [False, *[True] * told]
 
 
 def test_what_fails_its_proof_is_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBackend, "attend", lambda self, query, *_: torch.zeros_like(query))
     model = loaded(folder)
-    autotune(model, [8], record, lambda model: 1.0 if model.attention == "sdpa" else 0.1)
+    autotune(model, [8], stand_in, lambda model: 1.0 if model.attention == "sdpa" else 0.1)
     assert model.attention == "sdpa"
     (said,) = model.refused
     assert said.startswith("attention=static is not used: it stores K and V in other slots")
@@ -82,7 +78,7 @@ def test_a_step_takes_time(folder: Path) -> None:
 def compile_by(make: Callable[..., object], folder: Path) -> ModelSlice:
     torch.compiler.reset()
     model = loaded(folder)
-    model.compile(lambda graph, _: make(graph))
+    compile_slice(model, lambda graph, _: make(graph))
     return model
 
 
@@ -121,7 +117,7 @@ def test_inductor_compiles_a_slice(folder: Path) -> None:
     torch.compiler.reset()
     model = loaded(folder)
     expected = says(model)
-    model.compile()
+    compile_slice(model)
     assert model.refused == []
     torch.testing.assert_close(says(model), expected, rtol=1e-4, atol=1e-4)
 

@@ -7,8 +7,8 @@ import torch
 
 from pipespec.engine.formats.gguf import KEPT_KINDS
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
-from pipespec.engine.low_bit import dequantised
-from pipespec.engine.low_bit.dequantised import DequantisedLinear
+from pipespec.engine.low_bit import kept_linear
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from tests.unit.engine.formats.test_gguf_blocks import drawn
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_its_batch(kind, dtype, some, monkeypatch):
     """Whether the weights are dequantised at once or some rows at a time."""
-    monkeypatch.setitem(dequantised.CHUNK, "cpu", some)
+    monkeypatch.setitem(kept_linear.CHUNK, "cpu", some)
     layer, expected = layer_of(kind, out=40)
     rows = torch.randn(100, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = layer(rows)

@@ -1,0 +1,321 @@
+"""The experts of a mixture as layers whose weights stay in the few bits of their files, and the
+loop over the experts that rows chose.
+
+Transformers' own loop waits for the device several times for each expert; this one waits once in a
+layer, for how many rows chose each.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipespec.engine.formats.fill_in_parts import require_shape
+from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.formats.tp_cuts import NO_CUTS, Cut
+from pipespec.engine.ggml import compute, library
+from pipespec.engine.ggml.compute import computer, matrix
+from pipespec.engine.low_bit.ggml_linear import as_ggml
+from pipespec.engine.low_bit.row_blocks import linear_in_blocks
+from pipespec.errors import ModelError
+from pipespec.system.device_copy import to_host
+from pipespec.system.silence_warnings import silence_warnings
+
+if TYPE_CHECKING:
+    from pipespec.engine.low_bit.kept_weights import LayerMaker
+
+with silence_warnings():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+# The matrix of an expert in the files: its layer, its number, its name.
+_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
+# The names in the files of the parts of each stack of Transformers.
+_STACKS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "down_proj": (("down_proj", "w2"),),
+}
+_MIXTURE = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
+# Experts of a layer that the files have together, as gpt-oss's, and the number of one.
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)\.(\d+)$")
+PLAIN = "set model.keep_quantized=no"
+_LOOP, _TRANSFORMERS = "pipespec", "eager"
+# The functions by which Transformers' code multiplies rows with a matrix of an expert.
+_PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
+
+
+class ExpertMatrix:
+    """One matrix of a stack, as Transformers' code of a mixture takes it: for
+    `torch.nn.functional.linear`, or, where stacks are transposed, for `rows @ matrix`."""
+
+    def __init__(self, parts: Iterable[Callable[[Tensor], Tensor]]):
+        self.parts = list(parts)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute the product of `rows` and the matrix."""
+        if function not in _PRODUCTS or len(args) != 2 or kwargs:
+            return NotImplemented
+        rows, matrix = args
+        return torch.cat([part(rows) for part in matrix.parts], -1)
+
+
+class ExpertStack(nn.Module):
+    """The matrices of the experts of a layer, in place of a parameter `[experts, out, in]` whose
+    rows may be those of several matrices of the files."""
+
+    def __init__(self, experts: Iterable[Sequence[nn.Module]]):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleList(parts) for parts in experts)
+
+    def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
+        return ExpertMatrix(self.experts[int(expert)].children())
+
+
+class RowBlockStack(nn.Module):
+    """A plain stack `[experts, out, in]` whose products do not depend on the other rows of their
+    batch."""
+
+    def __init__(self, plain: nn.Parameter):
+        super().__init__()
+        self.plain = plain
+
+    def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
+        return ExpertMatrix([partial(linear_in_blocks, weight=self.plain[int(expert)])])
+
+
+class GgmlExperts(nn.Module):
+    """The matrices of the experts of a layer, in place of a parameter `[experts, out, in]` whose
+    rows may be those of several matrices of the files: `sources[expert]` are their names, each
+    `[out_features, in_features]`.
+
+    A row of a product does not depend on the other rows of its batch.
+    """
+
+    part: Part
+
+    def __init__(self, sources: Sequence[Sequence[str]], out_features: int, in_features: int):
+        super().__init__()
+        self.sources, self.source, self.part = sources, sources[0][0], WHOLE
+        self.out_features, self.in_features = out_features, in_features
+        self.weights: list[compute.Tensor] = []
+        self.turns = 1  # how many of the weights have the rows of one matrix in turns
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return sum(each.memory.nbytes for each in self.weights)
+
+    def fill(self, weights: Sequence[Sequence[Any]], device: torch.device) -> None:
+        """Set the weights of each expert, without a copy of those that are one after the other in
+        ggml's types. Raises ModelError if they do not fit."""
+        found_library, count = library.load(), len(weights)
+        assert found_library is not None and device.type == "cpu"
+        for matrices in zip(*weights, strict=True):
+            for each in matrices:
+                require_shape(self, each.shape)
+            found = [as_ggml(each) for each in matrices]
+            self.turns = len(found[0].parts)
+            shape = count, self.out_features // self.turns, self.in_features
+            for parts in zip(*(each.parts for each in found), strict=True):
+                self.weights.append(matrix(found_library, found[0].kind, stacked(parts), shape))
+
+    def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
+        number = torch.tensor([[int(expert)]])
+
+        def product(rows: Tensor) -> Tensor:
+            return self.product(rows.unsqueeze(1), number.expand(len(rows), 1)).squeeze(1)
+
+        return ExpertMatrix([product])
+
+    def product(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """`[rows, k or 1, in]` and the chosen experts `[rows, k]` -> `[rows, k, out]` of all
+        matrices together, in the type of the rows."""
+        inputs, experts = rows.float().numpy(), chosen.to(torch.int32).numpy()
+        found = [
+            torch.from_numpy(compute.expert_product(computer(), each, inputs, experts))
+            for each in self.weights
+        ]
+        y = torch.cat(found, -1) if self.turns == 1 else torch.stack(found, -1).flatten(-2)
+        return y.to(rows.dtype)
+
+
+def stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays of one shape as one, uint8; without a copy if they are one after the other."""
+    first, size = parts[0].ctypes.data, parts[0].nbytes
+    if all(
+        each.flags.c_contiguous and each.ctypes.data == first + i * size
+        for i, each in enumerate(parts)
+    ):
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * (size * len(parts))).from_address(first))
+        weakref.finalize(memory, list, parts)  # keeps them alive as long
+        return memory
+    return np.stack(parts)
+
+
+def replace_experts(
+    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
+) -> None:
+    """Let the mixtures of a model have their experts, of these names in the files, in what `make`
+    makes. A stack of which none is named stays as it is; `cuts` as in `kept_weights.replace`.
+    Raises ModelError if a mixture is of another form."""
+    by_layer: dict[int, dict[tuple[int, str], str]] = {}
+    stacked: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        if (found := _EXPERT.search(name)) is not None:
+            by_layer.setdefault(int(found[1]), {})[int(found[2]), found[3]] = name
+        elif (found := _STACKED.search(name)) is not None:
+            stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
+    for path, module in list(model.named_modules()):
+        if (found := _MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
+            _replace_stacks(module, by_layer[int(found[1])], path, make, cuts)
+        elif path in stacked:
+            _replace_transposed(module, stacked[path], make)
+
+
+def _replace_transposed(
+    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: LayerMaker
+) -> None:
+    """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
+    for stack, sources in stacks.items():
+        _, inputs, out = getattr(module, stack).shape
+        delattr(module, stack)
+        setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
+    use_loop(module)
+
+
+def _replace_stacks(
+    module: nn.Module,
+    held: Mapping[tuple[int, str], str],
+    path: str,
+    make: LayerMaker,
+    cuts: Mapping[str, Cut],
+) -> None:
+    for stack, of_parts in _STACKS.items():
+        if not any((0, name) in held for names in of_parts for name in names):
+            continue
+        plain = getattr(module, stack, None)
+        if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
+            raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
+        if not plain.numel():
+            continue
+        count, out, inputs = plain.shape
+        delattr(module, stack)
+        sources = [
+            [held[expert, _name(held, expert, names, path)] for names in of_parts]
+            for expert in range(count)
+        ]
+        found = _stack(sources, out // len(of_parts), inputs, make)
+        if (cut := cuts.get(f"{path}.{stack}")) is not None:
+            for layer in found.modules():
+                layer.part = cut.part  # type: ignore[assignment]
+        setattr(module, stack, found)
+    use_loop(module)
+
+
+def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: LayerMaker) -> nn.Module:
+    """The experts of a layer, of the names of the matrices `[out, inputs]` of each."""
+    whole = make.experts(sources, out, inputs)
+    return whole or ExpertStack([make.layer(n, out, inputs) for n in names] for names in sources)
+
+
+def make_experts_batch_invariant(model: nn.Module) -> None:
+    """Let the experts of a model that are plain compute blocks of rows; stacks that Transformers
+    has transposed stay as they are."""
+    for path, module in list(model.named_modules()):
+        transposed = getattr(module, "is_transposed", False)
+        if _MIXTURE.search(path) is None or transposed or getattr(module, "has_bias", False):
+            continue
+        for stack in _STACKS:
+            plain = getattr(module, stack, None)
+            if isinstance(plain, nn.Parameter) and plain.ndim == 3:
+                delattr(module, stack)
+                setattr(module, stack, RowBlockStack(plain))
+                use_loop(module)
+
+
+def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
+    """Which of these names the files have."""
+    for name in names:
+        if (expert, name) in held:
+            return name
+    raise ModelError(f"{path}.{expert} has no packed {names[0]}; {PLAIN}")
+
+
+# --- the loop ---------------------------------------------------------------------------------
+
+
+def use_loop(module: Any) -> None:
+    """Let a mixture's module compute its experts in this loop, or in Transformers' own where it
+    computes them in another way than by `_apply_gate` between two products."""
+    known = getattr(module, "has_gate", False) and not module.has_post_expert_norm
+    if known:
+        ALL_EXPERTS_FUNCTIONS.register(_LOOP, loop_over_experts)
+    config: Any = copy.copy(module.config)
+    config._experts_implementation = _LOOP if known else _TRANSFORMERS
+    module.config = config
+    module._is_hf_initialized = True
+
+
+def loop_over_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`[rows, hidden]`, the experts of each row and their weights, `[rows, k]` -> `[rows, hidden]`;
+    each row's experts are added by rising number."""
+    if isinstance(module.gate_up_proj, GgmlExperts) and isinstance(module.down_proj, GgmlExperts):
+        return _by_ggml(module, hidden_states, top_k_index, top_k_weights)
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    numbers = torch.arange(module.num_experts, device=chosen.device)
+    (ends,) = to_host(torch.searchsorted(chosen, numbers, right=True))
+    rows = order // top_k_index.shape[-1]
+    weights = top_k_weights.flatten().index_select(0, order).unsqueeze(-1)
+    out = torch.zeros_like(hidden_states)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            mine = rows[start:end]
+            found = _product(module, "gate_up_proj", expert, hidden_states.index_select(0, mine))
+            found = _product(module, "down_proj", expert, module._apply_gate(found))
+            out.index_add_(0, mine, (found * weights[start:end]).to(out.dtype))
+        start = end
+    return out
+
+
+def _by_ggml(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The same where ggml multiplies with all experts at once."""
+    chosen, order = chosen.sort(-1)
+    weights = (weights.gather(-1, order) * (chosen < module.num_experts)).unsqueeze(-1)
+    chosen = chosen.clamp(max=module.num_experts - 1)
+
+    def product(stack: str, rows: Tensor) -> Tensor:
+        found: Tensor = getattr(module, stack).product(rows, chosen)
+        return found + getattr(module, f"{stack}_bias")[chosen] if module.has_bias else found
+
+    found = product("gate_up_proj", hidden.unsqueeze(1))
+    found = product("down_proj", module._apply_gate(found)) * weights
+    out = torch.zeros_like(hidden)
+    for each in found.to(out.dtype).unbind(1):
+        out += each
+    return out
+
+
+def _product(module: Any, stack: str, expert: int, rows: Tensor) -> Tensor:
+    """Rows times one matrix of a stack, with its bias if there is one."""
+    matrix = getattr(module, stack)[expert]
+    found: Tensor = rows @ matrix if module.is_transposed else functional.linear(rows, matrix)
+    return found + getattr(module, f"{stack}_bias")[expert] if module.has_bias else found
