@@ -82,10 +82,9 @@ def measure(deployment: Deployment) -> dict[str, float]:
     hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
     SliceRunner(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
     with torch.inference_mode():
-        for state in model.attentions:  # pages count once they are used
-            assert state.pool is not None
-            state.pool.keys.zero_()
-            state.pool.values.zero_()
+        for layer in model.attention_layers:  # pages count once they are used
+            layer.pool.keys.zero_()
+            layer.pool.values.zero_()
     memory = psutil.Process().memory_full_info()
     return {
         "rank": rank,

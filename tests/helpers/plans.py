@@ -15,6 +15,7 @@ from pipespec.engine.attention.attention_plan import (
     LayerPool,
     Reach,
     Segment,
+    of_no_state,
 )
 
 HEADS, DIM, VALUE_DIM = 4, 8, 6
@@ -45,9 +46,7 @@ def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
         tree_positions=np.concatenate([s.tree_positions for s in segments]),
         tree_start=np.cumsum([0, *(len(s.tree) for s in segments)]),
         mask=np.concatenate([s.mask.ravel() for s in segments]),
-        num_committed=np.zeros(len(segments), np.int64),
-        keeps_state=np.zeros(len(segments), np.int64),
-        state_number=np.zeros(len(segments), np.int64),
+        **of_no_state(len(segments)),
     )
 
 

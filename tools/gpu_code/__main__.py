@@ -16,7 +16,7 @@ from collections import defaultdict
 
 import triton
 
-from pipespec.engine.attention.launch_table import SHARED_KIB, Capability
+from pipespec.engine.attention.triton_backend import SHARED_KIB, Capability
 from tools.gpu_code.compiling import Compiled, compile_all
 from tools.gpu_code.matrix import Variant, covering_cases, variants
 

@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipespec.engine.attention.launch_table import LEAST_SHARED_KIB, SHARED_KIB
+from pipespec.engine.attention.triton_backend import LEAST_SHARED_KIB, SHARED_KIB
 from tools.gpu_code.matrix import Variant, source_of
 
 # Columns of tensor memory of a multiprocessor (sm_100).

@@ -17,8 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, causal_plan
-from pipespec.engine.attention.launch_table import SHARED_KIB, Capability
-from pipespec.engine.attention.triton_backend import TritonBackend
+from pipespec.engine.attention.triton_backend import SHARED_KIB, Capability, TritonBackend
 from tools.gpu_code.pretended_driver import pretended_gpu
 
 NUM_SLOTS = 64

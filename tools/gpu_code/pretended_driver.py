@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from pipespec.engine.attention import kernels
-from pipespec.engine.attention.launch_table import Capability
+from pipespec.engine.attention.triton_backend import Capability
 
 KERNELS = ("store", "attend", "merge")
 

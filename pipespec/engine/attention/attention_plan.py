@@ -57,10 +57,10 @@ class AttentionPlan:
     and the tree keys `tree_start[i]` to `tree_start[i + 1]`.
 
     Attributes:
-        write, positions: slot and position of each row, `[rows]`. row_start, tree_start: `[segments
-        + 1]`. pages: the page table (`pipespec.engine.kv.PageTable`), `[sequences, positions]`. The
-        part that a
-            segment reads does not change while the plan is used.
+        write, positions: slot and position of each row, `[rows]`.
+        row_start, tree_start: `[segments + 1]`.
+        pages: the page table (`pipespec.engine.slice.kv_allocator`), `[sequences, positions]`. The
+            part that a segment reads does not change while the plan is used.
         page_row, prefix_length: the segment's row of the page table, and how many positions of it
             the segment reads, `[segments]`.
         tree, tree_positions: slot and position of each tree key, `[keys]`.
@@ -210,20 +210,27 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
     `imagined`: the prefix was never computed, and the rows are draft tokens.
     """
     length, rows = len(prefix), len(write)
-    positions = np.arange(length, length + rows)
+    positions, bounds = np.arange(length, length + rows), np.array([0, rows])
+    kept = of_no_state(1)
+    if not imagined:
+        kept["num_committed"][0] = rows
     return AttentionPlan(
         write=write,
         positions=positions,
-        row_start=np.array([0, rows]),
+        row_start=bounds,
         pages=prefix[None],
         page_row=np.array([0]),
         prefix_length=np.array([length]),
         tree=write,
         tree_positions=positions,
-        tree_start=np.array([0, rows]),
+        tree_start=bounds,
         mask=np.tri(rows, dtype=bool).ravel(),
-        num_committed=np.array([0 if imagined else rows]),
-        keeps_state=np.array([0]),
-        state_number=np.array([0]),
         imagined=imagined,
+        **kept,
     )
+
+
+def of_no_state(segments: int) -> dict[str, Any]:
+    """The columns of a plan that layers with a running state read, of draft tokens alone."""
+    names = ("num_committed", "keeps_state", "state_number")
+    return {name: np.zeros(segments, np.int64) for name in names}

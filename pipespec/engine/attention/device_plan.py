@@ -16,7 +16,6 @@ belongs to no sequence, and see only that slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +34,7 @@ MOST_SPLITS, ALL_SPLITS, LEAST_KEYS = 16, 32, 64
 MOST_TREE = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCapacity:
+class PlanCapacity(NamedTuple):
     """The size of a buffer: rows, tree keys of one row, tree keys of all segments, and keys of all
     segments."""
 
@@ -54,25 +52,12 @@ class PlanCapacity:
 
     def holds(self, other: PlanCapacity) -> bool:
         """Whether a plan that needs `other` fits."""
-        return (
-            self.rows >= other.rows
-            and self.tree >= other.tree
-            and self.trees >= other.trees
-            and self.keys >= other.keys
-        )
+        return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
     def grown(self, other: PlanCapacity) -> PlanCapacity:
         """A capacity for both, rounded up to powers of two so that it rarely grows."""
-
-        def room(mine: int, theirs: int) -> int:
-            return max(mine, 1 << (theirs - 1).bit_length())
-
-        return PlanCapacity(
-            room(self.rows, other.rows),
-            room(self.tree, other.tree),
-            room(self.trees, other.trees),
-            room(self.keys, other.keys),
-        )
+        both = zip(self, other, strict=True)
+        return PlanCapacity(*(max(mine, 1 << (each - 1).bit_length()) for mine, each in both))
 
 
 class Tiling(NamedTuple):

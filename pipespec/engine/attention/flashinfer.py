@@ -48,8 +48,7 @@ class FlashInferBackend:
         assert self._plan is not None
         if self._write is None:
             self._write = to_device(self._plan.write, query.device)
-        pool.keys.index_copy_(0, self._write, key)
-        pool.values.index_copy_(0, self._write, value)
+        pool.store(self._write, key, value)
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
         name = (sizes, options.scaling, options.softcap, options.reach)
         if name not in self._kinds:

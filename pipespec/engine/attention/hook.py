@@ -42,9 +42,9 @@ class AttentionState:
 
     `kv_heads`: the KV heads that its query heads attend to, if the module computes others too;
     `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one; `kv_dtype`: one of
-    KV_DTYPES. The first call sets `pool`, `options` and `heads` from the actual Q, K and V, whose
-    shapes are more reliable than what can be derived from the config. The custom operator
-    identifies it by `number`.
+    KV_DTYPES. The first call sets `layer` from the actual Q, K and V, whose shapes are more
+    reliable than what can be derived from the config. The custom operator identifies it by
+    `number`.
     """
 
     backend: AttentionBackend
@@ -53,20 +53,11 @@ class AttentionState:
     chunk: int | None = None
     temperature: QueryTemperature | None = None
     kv_dtype: str = KV_PLAIN
-    pool: LayerPool | None = None
-    options: LayerOptions | None = None
-    heads: int = 0
+    layer: AttentionLayer | None = None
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
         _states[self.number] = self
-
-    @property
-    def layer(self) -> AttentionLayer:
-        """For self-tests of backends; available after the first call."""
-        assert self.pool is not None
-        assert self.options is not None
-        return AttentionLayer(self.heads, self.options, self.pool)
 
 
 _states: WeakValueDictionary[int, AttentionState] = WeakValueDictionary()
@@ -119,14 +110,14 @@ def _attend(
         assert query_positions is not None
         query = state.temperature.applied(query, query_positions)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if state.pool is None:
+    if state.layer is None:
         # An empty one is that of `variants.leave_out_indexers`.
         assert attention_mask is None or not attention_mask.numel()
-        state.pool = LayerPool.allocate(state.num_slots, key, value, state.kv_dtype)
+        pool = LayerPool.allocate(state.num_slots, key, value, state.kv_dtype)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-        state.options = LayerOptions(scaling, sliding_window, softcap, s_aux, state.chunk)
-        state.heads = query.shape[1]
-    pool = state.pool
+        options = LayerOptions(scaling, sliding_window, softcap, s_aux, state.chunk)
+        state.layer = AttentionLayer(query.shape[1], options, pool)
+    pool = state.layer.pool
     out = torch.ops.pipespec.attend(query, key, value, pool.keys, pool.values, state.number)
     return out.unsqueeze(0), None
 
@@ -144,8 +135,8 @@ def _with_backend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, layer: int
 ) -> Tensor:
     state = _states[layer]
-    assert state.options is not None
-    return state.backend.attend(query, key, value, LayerPool(keys, values), state.options)
+    assert state.layer is not None
+    return state.backend.attend(query, key, value, LayerPool(keys, values), state.layer.options)
 
 
 def _shape(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:

@@ -73,15 +73,15 @@ def backend_error(name: str, device: torch.device, layers: Sequence[AttentionLay
     """Why a backend fails its self-test on a device, as a clause; None: it passes."""
     from pipespec.engine.attention.self_test import NUM_SLOTS, self_test_error
 
-    if name == TRITON and device.type == "cuda":
-        import torch
-
-        from pipespec.engine.attention.launch_table import capability_error
-
-        wrong = capability_error(torch.cuda.get_device_capability(device))
-        if wrong is not None:
-            return wrong
     try:
+        if name == TRITON and device.type == "cuda":
+            import torch
+
+            from pipespec.engine.attention.triton_backend import capability_error
+
+            wrong = capability_error(torch.cuda.get_device_capability(device))
+            if wrong is not None:
+                return wrong
         return self_test_error(make_backend(name, device, NUM_SLOTS), NUM_SLOTS, layers)
     except Exception as error:  # noqa: BLE001 - compilers, drivers and kernels raise anything
         return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"

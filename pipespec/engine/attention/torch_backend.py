@@ -25,9 +25,7 @@ class TorchBackend(DevicePlanBackend):
     ) -> Tensor:
         rows, heads, _ = query.shape
         kv_heads = key.shape[1]
-        write = self.flat.write[:rows].long()
-        pool.keys.index_copy_(0, write, key)
-        pool.values.index_copy_(0, write, value)
+        pool.store(self.flat.write[:rows].long(), key, value)
         grouped = query.float().view(rows, kv_heads, heads // kv_heads, -1) * options.scaling
         best = grouped.new_full(grouped.shape[:3], -torch.inf)
         total = torch.zeros_like(best)

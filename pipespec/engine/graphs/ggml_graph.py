@@ -179,13 +179,13 @@ class SliceGraph:
 
     def _layer(self, module: Any, state: AttentionState) -> _Layer:
         _require(_children(module) == _LAYER)
-        attention, mlp, options, pool = module.self_attn, module.mlp, state.options, state.pool
+        attention, mlp, own = module.self_attn, module.mlp, state.layer
+        assert own is not None
+        options, pool = own.options, own.pool
         _require(_children(attention) - _HEAD_NORMS == _ATTENTION)
         _require(_children(mlp) - {"act_fn"} == _MLP)
         activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__, "")
         _require(activation != "")
-        assert options is not None
-        assert pool is not None
         special = (options.window, options.softcap, options.sinks, options.chunk)
         _require(all(each is None for each in (*special, state.temperature, state.kv_heads)))
         _require(pool.keys.dtype == pool.values.dtype == torch.float32)
@@ -222,7 +222,7 @@ class SliceGraph:
             activation=activation,
             keys=keys,
             values=values,
-            heads=state.heads,
+            heads=own.heads,
             kv_heads=kv_heads,
             dim=dim,
             rotation=_HALVES if turned is None else _NEIGHBOURS,

@@ -211,7 +211,7 @@ class ModelSlice:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention of each layer, for self-tests and measurements."""
-        return [state.layer for state in self.attentions if state.pool is not None]
+        return [state.layer for state in self.attentions if state.layer is not None]
 
     @property
     def num_kv_bytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from pipespec.engine.attention import select, triton_backend
-from pipespec.engine.attention.launch_table import (
+from pipespec.engine.attention.triton_backend import (
     SHARED_KIB,
     Launch,
     attend_launch,

@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.engine.attention import self_test
 from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
-from pipespec.engine.attention.launch_table import HOPPER, OLDEST
-from pipespec.engine.attention.triton_backend import TritonBackend
-from tests.helpers.plans import plans
+from pipespec.engine.attention.triton_backend import HOPPER, OLDEST, TritonBackend
+from tests.helpers.plans import explicit, plans
 
 NUM_SLOTS = 300
 EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
@@ -45,7 +43,7 @@ def test_kernels_attend_as_defined(these, heads, dims, reach, softcap, sinks, dt
         out = backend.attend(query, key, value, pool, options)
         assert pool.keys[plan.write].equal(key)
         assert pool.values[plan.write].equal(value)
-        expected = self_test.reference_attention(query, pool, plan, options).to(dtype)
+        expected = explicit(query, pool, plan, options).to(dtype)
         limit = 3e-6 if dtype == torch.float32 else 3e-3
         torch.testing.assert_close(out, expected, rtol=0, atol=limit)
 
@@ -61,5 +59,5 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan):
     pool = LayerPool(*(torch.randn(NUM_SLOTS + 1, 2, 16, generator=rng) for _ in range(2)))
     out = backend.attend(query, key, value, pool, LayerOptions(0.3))
     assert out.isfinite().all()
-    expected = self_test.reference_attention(query[:rows], pool, plan, LayerOptions(0.3)).float()
+    expected = explicit(query[:rows], pool, plan, LayerOptions(0.3))
     torch.testing.assert_close(out[:rows], expected, rtol=0, atol=3e-6)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipespec.engine.attention import self_test
 from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
-from tests.helpers.plans import plans
+from tests.helpers.plans import explicit, plans
 
 flashinfer = pytest.importorskip("flashinfer", reason="make test-flashinfer installs it")
 NUM_SLOTS = 300
@@ -107,7 +107,7 @@ def test_wrappers_attend_as_defined_plan_after_plan(
             pool = LayerPool(keys, values)
             out = backend.attend(query, key, value, pool, options)
             assert pool.keys[plan.write].equal(key)
-            expected = self_test.reference_attention(query, pool, plan, options).float()
+            expected = explicit(query, pool, plan, options)
             torch.testing.assert_close(out, expected, rtol=0, atol=3e-6)
 
 

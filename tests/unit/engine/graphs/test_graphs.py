@@ -51,10 +51,10 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSli
 def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
     recorded, plain = slices[name]
     for part in (recorded, plain):
-        for state in part.attentions:
+        for layer in part.attention_layers:
             with torch.inference_mode():
-                state.pool.keys.zero_()
-                state.pool.values.zero_()
+                layer.pool.keys.zero_()
+                layer.pool.values.zero_()
     replayed = []
     (recording,) = recorded.graphs._layers
     whole = recording.run
