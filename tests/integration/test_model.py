@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from pipespec.core import SamplingParams
-from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
+from pipespec.engine.attention.attention_plan import Segment, causal_plan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.formats.text_part import text_names
@@ -34,6 +34,7 @@ from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
 from pipespec.errors import ModelError, RankFailed
 from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers.decoding import NUM_SLOTS, decode, load, run
 from tests.helpers.kinds import ATTENDING, SHARED, by_kind
 from tests.helpers.members import RecordableGroup, together
 from tests.helpers.models import (
@@ -48,7 +49,6 @@ from tests.helpers.models import (
 from tests.helpers.plans import joined
 from tests.helpers.recording import stand_in
 
-NUM_SLOTS = 96
 NEW_TOKENS = 16
 OF_MEMBERS = 6  # tokens; each member computes them with others
 # Compiled in every run: windows and caps, sinks and experts.
@@ -98,12 +98,11 @@ class Conforming:
     @cached_property
     def static(self) -> list[ModelSlice]:
         """All layers, with the backend that computes on the device alone."""
-        layers = range(NUM_LAYERS)
-        return [ModelSlice.load(self.path, layers, num_slots=NUM_SLOTS, attention="static")]
+        return load(self.path, 1, attention="static")
 
     def slices(self, count: int) -> list[ModelSlice]:
         if count not in self._slices:
-            self._slices[count] = _load(self.path, count)
+            self._slices[count] = load(self.path, count)
         return self._slices[count]
 
 
@@ -141,7 +140,7 @@ def test_greedy_tokens_equal_generate(model, long):
     assert len(expected.unique()) > 4, "the reference repeats itself and would prove little"
     # The nodes of trees have the logits of the reference in two slices (below).
     for num_slices in (1, 2, 4) if long else (4,):
-        tokens = _greedy(model.slices(num_slices), prompt, chunk=5)
+        tokens = decode(model.slices(num_slices), prompt, 5, NEW_TOKENS)
         assert tokens == expected.tolist(), f"{num_slices} slices"
 
 
@@ -152,9 +151,9 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of, long):
     prompt, whole = _random_tokens(13, seed=1), model.slices(2)
     if model.path.name in WITHOUT_PLAN:
         with pytest.raises(ModelError, match="no tensor-parallel plan"):
-            together(2, lambda group: _load(model.path, 2, group))
+            together(2, lambda group: load(model.path, 2, group))
         return
-    expected = _greedy(whole, prompt, chunk=5, count=OF_MEMBERS)
+    expected = decode(whole, prompt, 5, OF_MEMBERS)
     info, bytes_of_whole = inspect(model.path), sum(part.num_weight_bytes for part in whole)
     few = MEMBERS[ARCHITECTURES.index(model.path.name) % 2]
     for size in MEMBERS if long else (MANY_MEMBERS.get(model.path.name, few),):
@@ -173,8 +172,8 @@ def test_members_have_the_kv_heads_of_their_own_query_heads(tmp_path):
     sizes = {}
     for kv_heads in (3, 2, 1):
         path = build("llama", tmp_path / str(kv_heads), num_key_value_heads=kv_heads, **SIX_HEADS)
-        one = _load(path, 1)[0].num_kv_bytes // kv_heads
-        found = together(3, lambda group, path=path: _load(path, 1, group)[0].num_kv_bytes)
+        one = load(path, 1)[0].num_kv_bytes // kv_heads
+        found = together(3, lambda group, path=path: load(path, 1, group)[0].num_kv_bytes)
         sizes[kv_heads] = [num_bytes / one for num_bytes in found]
     # The second of three members has a head of each of two KV heads.
     assert sizes == {3: [1, 1, 1], 2: [1, 2, 1], 1: [1, 1, 1]}
@@ -183,12 +182,12 @@ def test_members_have_the_kv_heads_of_their_own_query_heads(tmp_path):
 def test_members_draw_the_tokens_that_one_draws(checkpoint):
     """From the logits of all parts of the vocabulary, with the noise of seed and position."""
     path, prompt = checkpoint("llama"), _random_tokens(13, seed=1)
-    expected = [_drawn(_load(path, 1), prompt, seed) for seed in (1, 2)]
+    expected = [_drawn(load(path, 1), prompt, seed) for seed in (1, 2)]
     assert expected[0] != expected[1]
     members = together(
         3,
         lambda group: [
-            _drawn(part, prompt, seed) for part in [_load(path, 1, group)] for seed in (1, 2)
+            _drawn(part, prompt, seed) for part in [load(path, 1, group)] for seed in (1, 2)
         ],
     )
     assert members == [expected] * 3
@@ -198,7 +197,7 @@ def test_a_member_reads_no_other_part_of_the_files(tmp_path):
     """Of matrices that are divided by rows and by columns."""
     path = build("llama", tmp_path / "model")
     prompt = _random_tokens(13, seed=1)
-    expected = _greedy(_load(path, 1), prompt, chunk=5)
+    expected = decode(load(path, 1), prompt, 5, NEW_TOKENS)
     damaged = tmp_path / "damaged"
     shutil.copytree(path, damaged)
     tensors = load_file(path / "model.safetensors")
@@ -210,8 +209,8 @@ def test_a_member_reads_no_other_part_of_the_files(tmp_path):
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
 
     def tokens(group: TPProcessGroup) -> list[int]:
-        (part,) = _load(path if group.rank else damaged, 1, group)
-        return _greedy([part], prompt, chunk=5)
+        (part,) = load(path if group.rank else damaged, 1, group)
+        return decode([part], prompt, 5, NEW_TOKENS)
 
     assert together(2, tokens) == [expected] * 2
 
@@ -219,7 +218,7 @@ def test_a_member_reads_no_other_part_of_the_files(tmp_path):
 def test_norms_of_single_heads_that_members_cannot_share_are_refused(tmp_path):
     path = build("cohere", tmp_path / "model", use_qk_norm=True)
     with pytest.raises(ModelError, match="norm for every attention head"):
-        together(2, lambda group: _load(path, 1, group))
+        together(2, lambda group: load(path, 1, group))
 
 
 def test_members_attend_to_trees_on_the_device_alone(checkpoint):
@@ -229,13 +228,12 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
     batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
 
     def member(group: TPProcessGroup) -> tuple[Tensor, list[str]]:
-        layers = range(NUM_LAYERS)
-        part = ModelSlice.load(path, layers, num_slots=NUM_SLOTS, attention="static", group=group)
+        (part,) = load(path, 1, group, attention="static")
         capture_graphs(part, [8])
         compile_slice(part)
         return tree.run([part], batches), part.refused
 
-    expected = tree.run(_load(path, 1), batches)
+    expected = tree.run(load(path, 1), batches)
     for logits, refused in together(2, member):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         graphs, compiler = refused
@@ -283,7 +281,7 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
             assert (part.graphs.rows, part.graphs.captured) == ((), tuple(buckets))
         return found
 
-    whole = _load(path, 1)
+    whole = load(path, 1)
     with ThreadPoolExecutor(max_workers=2) as pool:
         runs = [pool.submit(member, rank) for rank in range(2)]
     assert runs[1].result() == []
@@ -297,10 +295,7 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
     path, store = checkpoint("llama"), HashStore()
 
     def member(rank: int) -> tuple[int, ...]:
-        seat = TPRank(rank, 2)
-        part = ModelSlice.load(
-            path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
-        )
+        (part,) = load(path, 1, TPRank(rank, 2), attention="static")
         if rank:
             capture_graphs(part, [16], stand_in)
             assert part.graphs.rows == (16,)
@@ -325,10 +320,7 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
                 raise RuntimeError(refused[0])
             return attempts[-1]
 
-        seat = TPRank(rank, 2)
-        part = ModelSlice.load(
-            path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
-        )
+        (part,) = load(path, 1, TPRank(rank, 2), attention="static")
         if rank == 0:
             capture_graphs(part, [4, 16], stand_in)
         _meet(part, RecordableGroup(store, rank, 2), capture)
@@ -343,10 +335,7 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
 
 def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint):
     path = checkpoint("llama")
-    seat = TPRank(0, 2)
-    part = ModelSlice.load(
-        path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static", group=seat
-    )
+    (part,) = load(path, 1, TPRank(0, 2), attention="static")
     capture_graphs(part, [4, 16], stand_in)
 
     class Lost:
@@ -388,9 +377,9 @@ def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpo
 def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):
     path = checkpoint("gemma2")
     prompt = _random_tokens(13, seed=1)
-    expected = _greedy(_load(path, 2), prompt, chunk=5)
+    expected = decode(load(path, 2), prompt, 5, NEW_TOKENS)
     with ThreadPoolExecutor(max_workers=3) as pool:
-        runs = [pool.submit(lambda: _greedy(_load(path, 4), prompt, chunk=5)) for _ in range(3)]
+        runs = [pool.submit(lambda: decode(load(path, 4), prompt, 5, NEW_TOKENS)) for _ in range(3)]
         assert [run.result() for run in runs] == [expected] * 3
 
 
@@ -461,7 +450,7 @@ def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monke
         return lambda: (replayed.append(run), replay()), result
 
     path = checkpoint(model_type)
-    part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static")
+    (part,) = load(path, 1, attention="static")
     capture_graphs(part, [2, 8], capture)
     assert (part.graphs.rows, part.refused, len(captured)) == ((2, 8), [], 2)
     replayed.clear()
@@ -469,7 +458,7 @@ def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monke
     batches = [slice(0, 2), slice(2, 10), slice(10, 40), slice(40, 80)]
     near = ROUNDING.get(model_type, 1e-4)
     for tree in (first, second):
-        expected = tree.run(_load(path, 1), batches)
+        expected = tree.run(load(path, 1), batches)
         torch.testing.assert_close(tree.run([part], batches), expected, rtol=1e-4, atol=near)
     assert len(replayed) == 4, "batches of 2 and 8 rows"
     assert len(captured) == 6, "each graph anew after each growth"
@@ -494,8 +483,8 @@ def test_the_text_part_of_a_multimodal_checkpoint_decodes_alone(tmp_path, model_
     assert info.model_type == WRAPPERS[model_type]
     assert len(text) > 4 * NUM_LAYERS
     for num_slices in (1, 2):
-        slices = _load(path, num_slices)
-        assert _greedy(slices, prompt, chunk=5) == expected[0, len(prompt) :].tolist()
+        slices = load(path, num_slices)
+        assert decode(slices, prompt, 5, NEW_TOKENS) == expected[0, len(prompt) :].tolist()
         held = sum(part.num_weight_bytes for part in slices)
         assert held <= info.stored.total + (info.stored.embedding if info.tied else 0)
 
@@ -507,7 +496,7 @@ def test_the_text_part_of_a_multimodal_checkpoint_decodes_alone(tmp_path, model_
 def test_a_multimodal_checkpoint_decodes_by_older_and_newer_names(tmp_path, base, head):
     path = build_multimodal("mistral3", tmp_path / "model")
     prompt = _random_tokens(13, seed=1)
-    expected = _greedy(_load(path, 2), prompt, chunk=5)
+    expected = decode(load(path, 2), prompt, 5, NEW_TOKENS)
     tensors = load_file(path / "model.safetensors")
     prefixes = {"model.": base, "lm_head.": head}
     renamed = {
@@ -516,13 +505,13 @@ def test_a_multimodal_checkpoint_decodes_by_older_and_newer_names(tmp_path, base
     }
     assert len(renamed) < len(tensors)
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    assert _greedy(_load(path, 2), prompt, chunk=5) == expected
+    assert decode(load(path, 2), prompt, 5, NEW_TOKENS) == expected
 
 
 def test_files_of_other_modalities_may_be_missing(tmp_path):
     path = build_multimodal("mistral3", tmp_path / "model", max_shard_size="20KB")
     prompt = _random_tokens(13, seed=1)
-    expected = _greedy(_load(path, 2), prompt, chunk=5)
+    expected = decode(load(path, 2), prompt, 5, NEW_TOKENS)
     shard_of = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     others = set(shard_of.values()) - {shard_of[name] for name in text_names(shard_of)}
     assert others
@@ -531,7 +520,7 @@ def test_files_of_other_modalities_may_be_missing(tmp_path):
     found = fingerprint(str(path))
     assert (found.num_layers, found.problem, found.absent) == (NUM_LAYERS, None, {})
     assert inspect(path).num_layers == NUM_LAYERS
-    assert _greedy(_load(path, 2), prompt, chunk=5) == expected
+    assert decode(load(path, 2), prompt, 5, NEW_TOKENS) == expected
 
 
 def test_layers_that_a_slice_cannot_compute_are_refused(tmp_path):
@@ -550,7 +539,7 @@ def test_requests_of_one_batch_do_not_see_each_other(checkpoint):
         segments.append(replace(alone, rows=slice(start, start + len(prompt))))
         start += len(prompt)
     plan = joined(segments, slots[:start])
-    logits = _run(_load(path, 2), torch.cat(prompts), torch.from_numpy(plan.positions), plan)
+    logits = run(load(path, 2), torch.cat(prompts), torch.from_numpy(plan.positions), plan)
     reference = _reference(path)
     for prompt, segment in zip(prompts, segments, strict=True):
         with torch.inference_mode():
@@ -620,7 +609,7 @@ def test_running_states_are_as_large_as_the_checkpoint_foretells(model):
     if info.recurrent is None:
         assert not any(part.recurrent for part in model.slices(2))
         return
-    (whole,) = _load(model.path, 1)
+    (whole,) = load(model.path, 1)
     tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
     tree.run([whole], batches=[slice(0, 24)])
     book = whole.recurrent
@@ -652,18 +641,10 @@ def _reference(path: Path) -> PreTrainedModel:
     return model
 
 
-def _load(path: Path, num_slices: int, group: TPProcessGroup | None = None) -> list[ModelSlice]:
-    size = NUM_LAYERS // num_slices
-    return [
-        ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS, group=group)
-        for start in range(0, NUM_LAYERS, size)
-    ]
-
-
 def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
     """What a member of two slices decodes, and the bytes of its weights."""
-    parts = _load(path, 2, group)
-    tokens = _greedy(parts, prompt, chunk=5, count=OF_MEMBERS)
+    parts = load(path, 2, group)
+    tokens = decode(parts, prompt, 5, OF_MEMBERS)
     return tokens, sum(part.num_weight_bytes for part in parts)
 
 
@@ -676,19 +657,6 @@ def _meet(part: ModelSlice, group: TPProcessGroup, capture: CaptureFunction) -> 
             pass
 
 
-def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-    hidden = ids
-    for part in slices:
-        hidden = part.forward(hidden, positions, plan)
-    return slices[-1].logits(hidden)
-
-
-def _greedy(
-    slices: list[ModelSlice], prompt: Tensor, chunk: int, count: int = NEW_TOKENS
-) -> list[int]:
-    return _decode(slices, prompt, chunk, lambda logits, _: int(logits.argmax()), count)
-
-
 def _drawn(slices: list[ModelSlice], prompt: Tensor, seed: int) -> list[int]:
     sampling = [SamplingParams(temperature=0.8, top_p=0.95, seed=seed)]
 
@@ -697,29 +665,7 @@ def _drawn(slices: list[ModelSlice], prompt: Tensor, seed: int) -> list[int]:
         assert token is not None
         return token
 
-    return _decode(slices, prompt, 5, choose)
-
-
-def _decode(
-    slices: list[ModelSlice],
-    prompt: Tensor,
-    chunk: int,
-    choose: Callable[[Tensor, int], int],
-    count: int = NEW_TOKENS,
-) -> list[int]:
-    """Prefill `prompt` in chunks, then decode `count` tokens one by one, which are chosen by logits
-    and position."""
-    slots = np.random.default_rng(4).permutation(NUM_SLOTS)
-    ids, tokens, num_cached = prompt, [], 0
-    while len(tokens) < count:
-        for rows in ids.split(chunk):
-            end = num_cached + len(rows)
-            plan = causal_plan(slots[:num_cached], slots[num_cached:end])
-            logits = _run(slices, rows, torch.arange(num_cached, end), plan)
-            num_cached = end
-        tokens.append(choose(logits[-1], num_cached))
-        ids = torch.tensor(tokens[-1:])
-    return tokens
+    return decode(slices, prompt, 5, NEW_TOKENS, choose)
 
 
 def _random_tokens(count: int, seed: int) -> Tensor:
@@ -756,7 +702,7 @@ class _RandomTree:
         plan = causal_plan(prefix[:0], prefix)
         # On the page of `joined`.
         plan = replace(plan, page_row=np.array([1]), pages=np.zeros((2, 0), np.int64))
-        _run(slices, self.prompt, torch.arange(size), plan)
+        run(slices, self.prompt, torch.arange(size), plan)
         depths = torch.tensor([len(self.ancestry(i)) for i in range(len(self.tokens))])
         positions = size + depths - 1
         assert len(positions[batches[-1]].unique()) > 2
@@ -775,5 +721,5 @@ class _RandomTree:
                 mask=mask.numpy(),
             )
             plan = joined([segment], node_slots[batch])
-            logits.append(_run(slices, self.tokens[batch], positions[batch], plan))
+            logits.append(run(slices, self.tokens[batch], positions[batch], plan))
         return torch.cat(logits)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.low_bit.ggml_linear import GgmlLinear
-from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers.decoding import decode, load
 from tests.helpers.members import together
 from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import fp4_files, fp8_files, gguf_files, packing
@@ -77,31 +74,6 @@ FORMATS: dict[str, Callable[[Path, str], Path]] = {
 OFTEN = (("awq", "mixtral"),)
 
 
-def _load(
-    path: Path, num_slices: int, group: TPProcessGroup | None = None, **how: Any
-) -> list[ModelSlice]:
-    size = NUM_LAYERS // num_slices
-    return [
-        ModelSlice.load(path, range(start, start + size), num_slots=64, group=group, **how)
-        for start in range(0, NUM_LAYERS, size)
-    ]
-
-
-def _tokens(slices: list[ModelSlice], chunk: int) -> list[int]:
-    """The answer to the prompt, which is computed so many rows at a time."""
-    slots, ids, found, cached = np.arange(64), PROMPT, list[int](), 0
-    while len(found) < NEW_TOKENS:
-        for rows in ids.split(chunk):
-            plan = causal_plan(slots[:cached], slots[cached : cached + len(rows)])
-            hidden: Tensor = rows
-            for part in slices:
-                hidden = part.forward(hidden, torch.arange(cached, cached + len(rows)), plan)
-            cached += len(rows)
-        ids = slices[-1].logits(hidden)[-1].argmax()[None]
-        found.append(int(ids))
-    return found
-
-
 @pytest.mark.parametrize(
     ("form", "model_type"),
     [
@@ -114,16 +86,19 @@ def test_members_share_weights_of_few_bits(tmp_path, form, model_type, long):
     batches. The memory of each is foretold."""
     path = FORMATS[form](tmp_path, model_type)
     info = inspect(path)
-    whole = _tokens(_load(path, 1, dtype=torch.float32), chunk=5)
+    whole = decode(load(path, 1, dtype=torch.float32), PROMPT, 5, NEW_TOKENS)
     kept = info.weight_format(None, "auto", "bfloat16")
     for size in (2, 3, 5) if long else (3,):
 
         def member(group: TPProcessGroup) -> tuple[list[list[int]], list[int]]:
-            plain = _load(path, 2, group, dtype=torch.float32)
-            tokens = [_tokens(plain, chunk=5)]
+            plain = load(path, 2, group, dtype=torch.float32)
+            tokens = [decode(plain, PROMPT, 5, NEW_TOKENS)]
             how = {"dtype": torch.bfloat16, "quantization": kept}
-            (one,) = _load(path, 1, group, **how)
-            tokens += [_tokens([one], chunk=13), _tokens(_load(path, 2, group, **how), chunk=1)]
+            (one,) = load(path, 1, group, **how)
+            tokens += [
+                decode(parts, PROMPT, chunk, NEW_TOKENS)
+                for parts, chunk in (([one], 13), (load(path, 2, group, **how), 1))
+            ]
             return tokens, [sum(each.num_weight_bytes for each in plain), one.num_weight_bytes]
 
         found = together(size, member)
@@ -147,7 +122,7 @@ def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
     packing.pack(path, tmp_path / "packed", tmp_path / "plain", packing.KINDS["awq"])
     how = {"dtype": torch.bfloat16, "quantization": "int4"}
     whole = inspect(tmp_path / "packed").loaded("bfloat16", "int4").total
-    for held in together(2, lambda g: _load(tmp_path / "packed", 1, g, **how)[0].num_weight_bytes):
+    for held in together(2, lambda g: load(tmp_path / "packed", 1, g, **how)[0].num_weight_bytes):
         assert held <= 1.1 * whole / 2
 
 
@@ -177,7 +152,7 @@ def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
 
     def state(group: TPProcessGroup, kept: str | None) -> list[dict[str, Tensor]]:
         held = [
-            _load(each, 1, group, dtype=torch.bfloat16, quantization=kept)[0]
+            load(each, 1, group, dtype=torch.bfloat16, quantization=kept)[0]
             for each in (path, path if group.rank else damaged)
         ]
         return [_stored(each.base) for each in held]

@@ -92,11 +92,11 @@ def answers(
     return found
 
 
-def pids(cluster: Running, workers: list[str] = WORKERS) -> dict[str, int]:
+def pids(cluster: Running) -> dict[str, int]:
     """The processes of all workers."""
     with Membership(cluster.cluster.url, cluster.cluster.namespace) as shared:
-        until(lambda: len(shared.alive(workers)) == len(workers))
-        return shared.alive(workers)
+        until(lambda: len(shared.alive(WORKERS)) == len(WORKERS))
+        return shared.alive(WORKERS)
 
 
 def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
@@ -127,23 +127,12 @@ def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     ],
 )
 def test_the_same_text_though_a_member_is_lost(cluster, prompts, expected, worker, how):
-    assert_survives(cluster, WORKERS, prompts, expected, worker, how)
-
-
-def assert_survives(
-    cluster: Running,
-    workers: list[str],
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    worker: str,
-    how: signal.Signals,
-) -> None:
-    """The answers are the expected ones though this worker is lost meanwhile."""
-    before, faults = pids(cluster, workers), len(cluster.cluster.faults)
+    """The others keep their weights."""
+    before, faults = pids(cluster), len(cluster.cluster.faults)
     fault = lambda: os.kill(before[worker], how)  # noqa: E731
     assert answers(cluster, prompts, fault=fault) == expected
     until(lambda: len(cluster.cluster.faults) > faults, what="nobody noticed")
-    until(lambda: pids(cluster, workers)[worker] != before[worker], what="nobody took its place")
+    until(lambda: pids(cluster)[worker] != before[worker], what="nobody took its place")
     others = {name: pid for name, pid in before.items() if name != worker}
-    assert others.items() <= pids(cluster, workers).items(), "the others keep their weights"
+    assert others.items() <= pids(cluster).items(), "the others keep their weights"
     assert answers(cluster, prompts[:1]) == expected[:1]

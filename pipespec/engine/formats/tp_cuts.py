@@ -7,7 +7,7 @@ weights with one scale, so the parts of the members need not be equal; one may b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # The sides of a matrix `[out, in]`. A bias `[out]` is cut like the rows of its matrix.
@@ -74,10 +74,6 @@ class Cut:
             (*before, slice(at + self.start, at + self.stop))
             for at in range(0, whole[dim], self.total)
         ]
-
-
-# Of a model that is not divided, by the names of parameters.
-NO_CUTS: Mapping[str, Cut] = {}
 
 
 @dataclass(frozen=True, slots=True)

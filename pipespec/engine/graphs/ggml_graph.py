@@ -41,8 +41,11 @@ KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
 KEYS = 64
 # Tensors and operations for a layer, and beside the layers.
 _OF_LAYER, _BESIDE = 64, 64
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
+_LAYER = {"self_attn", "mlp", *_LAYER_NORMS}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+# Matrices whose rows may be in the order of another rotation.
+_TURNED = {"q_proj", "k_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _ACTIVATIONS = {"SiLUActivation": "swiglu_split", "SiLU": "swiglu_split"}
@@ -64,19 +67,11 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The constants of a layer, and its pools `[slots, kv_heads * dim]`."""
+    """The constants of a layer, by the names of its modules, and its pools
+    `[slots, kv_heads * dim]`."""
 
-    attention_norm: _Norm
-    query: _Product
-    key: _Product
-    value: _Product
-    output: _Product
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    mlp_norm: _Norm
-    gate: _Product
-    up: _Product
-    down: _Product
+    products: dict[str, _Product]
+    norms: dict[str, _Norm | None]
     activation: str
     keys: compute.Tensor
     values: compute.Tensor
@@ -191,16 +186,15 @@ class SliceGraph:
         _require(pool.keys.dtype == pool.values.dtype == torch.float32)
         slots, kv_heads, dim = pool.keys.shape
         _require(pool.values.shape == pool.keys.shape)
-        query, turned = self._product(attention.q_proj)
-        key, _ = self._product(attention.k_proj)
-        query_norm, key_norm = (
-            self._head_norm(getattr(attention, name, None), dim) for name in ("q_norm", "k_norm")
-        )
-        _require(turned is None or query_norm is key_norm is None)
-        in_order = (attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        others = [self._product(each) for each in in_order]
-        _require(all(order is None for _, order in others))
-        value, output, gate, up, down = (each for each, _ in others)
+        modules = dict([*attention.named_children(), *mlp.named_children()])
+        found = {name: self._product(modules[name]) for name in (*_ATTENTION, *_MLP)}
+        turned = found["q_proj"][1]
+        _require(all(order is None or name in _TURNED for name, (_, order) in found.items()))
+        norms: dict[str, _Norm | None] = {
+            name: self._head_norm(modules.get(name), dim) for name in _HEAD_NORMS
+        }
+        _require(turned is None or not any(norms.values()))
+        norms |= {name: self._norm_of(getattr(module, name)) for name in _LAYER_NORMS}
         keys, values = (
             compute.Tensor(
                 self._library, F32, (slots, kv_heads * dim), each.view(slots, -1).numpy(), 0
@@ -208,17 +202,8 @@ class SliceGraph:
             for each in (pool.keys, pool.values)
         )
         return _Layer(
-            attention_norm=self._norm_of(module.input_layernorm),
-            query=query,
-            key=key,
-            value=value,
-            output=output,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            mlp_norm=self._norm_of(module.post_attention_layernorm),
-            gate=gate,
-            up=up,
-            down=down,
+            products={name: product for name, (product, _) in found.items()},
+            norms=norms,
             activation=activation,
             keys=keys,
             values=values,
@@ -285,7 +270,9 @@ class SliceGraph:
         of, read = given(I32, np.int32, keys)
         sees, mask = given(F16, np.float16, rows, keys)
 
-        def norm(x: int, how: _Norm) -> int:
+        def norm(x: int, how: _Norm | None) -> int:
+            if how is None:
+                return x
             return lib.mul(context, lib.rms_norm(context, x, how.epsilon), how.weight.address)
 
         def product(x: int, how: _Product) -> int:
@@ -293,9 +280,7 @@ class SliceGraph:
             return y if how.bias is None else lib.add(context, y, how.bias.address)
 
         def rotated(x: int, layer: _Layer, heads: int, how: _Norm | None) -> int:
-            x = lib.reshape_3d(context, x, layer.dim, heads, rows)
-            if how is not None:
-                x = norm(x, how)
+            x = norm(lib.reshape_3d(context, x, layer.dim, heads, rows), how)
             return lib.rope_ext(
                 context, x, at, self._divisors.address, self._rotated, layer.rotation, 0,
                 1.0, 1.0, 0.0, self._magnitude, 0.0, 0.0,
@@ -309,10 +294,11 @@ class SliceGraph:
             return lib.permute(context, found, 0, 2, 1, 3)
 
         for layer in self._layers:
-            y = norm(x, layer.attention_norm)
-            query = rotated(product(y, layer.query), layer, layer.heads, layer.query_norm)
-            key = rotated(product(y, layer.key), layer, layer.kv_heads, layer.key_norm)
-            value = product(y, layer.value)
+            by, norms = layer.products, layer.norms
+            y = norm(x, norms["input_layernorm"])
+            query = rotated(product(y, by["q_proj"]), layer, layer.heads, norms["q_norm"])
+            key = rotated(product(y, by["k_proj"]), layer, layer.kv_heads, norms["k_norm"])
+            value = product(y, by["v_proj"])
             seen = lib.flash_attn_ext(
                 context,
                 lib.permute(context, query, 0, 2, 1, 3),
@@ -324,13 +310,12 @@ class SliceGraph:
                 0.0,
             )
             seen = lib.reshape_2d(context, seen, layer.heads * layer.dim, rows)
-            x = lib.add(context, product(seen, layer.output), x)
-            y = norm(x, layer.mlp_norm)
+            x = lib.add(context, product(seen, by["o_proj"]), x)
+            y = norm(x, norms["post_attention_layernorm"])
             activate = getattr(lib, layer.activation)
-            y = activate(context, product(y, layer.gate), product(y, layer.up))
-            x = lib.add(context, product(y, layer.down), x)
-        if self._norm is not None:
-            x = norm(x, self._norm)
+            y = activate(context, product(y, by["gate_proj"]), product(y, by["up_proj"]))
+            x = lib.add(context, product(y, by["down_proj"]), x)
+        x = norm(x, self._norm)
         output = empty(rows, self._hidden_size)
         lib.set_output(x)
         buffers = [place(lib, x, output)]

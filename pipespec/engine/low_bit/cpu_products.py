@@ -143,7 +143,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return (
         type(module) is nn.Linear
         and module.weight.dtype in TOLERANCE
-        and module.weight.numel() > 0  # not so on a tensor-parallel member that has no part of it
+        and module.weight.numel() > 0  # not so on a device that has no part of it
         and not is_traceable_wrapper_subclass(module.weight)
     )
 

@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from pipespec.engine.formats.fill_in_parts import require_shape
 from pipespec.engine.formats.lazy import WHOLE, Part
-from pipespec.engine.formats.tp_cuts import NO_CUTS, Cut
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.low_bit.ggml_linear import as_ggml
@@ -169,10 +168,10 @@ def stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def replace_experts(
-    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
+    model: nn.Module, names: Iterable[str], make: LayerMaker, parts: Mapping[str, Part]
 ) -> None:
     """Let the mixtures of a model have their experts, of these names in the files, in what `make`
-    makes. A stack of which none is named stays as it is; `cuts` as in `kept_weights.replace`.
+    makes. A stack of which none is named stays as it is; `parts` as in `kept_weights.replace`.
     Raises ModelError if a mixture is of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
     stacked: dict[str, dict[str, list[str]]] = {}
@@ -183,7 +182,7 @@ def replace_experts(
             stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
     for path, module in list(model.named_modules()):
         if (found := _MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
-            _replace_stacks(module, by_layer[int(found[1])], path, make, cuts)
+            _replace_stacks(module, by_layer[int(found[1])], path, make, parts)
         elif path in stacked:
             _replace_transposed(module, stacked[path], make)
 
@@ -204,7 +203,7 @@ def _replace_stacks(
     held: Mapping[tuple[int, str], str],
     path: str,
     make: LayerMaker,
-    cuts: Mapping[str, Cut],
+    parts: Mapping[str, Part],
 ) -> None:
     for stack, of_parts in _STACKS.items():
         if not any((0, name) in held for names in of_parts for name in names):
@@ -221,9 +220,8 @@ def _replace_stacks(
             for expert in range(count)
         ]
         found = _stack(sources, out // len(of_parts), inputs, make)
-        if (cut := cuts.get(f"{path}.{stack}")) is not None:
-            for layer in found.modules():
-                layer.part = cut.part  # type: ignore[assignment]
+        for layer in found.modules():
+            layer.part = parts.get(f"{path}.{stack}", WHOLE)  # type: ignore[assignment]
         setattr(module, stack, found)
     use_loop(module)
 

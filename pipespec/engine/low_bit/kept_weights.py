@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.formats.fill_in_parts import row_parts
 from pipespec.engine.formats.gguf import is_int4
+from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.formats.stored import KeptMatrix
-from pipespec.engine.formats.tp_cuts import NO_CUTS, Cut
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.low_bit.experts import PLAIN, GgmlExperts, replace_experts
 from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
@@ -73,12 +73,12 @@ class LayerMaker:
 
 
 def replace(
-    model: nn.Module, names: Iterable[str], make: LayerMaker, cuts: Mapping[str, Cut] = NO_CUTS
+    model: nn.Module, parts: Mapping[str, Part], *, names: Iterable[str], make: LayerMaker
 ) -> None:
     """Let `make` make the layers of the matrices with these names in the files, where the model has
     them.
 
-    `cuts`: of the parameters of which the model has a part; those without rows or columns stay as
+    `parts`: of the parameters of which the model has no more; those without rows or columns stay as
     they are. Raises ModelError."""
     names = list(names)
     for name in names:
@@ -89,13 +89,12 @@ def replace(
             continue
         if isinstance(plain, nn.Linear) and plain.weight.numel():
             kept = make.layer(name, plain.out_features, plain.in_features, plain.bias)
-            if (cut := cuts.get(f"{name}.weight")) is not None:
-                kept.part = cut.part  # type: ignore[assignment]
+            kept.part = parts.get(f"{name}.weight", WHOLE)  # type: ignore[assignment]
             setattr(model.get_submodule(parent), child, kept)
         elif GgmlEmbedding.can_replace(plain):
             setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
             _untie(model, name)
-    replace_experts(model, names, make, cuts)
+    replace_experts(model, names, make, parts)
 
 
 def _untie(model: Any, embedding: str) -> None:

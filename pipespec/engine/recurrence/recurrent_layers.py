@@ -20,10 +20,10 @@ from torch import nn
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence.batch_planning import plan_batch
-from pipespec.engine.recurrence.fixed_plan import FixedPlan, Padding
+from pipespec.engine.recurrence.fixed_plan import FixedPlan
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
-from pipespec.engine.recurrence.recurrent_state import RecurrentState, SharedPlan, on_device
+from pipespec.engine.recurrence.recurrent_state import RecurrentState, on_device
 from pipespec.engine.recurrence.state_sizes import fixed_entries
 
 # The functions of Transformers' modeling files that are replaced.
@@ -36,20 +36,21 @@ class RecurrentLayers:
     """The layers of a slice that keep a state, with the book and the plan that they share."""
 
     def __init__(self, layers: Sequence[nn.Module], num_slots: int):
-        found = [
+        self._now: RecurrentPlan[torch.Tensor] | None = None
+        self.states = [
             state
             for layer in layers
             for module in layer.modules()
-            if (state := attach(module)) is not None
+            if (state := attach(module, self._current)) is not None
         ]
-        self.states = found
-        lengths = {state.history for state in found}
+        lengths = {state.history for state in self.states}
         assert len(lengths) < 2, "the convolutions of a model are of one length"
-        self._book = RecurrentBook(num_slots, lengths.pop()) if found else None
-        self._plan = SharedPlan()
-        self._padding: Padding | None = None  # there is none until a plan is of fixed size
-        for state in found:
-            state.shared = self._plan
+        self._book = RecurrentBook(num_slots, lengths.pop()) if lengths else None
+        self._padding: tuple[int, int] | None = None  # there is none until a plan is of fixed size
+
+    def _current(self) -> RecurrentPlan[torch.Tensor]:
+        assert self._now is not None, "a forward pass has no plan"
+        return self._now
 
     def __bool__(self) -> bool:
         return bool(self.states)
@@ -65,11 +66,7 @@ class RecurrentLayers:
 
     def use(self, plan: RecurrentPlan[Any] | None, device: torch.device) -> None:
         """Use this plan in the next forward pass."""
-        self._plan.now = None if plan is None else on_device(plan, device)
-
-    def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
-        """Use the plan of this batch in the next forward pass, which has to follow."""
-        self.use(self.plan(plan), device)
+        self._now = None if plan is None else on_device(plan, device)
 
     # --- plans of fixed size ----------------------------------------------------------------------
 
@@ -80,7 +77,7 @@ class RecurrentLayers:
             return None
         self.make_room(rows)
         if self._padding is None:
-            self._padding = Padding(*book.reserve_padding())
+            self._padding = book.reserve_padding()
         return FixedPlan(rows, book.history, self._padding, device)
 
     def make_room(self, rows: int) -> None:
@@ -90,7 +87,7 @@ class RecurrentLayers:
 
     def use_fixed(self, fixed: FixedPlan) -> None:
         """Use what these buffers hold in the next forward passes."""
-        self._plan.now = replace(fixed.plan, capacity=self.capacity, num_states=self.num_states)
+        self._now = replace(fixed.plan, capacity=self.capacity, num_states=self.num_states)
 
     def fits(self, plan: RecurrentPlan[np.ndarray]) -> bool:
         """Whether the pools of all layers have room for a plan, so that none is replaced."""
@@ -128,7 +125,9 @@ class RecurrentLayers:
         return sum(state.num_bytes for state in self.states)
 
 
-def attach(module: nn.Module) -> RecurrentState | None:
+def attach(
+    module: nn.Module, current: Callable[[], RecurrentPlan[torch.Tensor]]
+) -> RecurrentState | None:
     """Let a module that convolves compute batches of tree rows; None: it is another one."""
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or CONVOLUTION not in forward.__code__.co_names:
@@ -136,7 +135,7 @@ def attach(module: nn.Module) -> RecurrentState | None:
     names = set(forward.__code__.co_names)
     kernels = [each for each in module.children() if isinstance(each, nn.Conv1d)]
     assert len(kernels) == 1, f"{type(module).__name__} has {len(kernels)} convolutions"
-    state = RecurrentState(kernels[0].kernel_size[0] - 1)
+    state = RecurrentState(kernels[0].kernel_size[0] - 1, current)
     ours: dict[str, Callable[..., Any]] = {CONVOLUTION: state.convolve}
     space = forward.__globals__
     for name in names.intersection(DELTA_RULES):

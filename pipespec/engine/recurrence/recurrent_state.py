@@ -47,13 +47,6 @@ def _with_arrays(plan: Any, call: Callable[[np.ndarray], Any]) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class SharedPlan:
-    """The plan of the batch that the layers of a slice compute."""
-
-    now: RecurrentPlan[Tensor] | None = None
-
-
-@dataclass(slots=True, eq=False)
 class RecurrentState:
     """What a module keeps between batches.
 
@@ -66,7 +59,7 @@ class RecurrentState:
     """
 
     history: int
-    shared: SharedPlan = field(default_factory=SharedPlan)
+    current: Callable[[], RecurrentPlan[Tensor]]  # the plan of the batch that is computed
     pools: dict[str, Tensor] = field(default_factory=dict)
     num_growths: int = 0  # how often a pool was replaced by a larger one
 
@@ -88,11 +81,6 @@ class RecurrentState:
             for name, pool in self.pools.items()
         )
 
-    @property
-    def plan(self) -> RecurrentPlan[Tensor]:
-        assert self.shared.now is not None, "a forward pass has no plan"
-        return self.shared.now
-
     # --- the functions that replace those of Transformers -----------------------------------------
 
     def convolve(
@@ -105,7 +93,7 @@ class RecurrentState:
     ) -> Tensor:
         """`causal_conv1d_fn`: `[1, channels, rows]`, weight `[channels, kernel]`; the inputs before
         each row are those of its own path."""
-        plan, dtype = self.plan, hidden_states.dtype
+        plan, dtype = self.current(), hidden_states.dtype
         rows = hidden_states[0].T
         entries = self._pool("inputs", plan.capacity, rows)
         tails = self._pool("tails", plan.num_states, rows[:, None].expand(-1, self.history, -1))
@@ -213,7 +201,7 @@ class RecurrentState:
     ) -> Tensor:
         """o of all rows `[rows, H, V]`, with `skip` added; the pools are those of the plan
         afterwards."""
-        plan = self.plan
+        plan = self.current()
         decays = rows.decays if rows.decays.ndim == 3 else rows.decays[..., None]
         heads, value_size = rows.values.shape[1:]
         shape = (0, heads, rows.keys.shape[-1], value_size)

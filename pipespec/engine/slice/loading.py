@@ -32,12 +32,12 @@ with silence_warnings():
 def load(
     path: Path,
     layers: range,
-    *,
     dtype: torch.dtype | None,
     quantization: str | None,
     device: torch.device,
-    progress: bool,
     group: TPGroup | None,
+    *,
+    progress: bool,
 ) -> tuple[PreTrainedModel, WholeSlice]:
     """The model's own class with the weights of `layers`, or with a member's part of them, and what
     it knows of the other members; see `ModelSlice.load`."""

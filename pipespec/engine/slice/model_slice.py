@@ -154,13 +154,7 @@ class ModelSlice:
                 support `dtype`.
         """
         model, parallel = loading.load(
-            Path(path),
-            layers,
-            dtype=dtype,
-            quantization=quantization,
-            device=torch.device(device),
-            progress=progress,
-            group=group,
+            Path(path), layers, dtype, quantization, torch.device(device), group, progress=progress
         )
         made = cls(
             model,

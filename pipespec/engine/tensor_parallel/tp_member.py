@@ -62,8 +62,8 @@ class WholeSlice:
         self, state: MutableMapping[str, Any] | None, keep: Callable[..., None], model: Any
     ) -> None:
         """Before the weights of a model load, from this state dict; `keep` replaces layers of a
-        model, given its `cuts`. Raises ModelError."""
-        keep(model)
+        model, given of which parameters it has what part. Raises ModelError."""
+        keep(model, {})
 
     def loaded(self, model: PreTrainedModel) -> None:
         """After the weights are loaded."""
@@ -118,7 +118,7 @@ class TPMember(WholeSlice):
         mine = {name: parts[self.group.rank] for name, parts in self.plan.cuts.items()}
         cut_state(model, state, mine)
         shrink(model, mine)
-        keep(model, cuts=mine)
+        keep(model, {name: cut.part for name, cut in mine.items()})
         add_collectives(model, self.group, self.plan)
 
     def loaded(self, model: PreTrainedModel) -> None:

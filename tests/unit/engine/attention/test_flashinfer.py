@@ -116,16 +116,3 @@ def test_the_wrappers_prove_themselves(made: Any) -> None:
     kinds = (LayerOptions(0.3), LayerOptions(0.3, window=60), LayerOptions(0.3, softcap=1.5))
     layers = [self_test.AttentionLayer(HEADS, options, pool) for options in kinds]
     assert self_test.self_test_error(made(), self_test.NUM_SLOTS, layers) is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (32, 8, 128), (16, 16, 256)])
-def test_the_kernels_prove_themselves_on_a_gpu(dtype, heads, kv_heads, dim) -> None:
-    from pipespec.engine.attention.flashinfer import FlashInferBackend
-
-    pool = LayerPool(*(torch.zeros(2, kv_heads, dim, dtype=dtype, device="cuda") for _ in "kv"))
-    sinks = LayerOptions(0.1, sinks=torch.randn(heads, device="cuda"))
-    kinds = (LayerOptions(0.1), LayerOptions(0.1, window=60, softcap=20.0), sinks)
-    layers = [self_test.AttentionLayer(heads, options, pool) for options in kinds]
-    assert self_test.self_test_error(FlashInferBackend("cuda"), self_test.NUM_SLOTS, layers) is None

@@ -12,7 +12,8 @@ import torch
 
 from pipespec.engine.attention import self_test
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
-from pipespec.engine.attention.select import make_backend
+from pipespec.engine.attention.select import make_backend, missing_requirement
+from pipespec.engine.precision import name_of
 
 INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
 WINDOWED = LayerOptions(0.1, window=60, softcap=20.0)
@@ -34,16 +35,17 @@ def test_kernels_in_the_interpreter(long):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "static", "flashinfer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 64), (32, 8, 128), (16, 16, 256)])
-def test_kernels_prove_themselves_on_a_gpu(dtype, heads, kv_heads, dim):
-    pytest.importorskip("triton")
+def test_backends_prove_themselves_on_a_gpu(name, dtype, heads, kv_heads, dim):
     device = torch.device("cuda")
+    if (why := missing_requirement(name, "cuda", name_of(dtype))) is not None:
+        pytest.skip(why)
     pool = LayerPool(*(torch.zeros(2, kv_heads, dim, dtype=dtype, device=device) for _ in "kv"))
     sinks = LayerOptions(0.1, sinks=torch.randn(heads, device=device))
     layers = [
         self_test.AttentionLayer(heads, each, pool) for each in (LayerOptions(0.1), WINDOWED, sinks)
     ]
-    for name in ("triton", "static"):
-        backend = make_backend(name, device, self_test.NUM_SLOTS)
-        assert self_test.self_test_error(backend, self_test.NUM_SLOTS, layers) is None
+    backend = make_backend(name, device, self_test.NUM_SLOTS)
+    assert self_test.self_test_error(backend, self_test.NUM_SLOTS, layers) is None

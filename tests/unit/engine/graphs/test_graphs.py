@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.slice.speedups import capture_graphs, capture_head
-from pipespec.head.proposers.draft_model import DraftModelProposer
-from pipespec.head.proposers.proposer import Context, ProposalRequest
-from pipespec.head.tree import Tree
 from tests.helpers import models
 from tests.helpers.plans import plans
 from tests.helpers.recording import stand_in
@@ -145,44 +141,6 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
     wrong = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa")
     capture_head(wrong, [4], lambda run: (lambda: None, run()))
     assert "The output head computes up to 4 rows without a graph: " in wrong.refused[0]
-
-
-def test_rounds_of_a_recorded_draft_propose_the_same(tmp_path: Path):
-    folder = models.build("llama", tmp_path / "model")
-    layers = range(models.NUM_LAYERS)
-    proposed = []
-    for recorded in (True, False):
-        draft = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="static")
-        replayed = []
-
-        def capture(run: Callable[[], Tensor], to: list[int] = replayed):
-            replay, result = stand_in(run)
-            return lambda: (to.append(1), replay()), result
-
-        if recorded:
-            capture_graphs(draft, [16], capture)
-            capture_head(draft, [16], capture)
-            assert draft.refused == []
-            replayed.clear()
-        proposer = DraftModelProposer(SliceRunner(draft, NUM_SLOTS), 16, models.VOCAB_SIZE)
-        tokens = [5, 9, 2, 7]
-        context = Context(0, list(tokens), list(range(len(tokens))))
-        proposer.start_sequence(context)
-        tree = Tree(3, 2, tokens[-1], 3, fed=True)
-        for _ in range(4):
-            nodes = np.flatnonzero(~tree.expanded)[:8]
-            (found,) = proposer.propose([ProposalRequest(context, tree, nodes)], 3)
-            assert found is not None
-            proposed.append((recorded, found.tokens.tolist(), found.logps))
-            tree.add_children(found.parents, found.tokens, found.logps)
-        # A round is two launches: its layers, and its output head.
-        assert len(replayed) == (2 * 4 if recorded else 0)
-    half = len(proposed) // 2
-    for (_, tokens, logps), (_, expected, expected_logps) in zip(
-        proposed[:half], proposed[half:], strict=True
-    ):
-        assert tokens == expected
-        np.testing.assert_allclose(logps, expected_logps, rtol=1e-5)
 
 
 @pytest.mark.gpu
