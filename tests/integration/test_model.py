@@ -548,23 +548,11 @@ def test_requests_of_one_batch_do_not_see_each_other(checkpoint):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_slice_holds_its_own_tensors_only(tmp_path, tied):
-    path = build("llama", tmp_path / "model", tie_word_embeddings=tied)
-    whole = _reference(path)
-    embedding, head = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
-    layer_bytes = [sum(p.nbytes for p in layer.parameters()) for layer in whole.model.layers]
-    norm = whole.model.norm.weight.nbytes
-    slices = [ModelSlice.load(path, range(i, i + 1), num_slots=4) for i in range(NUM_LAYERS)]
-    expected = list(layer_bytes)
-    expected[0] += embedding.nbytes
-    expected[-1] += norm + head.nbytes
-    assert [s.num_weight_bytes for s in slices] == expected
-
-
 @pytest.mark.parametrize("own", [0, 1, NUM_LAYERS - 1])
-def test_a_slice_needs_no_tensor_of_another_slice(tmp_path, own):
-    path = build("llama", tmp_path / "model")
-    beside = {0: "embed_tokens", NUM_LAYERS - 1: r"model\.norm|lm_head"}.get(own, "nothing")
+def test_a_slice_needs_and_holds_its_own_tensors_only(tmp_path, own, tied):
+    path = build("llama", tmp_path / "model", tie_word_embeddings=tied)
+    head = "embed_tokens" if tied else "lm_head"
+    beside = {0: "embed_tokens", NUM_LAYERS - 1: rf"model\.norm|{head}"}.get(own, "nothing")
     tensors = load_file(path / "model.safetensors")
     kept = {k: v for k, v in tensors.items() if re.search(rf"layers\.{own}\.|{beside}", k)}
     assert len(kept) < len(tensors) / 3
