@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,15 +43,6 @@ DROPPED = -1
 
 # The sequence number of unused local indices; no sequence has it.
 FREE = -(2**62)
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedVerdict:
-    """The effect of a verdict: local indices of nodes that were committed, in order, and of nodes
-    that died, in parts."""
-
-    committed: list[int]
-    dead: list[np.ndarray]
 
 
 class LiveNodes:
@@ -195,9 +185,12 @@ class Lineage:
         self.nodes.parent[here] = above
         return here
 
-    def apply(self, verdict: Verdict, ids: Sequence[int] | None = None) -> AppliedVerdict:
+    def apply(
+        self, verdict: Verdict, ids: Sequence[int] | None = None
+    ) -> tuple[list[int], list[np.ndarray]]:
         """Apply a verdict: follow its tokens down from the tip. Tokens that are known already are
-        skipped.
+        skipped. Returns local indices of nodes that were committed, in order, and of nodes that
+        died, in parts.
 
         `ids` are the node ids of the tokens, if known: a node with the right token but another id
         was dropped from the tree and proposed again since, and dies.
@@ -222,7 +215,7 @@ class Lineage:
             live = live[live != child]
             self.nodes.commit(child, live)
             self._become_tip(int(self.nodes.node[child]))
-        return AppliedVerdict(committed, dead)
+        return committed, dead
 
     def discard(self, nodes: Sequence[int]) -> np.ndarray:
         """Remove live nodes, given with all nodes below them; returns their local indices."""

@@ -167,10 +167,10 @@ class SliceRunner:
         for verdict in verdicts:
             lineage = self.lineages.get(verdict.sequence)
             if lineage is not None:
-                outcome = lineage.apply(verdict, nodes)
-                committed += outcome.committed
-                pages += [self._page_of[verdict.sequence]] * len(outcome.committed)
-                dead += outcome.dead
+                followed, died = lineage.apply(verdict, nodes)
+                committed += followed
+                pages += [self._page_of[verdict.sequence]] * len(followed)
+                dead += died
         if committed:
             columns = self.nodes.position, self.nodes.slot, self.nodes.token
             self.pages.write(np.array(pages), *(column[committed] for column in columns))

@@ -184,8 +184,8 @@ def test_a_guess_that_was_dropped_and_made_again_is_not_taken_for_the_new_one():
     for known, committed, left in ((None, [1], 0), ([1], [1], 0), ([2], [], 1)):
         lineage = new_lineage()
         admit(lineage, np.concatenate((rows, old)))
-        outcome = lineage.apply(Verdict(1, 1, (7,)), known)
-        assert [lineage.tip for _ in outcome.committed] == committed
+        followed, _ = lineage.apply(Verdict(1, 1, (7,)), known)
+        assert [lineage.tip for _ in followed] == committed
         assert len(lineage.expected) == left
         lineage.check()
     admit(lineage, new)
