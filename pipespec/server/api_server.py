@@ -182,7 +182,7 @@ class _UvicornServer(uvicorn.Server):
         if self.service is None:
             await super().shutdown(sockets)
             return
-        self.service.close_dashboards()
+        self.service.ending = True
         timeout = self.service.options.shutdown_timeout
         failing = asyncio.get_running_loop().call_later(timeout, self.service.fail_open_requests)
         try:

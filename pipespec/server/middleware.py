@@ -25,19 +25,17 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.error_replies import error_reply
 from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
+from pipespec.server.routes import error_reply, public_routes
 from pipespec.system.validation import shown
 
 REQUEST_ID = "X-Request-Id"
 # A client's own id is sent back if it has this form; any other is replaced.
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
-# Paths that need no key, as they reveal nothing about the cluster, and the folder of the pages.
-PUBLIC_PATHS = ("/health", "/", "/chat")
-PUBLIC_FOLDER = "/page/"
 BEARER = "bearer "
 
 
@@ -158,8 +156,8 @@ class OriginCheck(_Check):
 
 
 class ApiKeyCheck(_Check):
-    """Refuses requests without one of `keys` with 401, except for `/health`, the
-    dashboard's page and the chat page. With no keys every request passes.
+    """Refuses requests without one of `keys` with 401, except for `/health` and the public routes
+    (pages), which reveal nothing about the cluster. With no keys every request passes.
 
     A client sends a key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser's preflight
     (OPTIONS) has none; CORS answers it before this check. The digest of the key is left in the
@@ -169,10 +167,12 @@ class ApiKeyCheck(_Check):
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         super().__init__(app)
         self._digests = [_digest(key.encode()) for key in keys]
+        self._public = public_routes()
 
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        path = scope["path"]
-        public = path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER)
+        public = scope["path"] == "/health" or any(
+            route.matches(scope)[0] is not Match.NONE for route in self._public
+        )
         required = bool(self._digests) and not public
         digest = _digest_of_key(headers) if required else b""
         scope.setdefault("state", {})["api_key_digest"] = digest

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from pipespec.core import TokenLogprobs
 from pipespec.server.answer_blocks import BlockDelta
 from pipespec.server.api_errors import ApiError
+from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import ChatReply, CompletionReply
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
 from pipespec.text import (
     REPLACEMENT,
     Tokenizer,

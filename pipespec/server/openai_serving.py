@@ -18,29 +18,18 @@ from starlette.responses import Response
 from pipespec.client.async_client import AsyncClient
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.errors import PipespecError, Unreachable
+from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
 from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
     api_error_of,
     cluster_unavailable,
-    invalid_field,
 )
-from pipespec.server.dashboard import Dashboard
-from pipespec.server.dialects.conversations import (
-    DeletedResponse,
-    KeptResponse,
-    conversation_name,
-    no_response_to_continue,
-    no_such_response,
-)
-from pipespec.server.dialects.ollama import TagsReply, tags_reply
 from pipespec.server.metrics import Metrics
-from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
-    ConversationWanted,
+    KeptWanted,
     PreparationPool,
     PreparedRequest,
     Preparer,
@@ -49,11 +38,21 @@ from pipespec.server.preparation import (
 )
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
-from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
-from pipespec.server.routes import ROUTES
+from pipespec.server.response_stream import (
+    CompletionEvents,
+    RequestOrigin,
+    ResponseStream,
+    full_response,
+    kept_name,
+)
+from pipespec.server.routes import body_routes
 from pipespec.text import token_text
 
 JSON = "application/json"
+# The header of replies that names the request: its number in the cluster's log, and of several
+# answers that of the first. `/events?request=` and `/requests/{request}/cancel` take it.
+REQUEST_NUMBER = "X-Pipespec-Request"
+MAX_AGENT = 120  # characters of a client's name for itself
 
 
 class OpenAIServing:
@@ -78,15 +77,12 @@ class OpenAIServing:
         self._pool = pool
         self._running = client.running
         self._newest_preparer = self._build_preparer()
-        self._open = OpenRequests()
-        self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
-
-    def close_dashboards(self) -> None:
-        self.dashboard.end()
+        self.open: set[ResponseStream] = set()  # those that are answered now
+        self.ending = False  # whether streams without an end should end
 
     def fail_open_requests(self) -> None:
         """End all requests that have no complete answer with an error."""
-        for stream in self._open:
+        for stream in self.open:
             stream.fail(ServerShuttingDown())
 
     # --- text ---------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ class OpenAIServing:
             return Response(prepared, media_type=JSON)
         if self.client.away:
             raise cluster_unavailable()
-        make_format = ROUTES[path].format
+        make_format = body_routes()[path].format
         assert make_format is not None, "it generates text"
         formatter = make_format(
             prepared.parsed,
@@ -126,11 +122,10 @@ class OpenAIServing:
         body = await self._body(request)
         with self.queue.admit(1):
             prepared = await self._pool.prepare(self._preparer, path, body)
-            if not isinstance(prepared, ConversationWanted):
-                return prepared
-            conversation = await self._conversation(request, prepared.id)
-            prepared = await self._pool.prepare(self._preparer, path, body, conversation)
-            assert not isinstance(prepared, ConversationWanted)
+            if isinstance(prepared, KeptWanted):
+                kept = await self.kept(request, prepared.id) or b""
+                prepared = await self._pool.prepare(self._preparer, path, body, kept)
+                assert not isinstance(prepared, KeptWanted)
             return prepared
 
     async def _body(self, request: Request) -> bytes:
@@ -152,22 +147,6 @@ class OpenAIServing:
             )
         return bytes(body)
 
-    async def _conversation(self, request: Request, response: str) -> bytes:
-        """The messages up to a response that a request continues. Raises ApiError."""
-        found = await self._kept_response(request, response)
-        if found is None:
-            raise no_response_to_continue(response)
-        return found.messages
-
-    async def _kept_response(self, request: Request, response: str) -> KeptResponse | None:
-        """What is kept under an id and the request's API key. Raises ApiError."""
-        name = conversation_name(response, request.state.api_key_digest)
-        try:
-            found = await self.client.log.conversation(name)
-        except PipespecError as error:
-            raise api_error_of(error) from error
-        return KeptResponse.unpacked(found) if found else None
-
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
         """Put the answers in the cluster's queue. Raises ApiError."""
         parsed = prepared.parsed
@@ -177,10 +156,15 @@ class OpenAIServing:
             parsed,
             self.queue.admit(len(parsed.sampling_params), parsed.prompt_tokens * parsed.n),
             self.metrics,
-            self._open.discard,
-            request.state.api_key_digest,
+            self.open.discard,
+            RequestOrigin(
+                request.client.host if request.client else "",
+                request.headers.get("user-agent", "")[:MAX_AGENT],
+                prepared.preview,
+                request.state.api_key_digest,
+            ),
         )
-        self._open.add(stream, RequestOrigin.of(request, prepared.preview))
+        self.open.add(stream)
         async with AsyncExitStack() as unless_submitted:
             unless_submitted.push_async_callback(stream.close)
             try:
@@ -214,31 +198,38 @@ class OpenAIServing:
             _fingerprint(self._running),
         )
 
-    # --- responses that are kept --------------------------------------------------------------
+    # --- requests from before -----------------------------------------------------------------
 
-    async def retrieve_response(
-        self, request: Request, response: str, stream: bool = False
-    ) -> Response:
-        """A response that was made before, for as long as it can be continued."""
-        if stream:
-            raise invalid_field(
-                "stream", "stream is true, but a response that is kept is whole; leave stream out."
-            )
-        found = await self._kept_response(request, response)
-        if found is None:
-            raise no_such_response(response)
-        return Response(found.response, media_type=JSON)
-
-    async def delete_response(self, request: Request, response: str) -> DeletedResponse:
-        """Keep a response no longer: it cannot be fetched or continued."""
-        name = conversation_name(response, request.state.api_key_digest)
+    async def kept(self, request: Request, reply: str) -> bytes | None:
+        """What is kept (`ReplyFormat.kept`) under an id and the request's API key. Raises
+        ApiError."""
         try:
-            deleted = await self.client.log.forget_conversation(name)
+            return await self.client.log.conversation(
+                kept_name(reply, request.state.api_key_digest)
+            )
         except PipespecError as error:
             raise api_error_of(error) from error
-        if not deleted:
-            raise no_such_response(response)
-        return DeletedResponse(id=response)
+
+    async def forget(self, request: Request, reply: str) -> bool:
+        """Keep it no longer; whether it was kept. Raises ApiError."""
+        try:
+            return await self.client.log.forget_conversation(
+                kept_name(reply, request.state.api_key_digest)
+            )
+        except PipespecError as error:
+            raise api_error_of(error) from error
+
+    async def cancel(self, number: int) -> None:
+        """Cancel a request, by its number in the cluster's log. Raises ApiError."""
+        if self.client.away:
+            raise cluster_unavailable()
+        try:
+            await self.client.log.cancel(number)
+        except UnknownRequest:
+            message = f"There is no request {number}."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="request") from None
+        except ControllerError as error:
+            raise api_error_of(error) from None
 
     # --- models and tokens --------------------------------------------------------------------
 
@@ -250,10 +241,6 @@ class OpenAIServing:
         """The model of this name."""
         check_model(self.options.names, name)
         return self._model_card(name)
-
-    async def tags(self) -> TagsReply:
-        """The names under which the model is served, for Ollama's clients."""
-        return tags_reply(self.options.names, self.client.running.started)
 
     def _model_card(self, name: str) -> ModelCard:
         return ModelCard(

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, validation_failed
 from pipespec.server.chat_prompt import render_chat
-from pipespec.server.dialects.translation import DialectBody, Translation
+from pipespec.server.dialect import DialectBody, Translation
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
@@ -33,7 +33,7 @@ from pipespec.server.request_schema import (
 )
 from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
-from pipespec.server.routes import ROUTES
+from pipespec.server.routes import body_routes
 
 Body = TypeVar("Body", bound=BaseModel)
 # Commas and brackets of a body, and brackets that open something, beside so many per token of the
@@ -66,13 +66,13 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True)
-class ConversationWanted:
-    """A request cannot be prepared without the conversation that was kept under this id."""
+class KeptWanted:
+    """A request cannot be prepared without what was kept under this id."""
 
     id: str
 
 
-Prepared = PreparedRequest | ConversationWanted | bytes
+Prepared = PreparedRequest | KeptWanted | bytes
 
 
 class PreparationPool:
@@ -91,13 +91,13 @@ class PreparationPool:
         return self._threads.submit(Preparer, *arguments)
 
     async def prepare(
-        self, preparer: Future[Preparer], path: str, body: bytes, conversation: bytes = b""
+        self, preparer: Future[Preparer], path: str, body: bytes, kept: bytes | None = None
     ) -> Prepared:
         """What `Preparer.prepare` returns. Raises ApiError."""
         ready = await asyncio.shield(asyncio.wrap_future(preparer))
         await self._free.acquire()
         work = asyncio.get_running_loop().run_in_executor(
-            self._threads, ready.prepare, path, body, conversation
+            self._threads, ready.prepare, path, body, kept
         )
         work.add_done_callback(self._finished)
         if not (await asyncio.wait({work}, timeout=self._limit_s))[0]:
@@ -144,13 +144,14 @@ class Preparer:
         self._parser = RequestParser(served, defaults, tool_parser)
         served.tokenizer.encode("a")  # builds it, before any request is timed
 
-    def prepare(self, path: str, body: bytes, conversation: bytes = b"") -> Prepared:
-        """Prepare the body of a request to a route, and the conversation that it continues; if
-        nothing is to be generated, the result is the whole reply, as JSON.
+    def prepare(self, path: str, body: bytes, kept: bytes | None = None) -> Prepared:
+        """Prepare the body of a request to a route; if nothing is to be generated, the result is
+        the whole reply, as JSON. `kept` is what was kept of the reply that it continues, empty if
+        nothing was, None before that was looked up.
 
         Raises ApiError.
         """
-        fields = self._fields(ROUTES[path].body, body)
+        fields = self._fields(body_routes()[path].body, body)
         if isinstance(fields, GenerationRequest):
             return self._prepared(fields, self._of_openai(fields))
         check_model(self._names, fields.model)
@@ -159,9 +160,9 @@ class Preparer:
         if isinstance(fields, DetokenizeRequest):
             return self._detokenize(fields)
         assert isinstance(fields, DialectBody)
-        if fields.continues is not None and not conversation:
-            return ConversationWanted(fields.continues)
-        made = fields.translated(json.loads(conversation or b"[]"))
+        if fields.continues is not None and kept is None:
+            return KeptWanted(fields.continues)
+        made = fields.translated(kept or b"")
         if made.reply is not None:
             return made.reply(self._served)
         kind = CompletionRequest if "prompt" in made.fields else ChatRequest

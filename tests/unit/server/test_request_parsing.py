@@ -15,9 +15,9 @@ from pipespec.client.registry import RunningCluster
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.openai_format import DONE, ChatFormat, CompletionFormat
+from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest, CompletionRequest
-from pipespec.server.response_stream import OutputDelta
 from pipespec.text import token_text
 from tests.helpers import dialects
 

@@ -9,27 +9,25 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.extras.dialects.translation import call_of, schema_format
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
 from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.dialects.translation import (
-    DialectBody,
-    Messages,
-    Translation,
-    call_of,
-    schema_format,
-)
+from pipespec.server.app import failures
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
 from pipespec.server.message_schema import RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
+from pipespec.server.reply_format import OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
 from pipespec.server.response_schema import OMIT_NONE
-from pipespec.server.response_stream import OutputDelta, ReplyFormat
 from pipespec.text import Tokenizer
 from pipespec.timing.clock import monotonic_ns
 
@@ -81,7 +79,7 @@ class ShowRequest(DialectBody):
 
     model: Annotated[str, Field(min_length=1)]
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         return Translation({"model": self.model}, reply=_show_reply)
 
 
@@ -227,7 +225,7 @@ class OllamaChatRequest(OllamaRequest):
     messages: list[OllamaMessage] | None = None
     tools: Tools = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         if not self.messages:
             return _load_reply(self.model, {"message": {"role": "assistant", "content": ""}})
         fields = shared_fields(self) | chat_only_fields(self)
@@ -243,7 +241,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         if not self.prompt:
             return _load_reply(self.model, {"response": ""})
         fields = shared_fields(self)
@@ -502,3 +500,32 @@ class OllamaGenerateFormat(OllamaFormat):
 def _json(fields: dict[str, Any]) -> bytes:
     # In ASCII: the clients split lines at separators of Unicode too.
     return _ASCII.encode(fields).encode() + b"\n"
+
+
+class OllamaError(BaseModel):
+    """The body of replies with an error status."""
+
+    error: str
+
+
+def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    """Add the list of models."""
+
+    @app.get("/api/tags", responses=failures("/api/tags"))
+    async def tags() -> TagsReply:
+        """The names under which the model is served, for Ollama's clients."""
+        return tags_reply(serving.options.names, serving.client.running.started)
+
+
+LINES = OllamaFormat.media_type
+DIALECT = Dialect(
+    routes={
+        "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaChatFormat, LINES),
+        "/api/generate": BodyRoute(
+            OllamaGenerateRequest, OllamaGenerateReply, OllamaGenerateFormat, LINES
+        ),
+        "/api/show": BodyRoute(ShowRequest, ShowReply),
+    },
+    errors={"/api/": ErrorFormat(OllamaError, lambda error: {"error": error.message})},
+    mount=mount,
+)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from pipespec.limits import MAX_COUNT
-from pipespec.server.answer_blocks import Block, arguments_of
-from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.error_replies import anthropic_error
-from pipespec.server.dialects.translation import (
+from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
     TEXT_OR_PARTS,
-    DialectBody,
-    Messages,
-    Translation,
     add_turn,
     call_of,
     named_function,
     schema_format,
     tool_of,
 )
+from pipespec.limits import MAX_COUNT
+from pipespec.server.answer_blocks import Block, arguments_of
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -34,9 +32,10 @@ from pipespec.server.message_schema import (
     TextPart,
     contents,
 )
+from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.request_schema import LATER, Refused, Texts
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
+from pipespec.server.routes import SSE
 from pipespec.text import Tokenizer
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
@@ -184,7 +183,7 @@ class CountTokensRequest(DialectBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         return Translation(chat_fields(self), counts=_count_reply)
 
 
@@ -198,7 +197,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts = Field(default_factory=list)
     stream: bool | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         fields = chat_fields(self) | {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
@@ -390,7 +389,7 @@ class AnthropicFormat(ReplyFormat):
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        body = anthropic_error(error)
+        body = error_body(error)
         yield _event(body["type"], error=body["error"])
 
     def _close(self, index: int) -> Iterator[bytes]:
@@ -437,3 +436,46 @@ def _piece(index: int, block: Block, text: str) -> bytes:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Why a request was refused or failed."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """The body of replies with an error status, and of the event of an error."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    failed = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    usual = "api_error" if failed else "invalid_request_error"
+    kind = ERROR_TYPES.get(HTTPStatus(error.status), usual)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+MESSAGES = "/v1/messages"
+DIALECT = Dialect(
+    routes={
+        MESSAGES: BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat, SSE),
+        f"{MESSAGES}/count_tokens": BodyRoute(CountTokensRequest, TokenCount),
+    },
+    errors={MESSAGES: ErrorFormat(AnthropicError, error_body)},
+)

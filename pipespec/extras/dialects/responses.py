@@ -9,28 +9,28 @@ from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag, model_validator
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
 
-from pipespec.limits import MAX_COUNT
-from pipespec.sampling.params import MAX_LOGPROBS
-from pipespec.server.answer_blocks import Block, BlockDelta
-from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.conversations import KeptResponse
-from pipespec.server.dialects.translation import (
-    OWN_FIELDS,
+from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
     TEXT_OR_PARTS,
-    DialectBody,
-    Messages,
-    Translation,
     add_turn,
     call_of,
     named_function,
     schema_format,
     tool_of,
 )
+from pipespec.limits import MAX_COUNT
+from pipespec.sampling.params import MAX_LOGPROBS
+from pipespec.server.answer_blocks import Block, BlockDelta
+from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.server.app import failures
+from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -40,9 +40,11 @@ from pipespec.server.message_schema import (
     contents,
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.openai_serving import JSON, OpenAIServing
+from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
+from pipespec.server.routes import SSE
 from pipespec.text import Tokenizer
 
 NO_SERVICE = "is not supported: this server has no such service"
@@ -244,8 +246,15 @@ class ResponsesRequest(DialectBody):
     def continues(self) -> str | None:
         return self.previous_response_id
 
-    def translate(self, earlier: Messages) -> Translation:
-        conversation = [*earlier]
+    def translate(self, kept: bytes) -> Translation:
+        conversation: list[dict[str, Any]] = json.loads(kept.partition(b"\n")[2] or b"[]")
+        if self.previous_response_id is not None and not kept:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"{missing(self.previous_response_id)}; send the conversation as input.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         items = self.input
         if isinstance(items, str):
             items = [InputMessage(role="user", content=items)]
@@ -269,8 +278,11 @@ class ResponsesRequest(DialectBody):
             "top_logprobs": self.top_logprobs if wanted else None,
         }
         # The messages to which the answer is added for a later request.
-        kept = None if self.store is False else to_json(conversation)
-        return Translation(fields, bool(self.stream), {"echo": echo_of(self), "conversation": kept})
+        stored = None if self.store is False else to_json(conversation)
+        options = {"echo": echo_of(self), "conversation": stored}
+        return Translation(
+            fields, bool(self.stream), {"echo": echo_of(self), "conversation": stored}
+        )
 
 
 # --- translation ------------------------------------------------------------------------------
@@ -434,7 +446,8 @@ class ResponsesFormat(ReplyFormat):
         answer = json.dumps(self.answers[0].message(), ensure_ascii=False).encode()
         earlier = self._conversation.removesuffix(b"]")
         messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
-        return self.id, KeptResponse(to_json(self.response()), messages).packed()
+        # Neither has line breaks.
+        return self.id, to_json(self.response()) + b"\n" + messages
 
     def response(self) -> BaseModel:
         return self._reply(self._end_status)
@@ -587,3 +600,49 @@ def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
         {"token": each["token"], "logprob": each["logprob"]} for each in reported["top_logprobs"]
     ]
     return {"token": reported["token"], "logprob": reported["logprob"], "top_logprobs": top}
+
+
+# --- responses that are kept ------------------------------------------------------------------
+
+
+class DeletedResponse(BaseModel):
+    """The reply of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+def missing(response: str) -> str:
+    return f"There is no response {response[:100]!r}, or it is not kept any more"
+
+
+def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    """Add the routes of a response that is kept."""
+    path = "/v1/responses/{response}"
+    replies = failures(path)
+
+    @app.get(path, response_model=None, responses=replies | {200: {"model": ResponsesReply}})
+    async def retrieve_response(request: Request, response: str, stream: bool = False) -> Response:
+        """A response that was made before, for as long as it can be continued."""
+        if stream:
+            raise invalid_field(
+                "stream", "stream is true, but a response that is kept is whole; leave stream out."
+            )
+        found = await serving.kept(request, response)
+        if found is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
+        return Response(found.partition(b"\n")[0], media_type=JSON)
+
+    @app.delete(path, responses=replies)
+    async def delete_response(request: Request, response: str) -> DeletedResponse:
+        """Keep a response no longer: it cannot be fetched or continued."""
+        if not await serving.forget(request, response):
+            raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
+        return DeletedResponse(id=response)
+
+
+DIALECT = Dialect(
+    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat, SSE)},
+    mount=mount,
+)
