@@ -58,6 +58,7 @@ class AnswerBlocks:
 
     def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []
+        self.keeps = True  # whether blocks keep their texts, beside those of calls
         self._tool_use = tool_use
         self._parser = tool_use.family.parser(tool_use.strings) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
@@ -131,12 +132,14 @@ class AnswerBlocks:
 
     def _add(self, kind: BlockKind, text: str) -> BlockDelta:
         if self.blocks and self.blocks[-1].kind == kind:
-            self.blocks[-1].pieces.append(text)
-            return BlockDelta(len(self.blocks) - 1, self.blocks[-1], text, begins=False)
+            block = self.blocks[-1]
+            if self.keeps or kind == "call":
+                block.pieces.append(text)
+            return BlockDelta(len(self.blocks) - 1, block, text, begins=False)
         return self._begin(Block(kind, sum(b.kind == kind for b in self.blocks)), text)
 
     def _begin(self, block: Block, text: str) -> BlockDelta:
-        if text:
+        if text and self.keeps:
             block.pieces.append(text)
         self.blocks.append(block)
         return BlockDelta(len(self.blocks) - 1, block, text, begins=True)

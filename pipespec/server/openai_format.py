@@ -4,9 +4,9 @@ chunks."""
 from __future__ import annotations
 
 import secrets
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -29,6 +29,8 @@ from pipespec.text import (
 MIN_LOGPROB = -9999.0
 # The end of a stream.
 DONE = b"data: [DONE]\n\n"
+# The fields of messages that have the texts of blocks, by their kinds.
+TEXT_FIELDS = {"text": "content", "reasoning": "reasoning_content"}
 # A token of a completion's text and its log-probabilities; a prompt's first token has none.
 ScoredToken = tuple[int, TokenLogprobs | None]
 
@@ -92,12 +94,6 @@ class OpenAIFormat(ReplyFormat):
 
     # --- streams ------------------------------------------------------------------------------
 
-    def first_events(self) -> Iterator[bytes]:
-        return map(sse, self.first_chunks())
-
-    def events(self, delta: OutputDelta) -> Iterator[bytes]:
-        return map(sse, self.chunks(delta))
-
     def last_events(self) -> Iterator[bytes]:
         if self._usage:
             yield sse({**self._chunk(), "usage": self.usage})
@@ -107,17 +103,21 @@ class OpenAIFormat(ReplyFormat):
         yield sse(error.body)
         yield DONE
 
-    @abstractmethod
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        """The beginning of a stream."""
-
-    @abstractmethod
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
-        """What a delta adds to a stream."""
-
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         usage = self.usage if self._continuous else None
         return {**self.shared, "object": self.chunk_object, "choices": choices, "usage": usage}
+
+    def _part(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> bytes:
+        """A chunk that adds something to an answer."""
+        part = {**delta, "logprobs": logprobs, "finish_reason": reason, **fields}
+        return sse(self._chunk({"index": choice, **part}))
 
     def _reason(self, choice: int) -> Any:
         end = self.ends[choice]
@@ -125,6 +125,9 @@ class OpenAIFormat(ReplyFormat):
 
     def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
         return [*token_ids] if self._with_ids else None
+
+    def _prompt_ids(self, choice: int) -> dict[str, Any]:
+        return self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
 
     def _ids_field(self, name: str, token_ids: Sequence[int]) -> dict[str, Any]:
         return {name: token_ids} if self._with_ids and token_ids else {}
@@ -176,35 +179,32 @@ class ChatFormat(OpenAIFormat):
         }
         return ChatReply.model_validate(reply)
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        for i in range(len(self.answers)):
-            prompt = self._ids_field("prompt_token_ids", () if i else self.request.prompts[0])
-            yield self._part(i, {"role": "assistant", "content": ""}) | prompt
+    def first_events(self) -> Iterator[bytes]:
+        for i, answer in enumerate(self.answers):
+            answer.keeps = False
+            first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            chunk = self._chunk({"index": i, **first, "finish_reason": None})
+            yield sse(chunk if i else chunk | self._prompt_ids(i))
 
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
-        choice = delta.index
-        parts = [_message_delta(each) for each in self.take(delta)]
-        logprobs = self._reported(choice, scored_tokens(delta)) if delta.logprobs else None
-        ids = self._ids_field("token_ids", delta.token_ids)
-        if (logprobs or ids) and not parts:
-            parts = [{"content": ""}]
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        choice, parts = delta.index, self.take(delta)
+        extra = self._ids_field("token_ids", delta.token_ids)
+        if delta.logprobs:
+            extra["logprobs"] = self._reported(choice, scored_tokens(delta))
+        if extra and not parts:
+            yield self._part(choice, {"delta": {"content": ""}}, **extra)
         for part in parts:
-            yield self._part(choice, part, logprobs, **ids)
-            logprobs, ids = None, {}  # only the first chunk has them
+            kind = part.block.kind
+            if kind == "call" or extra or self._continuous:
+                yield self._part(choice, {"delta": _message_delta(part)}, **extra)
+                extra = {}  # only the first chunk has them
+            else:
+                yield self.framed((choice, kind), part.text, partial(self._text, choice, kind))
         if delta.finish_reason:
-            yield self._part(choice, {}, reason=self._reason(choice))
+            yield self._part(choice, {"delta": {}}, reason=self._reason(choice))
 
-    def _part(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        **fields: Any,
-    ) -> dict[str, Any]:
-        """A chunk that adds something to an answer."""
-        part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._chunk(part | fields if fields else part)
+    def _text(self, choice: int, kind: str, text: str) -> bytes:
+        return self._part(choice, {"delta": {TEXT_FIELDS[kind]: text}})
 
     def _message(self, choice: int) -> dict[str, Any]:
         answer = self.answers[choice]
@@ -263,51 +263,54 @@ class CompletionFormat(OpenAIFormat):
         reply = {**self.shared, "choices": choices, "usage": self.usage}
         return CompletionReply.model_validate(reply)
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        for i in range(len(self.answers)):
+    def first_events(self) -> Iterator[bytes]:
+        for i, answer in enumerate(self.answers):
+            answer.keeps = False
             yield from self._echo_chunks(i)
 
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
         self.take(delta)
+        choice, text = delta.index, delta.text
         if delta.prompt_logprobs:
-            self._prompt_logprobs[delta.index] += delta.prompt_logprobs
-            yield from self._echo_chunks(delta.index)
+            self._prompt_logprobs[choice] += delta.prompt_logprobs
+            yield from self._echo_chunks(choice)
         ids = self._ids_field("token_ids", delta.token_ids)
-        if delta.text or delta.logprobs or delta.finish_reason or ids:
+        if delta.logprobs or delta.finish_reason or ids or self._continuous:
             logprobs = None
             if delta.logprobs:
-                logprobs = self._report(*self._answer_tokens(delta.index, scored_tokens(delta)))
-            yield self._part(delta.index, delta.text, logprobs, delta.finish_reason, **ids)
+                logprobs = self._report(*self._answer_tokens(choice, scored_tokens(delta)))
+            yield self._text(choice, text, logprobs, delta.finish_reason, **ids)
+        elif text:
+            yield self.framed(choice, text, partial(self._text, choice))
 
     def _echo(self, choice: int) -> str:
         texts = self.request.echo_texts
         return texts[choice // self.request.n] if texts else ""
 
-    def _echo_chunks(self, choice: int) -> Iterator[dict[str, Any]]:
+    def _echo_chunks(self, choice: int) -> Iterator[bytes]:
         """The prompt, if the request wants it echoed, once all its log-probabilities are known."""
         if not self.request.echo_texts:
             return
         if not self.wants_logprobs(choice):
-            yield self._part(choice, self._echo(choice))
+            yield self._text(choice, self._echo(choice))
         elif len(self._prompt_logprobs[choice]) == len(self.request.prompt_of(choice)) - 1:
             logprobs = self._report(*self._prompt_tokens(choice))
-            yield self._part(choice, self._echo(choice), logprobs)
+            yield self._text(choice, self._echo(choice), logprobs)
 
-    def _part(
+    def _text(
         self,
         choice: int,
         text: str,
         logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
         **fields: Any,
-    ) -> dict[str, Any]:
+    ) -> bytes:
         """A chunk; the first one of an answer has the prompt's token ids too, if they are asked
         for."""
         if not self._begun[choice]:
-            fields |= self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
+            fields |= self._prompt_ids(choice)
         self._begun[choice] = True
-        part = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return self._chunk(part | fields)
+        return self._part(choice, {"text": text}, logprobs, reason, **fields)
 
     def _all_logprobs(self, choice: int) -> dict[str, Any] | None:
         if not self.wants_logprobs(choice):
@@ -385,7 +388,7 @@ def _message_delta(delta: BlockDelta) -> dict[str, Any]:
     """What a delta adds to its message. The name of a call comes first, with empty arguments."""
     block = delta.block
     if block.kind != "call":
-        return {"content" if block.kind == "text" else "reasoning_content": delta.text}
+        return {TEXT_FIELDS[block.kind]: delta.text}
     call: dict[str, Any] = {"index": block.number, "function": {"arguments": delta.text}}
     if delta.begins:
         call |= {"id": block.id, "type": "function"}

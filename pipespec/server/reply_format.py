@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,7 @@ class ReplyFormat(ABC):
         choices = request.sampling_params
         self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
         self.ends: list[OutputDelta | None] = [None for _ in choices]
+        self.frames: dict[Any, Frame] = {}  # of the stream's texts
         self.num_tokens = 0
         self.num_reasoning = 0  # of them
         self.num_cached: int | None = None
@@ -76,6 +77,13 @@ class ReplyFormat(ABC):
     def wants_logprobs(self, choice: int) -> bool:
         """Whether the request asks for log-probabilities of the answer's tokens."""
         return self.request.sampling_params[choice].logprobs is not None
+
+    def framed(self, key: Any, text: str, make: Callable[[str], bytes], **options: Any) -> bytes:
+        """The event that `make` makes of a text, by the frame of this key."""
+        frame = self.frames.get(key)
+        if frame is None:
+            frame = self.frames[key] = Frame(make(SLOT), **options)
+        return frame.event(text)
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
         """Add a delta to its answer; what is new in the answer's blocks.
@@ -123,6 +131,21 @@ class ReplyFormat(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that fails, after its status was sent."""
+
+
+# In place of the text of an event from which a `Frame` is made.
+SLOT = "\0slot"
+
+
+class Frame:
+    """An event that all of a stream share but for one text: only that is encoded anew."""
+
+    def __init__(self, event: bytes, encode: Callable[[str], bytes] = to_json):
+        self._head, self._tail = event.split(encode(SLOT))
+        self._encode = encode
+
+    def event(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._head, self._encode(text), self._tail)
 
 
 def sse(data: Any, event: str = "") -> bytes:

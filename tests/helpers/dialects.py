@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo
@@ -65,6 +65,11 @@ def stream_of(reply_format: Any, answer: Sequence[OutputDelta]) -> list[bytes]:
     for delta in answer:
         events += reply_format.events(delta)
     return [*events, *reply_format.last_events()]
+
+
+def chunks(events: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON of events without names."""
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
 def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:

@@ -425,16 +425,19 @@ class OllamaFormat(ReplyFormat):
         return self.reply.model_validate(self._shared | whole | self._end())
 
     def first_events(self) -> Iterator[bytes]:
+        self.answers[0].keeps = False
         return iter(())
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         for part in self.take(delta):
             if part.begins and part.index:
                 yield from self._whole_call(part.index - 1)
-            if part.block.kind == "reasoning":
-                yield self._line(self.part("", thought=part.text))
-            elif part.block.kind == "text":
-                yield self._line(self.part(part.text) | self._new_logprobs())
+            logprobs = self._new_logprobs() if part.block.kind == "text" else {}
+            if logprobs:
+                yield self._line(self.part(part.text) | logprobs)
+            elif part.block.kind != "call":
+                make = self._thought if part.block.kind == "reasoning" else self._text
+                yield self.framed(part.block.kind, part.text, make, encode=_json)
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self.answers[0].blocks:
@@ -442,7 +445,7 @@ class OllamaFormat(ReplyFormat):
         yield self._line(self.part("") | self._end())
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield _json({"error": error.message})
+        yield _json({"error": error.message}) + b"\n"
 
     def _whole_call(self, index: int) -> Iterator[bytes]:
         block = self.answers[0].blocks[index]
@@ -469,8 +472,14 @@ class OllamaFormat(ReplyFormat):
             **self._new_logprobs(),
         }
 
+    def _text(self, text: str) -> bytes:
+        return self._line(self.part(text))
+
+    def _thought(self, text: str) -> bytes:
+        return self._line(self.part("", thought=text))
+
     def _line(self, fields: dict[str, Any]) -> bytes:
-        return _json({**self._shared, "done": False, **fields})
+        return _json({**self._shared, "done": False, **fields}) + b"\n"
 
 
 class OllamaChatFormat(OllamaFormat):
@@ -497,9 +506,9 @@ class OllamaGenerateFormat(OllamaFormat):
         return {"response": text} | ({"thinking": thought} if thought else {})
 
 
-def _json(fields: dict[str, Any]) -> bytes:
+def _json(value: Any) -> bytes:
     # In ASCII: the clients split lines at separators of Unicode too.
-    return _ASCII.encode(fields).encode() + b"\n"
+    return _ASCII.encode(value).encode()
 
 
 class OllamaError(BaseModel):

@@ -280,9 +280,7 @@ class ResponsesRequest(DialectBody):
         # The messages to which the answer is added for a later request.
         stored = None if self.store is False else to_json(conversation)
         options = {"echo": echo_of(self), "conversation": stored}
-        return Translation(
-            fields, bool(self.stream), {"echo": echo_of(self), "conversation": stored}
-        )
+        return Translation(fields, bool(self.stream), options)
 
 
 # --- translation ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ begin after it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -226,7 +225,6 @@ def test_chats_have_reasoning_content(demo: ModelInfo) -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm, so.", "I look.")
     assert message["tool_calls"][0]["function"]["name"] == "f"
     assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    deltas = [chunk["choices"][0]["delta"] for chunk in dialects.chunks(events[:-1])]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, so."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."

@@ -197,7 +197,7 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     ask = chat(running, logprobs=True)
     shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
     end = OutputDelta(0, "", finish_reason="stop")
-    chunks = [chunk for piece in (*pieces, end) for chunk in shape.chunks(piece)]
+    chunks = dialects.chunks(e for piece in (*pieces, end) for e in shape.events(piece))
     for piece in (*pieces, end):
         whole.add(piece)
     reply = whole.response().model_dump()
