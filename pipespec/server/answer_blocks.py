@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from pipespec.server.reasoning import ReasoningUse, SplitDelta, Thought
-from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta
 from pipespec.server.tool_parsers.tool_choice import ToolUse
+from pipespec.server.tool_parsers.tool_parser import CallDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 # The key under which arguments are reported that are no JSON object, as the model wrote them.
@@ -60,7 +60,7 @@ class AnswerBlocks:
         self.blocks: list[Block] = []
         self.keeps = True  # whether blocks keep their texts, beside those of calls
         self._tool_use = tool_use
-        self._parser = tool_use.family.parser(tool_use.strings) if tool_use else None
+        self._parser = tool_use.parser(tool_use.strings) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:

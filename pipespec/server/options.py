@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pipespec.errors import ConfigError
 from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_number, check_whole
 from pipespec.server.host_names import ANY, is_host_pattern, normal_origin
-from pipespec.server.tool_parsers.parser_families import FAMILIES
+from pipespec.server.tool_parsers.families import FAMILIES
 
 # The size of a body: of fields, tools and schemas, and for each token of a prompt.
 FIELDS_BYTES = 2**20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipespec.engine.llguidance_backend import grammar_after
-from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
+from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta
 from pipespec.text import Tokenizer, special_markers
 
 

@@ -188,7 +188,7 @@ class _Answer:
 
 def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
     """A detokenizer for each answer, which keeps the special tokens that parsers need."""
-    special = request.tool_use.family.special if request.tool_use else ()
+    special = request.tool_use.parser.special if request.tool_use else ()
     special += request.reasoning.special if request.reasoning else ()
     markers = special_markers(tokenizer, special) if special else {}
     texts: list[FinalText] = []

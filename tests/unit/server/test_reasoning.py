@@ -19,7 +19,7 @@ from pipespec.server.api_errors import ApiError
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
-from pipespec.server.tool_parsers.parser_families import FAMILIES
+from pipespec.server.tool_parsers.families import FAMILIES
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER, calling, fits
@@ -83,7 +83,7 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
 def split(family: Family, begun: bool, pieces: list[str]) -> tuple[str, str, list[str]]:
     """The reasoning, the text and the calls of an answer that comes in pieces."""
     tools = FAMILIES["openai" if family == "gpt_oss" else "hermes"]
-    answer = AnswerBlocks(ToolUse(tools, True), ReasoningUse(family, begun))
+    answer = AnswerBlocks(ToolUse(tools, tools, True), ReasoningUse(family, begun))
     shown = {"reasoning": "", "text": "", "call": ""}
     for number, piece in enumerate(pieces, 1):
         for delta in answer.push(piece, last=number == len(pieces)):
