@@ -30,8 +30,6 @@ MESSAGES = {
 
 
 class ErrorDetail(BaseModel):
-    """Why a request was refused or failed."""
-
     message: str
     type: str
     param: str | None
@@ -39,8 +37,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The body of every reply with an error status."""
-
     error: ErrorDetail
 
 

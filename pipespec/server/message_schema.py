@@ -83,8 +83,6 @@ READABLE = BeforeValidator(_readable)
 
 
 class TextPart(RequestModel):
-    """Text of a message, or of a result."""
-
     type: Literal["text"]
     text: str
 
@@ -123,23 +121,17 @@ Arguments = Annotated[
 
 
 class CalledFunction(RequestModel):
-    """The function that was called."""
-
     name: str
     arguments: Arguments
 
 
 class MessageToolCall(RequestModel):
-    """A call in an earlier message of the model."""
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
@@ -196,8 +188,6 @@ class Function(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
@@ -218,22 +208,16 @@ class FunctionName(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """A function that must or may be called."""
-
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(RequestModel):
-    """The tools of which one may or must be called."""
-
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
 class ToolsChoice(RequestModel):
-    """The choice among some of the tools."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 

@@ -20,8 +20,6 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 class JsonSchema(RequestModel):
-    """The schema of a response_format."""
-
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None

@@ -46,8 +46,6 @@ ELSEWHERE = "is not supported: this server has no such service"
 
 
 class ThinkingBlock(RequestModel):
-    """What the model has thought before an answer."""
-
     type: Literal["thinking"]
     thinking: str
 
@@ -59,8 +57,6 @@ class RedactedThinkingBlock(RequestModel):
 
 
 class ToolUseBlock(RequestModel):
-    """A call in an earlier message of the model."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -71,8 +67,6 @@ Contents = Annotated[str, contents(str | list[TextPart], "'text'"), READABLE]
 
 
 class ToolResultBlock(RequestModel):
-    """The result of a call."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Contents | None = None
@@ -85,8 +79,6 @@ AnyBlock = Annotated[
 
 
 class AnthropicMessage(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, TEXT] | Annotated[list[AnyBlock], PARTS], TEXT_OR_PARTS, READABLE
@@ -137,8 +129,6 @@ class AnthropicTool(RequestModel):
 
 
 class AnthropicToolChoice(RequestModel):
-    """Whether a tool may, must or must not be called."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -153,21 +143,15 @@ class AnthropicToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """Whether the model thinks before it answers."""
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
 class OutputFormat(RequestModel):
-    """The schema that the answer must match."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(RequestModel):
-    """How much the model thinks, and what its answer must match."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -287,8 +271,6 @@ DELTAS = {
 
 
 class TextContent(BaseModel):
-    """Text of an answer."""
-
     type: Literal["text"] = "text"
     text: str
 
@@ -302,8 +284,6 @@ class ThinkingContent(BaseModel):
 
 
 class ToolUseContent(BaseModel):
-    """A call."""
-
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
@@ -320,8 +300,6 @@ class AnthropicUsage(BaseModel):
 
 
 class AnthropicReply(BaseModel):
-    """The reply of POST /v1/messages."""
-
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -335,8 +313,6 @@ class AnthropicReply(BaseModel):
 
 
 class TokenCount(BaseModel):
-    """The reply of POST /v1/messages/count_tokens."""
-
     input_tokens: int
 
 
@@ -453,15 +429,11 @@ ERROR_TYPES = {
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Why a request was refused or failed."""
-
     type: str
     message: str
 
 
 class AnthropicError(BaseModel):
-    """The body of replies with an error status, and of the event of an error."""
-
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
 

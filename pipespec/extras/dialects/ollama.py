@@ -48,8 +48,6 @@ class ModelDetails(BaseModel):
 
 
 class ListedModel(BaseModel):
-    """A served name."""
-
     name: str
     model: str
     modified_at: str
@@ -57,14 +55,10 @@ class ListedModel(BaseModel):
 
 
 class TagsReply(BaseModel):
-    """The reply of GET /api/tags."""
-
     models: list[ListedModel]
 
 
 class ShowReply(BaseModel):
-    """The reply of POST /api/show."""
-
     template: str
     parameters: str = ""
     details: ModelDetails
@@ -133,8 +127,6 @@ REFUSED_OPTIONS: Refused = {
 
 
 class OllamaOptions(RequestModel):
-    """How tokens are drawn, and when the answer ends."""
-
     temperature: Annotated[FiniteFloat | None, Field(ge=0)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
     top_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
@@ -148,21 +140,15 @@ class OllamaOptions(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """The function that was called."""
-
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaCall(RequestModel):
-    """A call in an earlier message of the model."""
-
     function: CalledFunction
 
 
 class OllamaMessage(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -206,8 +192,6 @@ NAMES = {
 
 
 class OllamaRequest(DialectBody):
-    """The fields that both kinds of requests share. A reply is a stream unless it is declined."""
-
     ignored, refused, names = IGNORED, REFUSED, NAMES
 
     model: Annotated[str, Field(min_length=1)]
@@ -342,21 +326,15 @@ _ASCII = json.JSONEncoder(separators=(",", ":"))
 
 
 class OllamaFunction(BaseModel):
-    """The function to call."""
-
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaToolCall(BaseModel):
-    """A call of a tool."""
-
     function: OllamaFunction
 
 
 class OllamaAnswer(BaseModel):
-    """An answer of the model."""
-
     role: Literal["assistant"] = "assistant"
     content: str
     thinking: str | None = OMIT_NONE
@@ -381,21 +359,15 @@ class OllamaReply(BaseModel):
 
 
 class OllamaChatReply(OllamaReply):
-    """The reply of POST /api/chat."""
-
     message: OllamaAnswer
 
 
 class OllamaGenerateReply(OllamaReply):
-    """The reply of POST /api/generate."""
-
     response: str
     thinking: str | None = OMIT_NONE
 
 
 class OllamaFormat(ReplyFormat):
-    """What the replies of both routes share."""
-
     media_type = "application/x-ndjson"
     reply: ClassVar[type[OllamaReply]]
 
@@ -512,8 +484,6 @@ def _json(value: Any) -> bytes:
 
 
 class OllamaError(BaseModel):
-    """The body of replies with an error status."""
-
     error: str
 
 

@@ -58,8 +58,6 @@ MAX_METADATA = 16
 
 
 class InputText(RequestModel):
-    """Text of a message, of a result or of reasoning."""
-
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
@@ -68,16 +66,12 @@ Contents = Annotated[str, contents(str | list[InputText], "'input_text' and the 
 
 
 class InputMessage(RequestModel):
-    """A message of the conversation."""
-
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Contents
 
 
 class FunctionCallItem(RequestModel):
-    """A call in an earlier answer of the model."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -85,16 +79,12 @@ class FunctionCallItem(RequestModel):
 
 
 class FunctionOutputItem(RequestModel):
-    """The result of a call."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: Contents
 
 
 class ReasoningItem(RequestModel):
-    """What the model has thought before an earlier answer."""
-
     type: Literal["reasoning"]
     content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
 
@@ -153,28 +143,20 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """How the text of the answer is written."""
-
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(RequestModel):
-    """How much the model thinks. It is not summarised."""
-
     effort: ReasoningEffort | None = None
 
 
 class NamedFunction(RequestModel):
-    """A function that must or may be called."""
-
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(RequestModel):
-    """The functions of which one may or must be called."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Field(min_length=1)]
@@ -349,21 +331,15 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputTokensDetails(BaseModel):
-    """How many tokens of the prompt were in the prefix cache."""
-
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(BaseModel):
-    """How many tokens of the answer are reasoning."""
-
     reasoning_tokens: int
 
 
 class ResponsesUsage(BaseModel):
-    """Token counts."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -372,8 +348,6 @@ class ResponsesUsage(BaseModel):
 
 
 class ResponseFailure(BaseModel):
-    """Why a response failed."""
-
     code: str
     message: str
 
@@ -604,8 +578,6 @@ def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DeletedResponse(BaseModel):
-    """The reply of DELETE /v1/responses/{id}."""
-
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True

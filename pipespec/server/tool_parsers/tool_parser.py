@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,7 +55,7 @@ class ToolParser:
 
     # Makes an id of the call of this name and number that the model's template accepts when the
     # client sends it back.
-    new_id: ClassVar[Callable[[str, int], str]] = staticmethod(
+    new_id: ClassVar[staticmethod[[str, int], str]] = staticmethod(
         lambda name, number: f"call_{secrets.token_hex(12)}"
     )
 
