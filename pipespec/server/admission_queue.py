@@ -48,7 +48,6 @@ class QueueEntry:
         self.release()
 
     def started(self, tokens: int) -> None:
-        """Remove one answer, whose prompt has so many tokens, as it has started."""
         self._free(1, tokens)
 
     def release(self) -> None:

@@ -70,12 +70,10 @@ class AnswerBlocks:
         return [*self._deltas(text, last)]
 
     def text_of(self, kind: BlockKind) -> str:
-        """The text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
     def thinking(self) -> bool:
-        """Whether the newest block is reasoning."""
         return bool(self.blocks) and self.blocks[-1].kind == "reasoning"
 
     @property
@@ -111,7 +109,6 @@ class AnswerBlocks:
                 yield self._add_call(part)
 
     def _split(self, text: str, last: bool) -> list[SplitDelta]:
-        """The reasoning, the text and the calls in the next text."""
         split: list[SplitDelta] = [text] if text else []
         if self._splitter is not None:
             split = self._splitter.push(text) + (self._splitter.finish() if last else [])

@@ -83,12 +83,10 @@ class ServerShuttingDown(PipespecError):
 
 
 def invalid_field(param: str, message: str, code: str | None = None) -> ApiError:
-    """The error for a field of the request that is wrong."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def api_error_of(error: PipespecError) -> ApiError:
-    """The error that a client gets for one of the package's own errors."""
     if isinstance(error, ConfigError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error))
     if isinstance(error, ServerShuttingDown):

@@ -40,11 +40,10 @@ WATCH_S = 0.1
 
 
 class ClusterWatch(Protocol):
-    """Finds the cluster that a server serves (`pipespec.cli.detach.Launcher` is one)."""
+    """Finds the cluster that a server serves: None while it loads. The server ends with a
+    PipespecError from here."""
 
-    def watch(self) -> RunningCluster | None:
-        """The cluster, or None while it loads. The server ends with a PipespecError from here."""
-        ...
+    def watch(self) -> RunningCluster | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class FixedCluster:
     running: RunningCluster
 
     def watch(self) -> RunningCluster:
-        """The cluster."""
         return self.running
 
 
@@ -96,7 +94,18 @@ async def run_api_server(
     pool = PreparationPool(options.preparation_threads, options.preparation_timeout)
     with closing(pool):
         app = _AppSwitch(make_loading_app(options))
-        server = _UvicornServer(_uvicorn_config(app, options, capacity, backlog))
+        config = uvicorn.Config(
+            RequestIds(app),
+            log_level="warning",
+            access_log=False,  # neither prompts nor clients' addresses belong in a log
+            lifespan="off",
+            http=protocol_factory(options, capacity),  # type: ignore[arg-type]
+            ws="none",
+            backlog=backlog,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + SHUTDOWN_NOTICE_S),
+        )
+        server = _UvicornServer(config)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         problem: Exception | None = None
         try:
@@ -132,22 +141,6 @@ async def _watch(
             return running
         await asyncio.wait([serving], timeout=WATCH_S)
     return None
-
-
-def _uvicorn_config(
-    app: ASGIApp, options: ServerOptions, capacity: int, backlog: int
-) -> uvicorn.Config:
-    return uvicorn.Config(
-        RequestIds(app),
-        log_level="warning",
-        access_log=False,  # neither prompts nor clients' addresses belong in a log
-        lifespan="off",
-        http=protocol_factory(options, capacity),  # type: ignore[arg-type]
-        ws="none",
-        backlog=backlog,
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + SHUTDOWN_NOTICE_S),
-    )
 
 
 class _AppSwitch:

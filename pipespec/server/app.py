@@ -130,7 +130,6 @@ def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
 
 def failures(path: str) -> dict[int | str, dict[str, Any]]:
-    """The replies of a route with an error status, for /openapi.json."""
     model = error_format(path).model
     return {code: {"model": model} | entry for code, entry in FAILURES.items()}
 
@@ -229,7 +228,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_bodies(schema: dict[str, Any]) -> None:
-    """Add the bodies of POST requests, which the routes leave to `preparation`, to a document."""
     keys, definitions = models_json_schema(
         [(route.body, "validation") for route in body_routes().values()],
         ref_template="#/components/schemas/{model}",

@@ -49,7 +49,6 @@ class RefusalLog:
         self._counts: Counter[int] = Counter()
 
     def count(self, status: int) -> None:
-        """Count a connection that was ended with this status."""
         if not self._counts:
             asyncio.get_running_loop().call_later(self._every, self._report)
         self._counts[status] += 1
@@ -117,8 +116,6 @@ class _Transport:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
-
     transport: _Transport  # type: ignore[assignment]
     conn: _Parser
 
@@ -189,7 +186,6 @@ class LimitedProtocol(H11Protocol):
         self._close()
 
     def evict(self) -> None:
-        """End this connection, to make room for another."""
         if self.transport.get_write_buffer_size():  # the client does not read it
             self.transport.abort()
         else:

@@ -68,13 +68,15 @@ _MEDIA = {
 }
 
 
+TEXT_PART = ": of a multimodal model the text part alone is loaded"
+
+
 def _readable(value: Any) -> Any:
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _MEDIA:
             raise ValueError(
-                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a "
-                "multimodal model the text part alone is loaded"
+                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read{TEXT_PART}"
             )
     return value
 
@@ -88,7 +90,6 @@ class TextPart(RequestModel):
 
 
 def joined(value: Any) -> str | None:
-    """A text that is given as such, or as several parts."""
     if value is None or isinstance(value, str):
         return value
     return "\n".join(part.text for part in value)

@@ -6,7 +6,8 @@ value is unknown is left out instead of being 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +20,13 @@ from prometheus_client.core import SummaryMetricFamily as Summary
 from prometheus_client.utils import floatToGoString
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.processes import fault_stats
-from pipespec.cluster.processes.fault_stats import FaultKind
+from pipespec.cluster.processes.fault_stats import (
+    RECOVERIES,
+    RECOVERY_NS,
+    RESUMPTION_NS,
+    RESUMPTIONS,
+    FaultKind,
+)
 from pipespec.controller.cluster_status import ClusterStatus, labelled
 from pipespec.core import STEP_TOKENS
 
@@ -45,46 +51,34 @@ class RequestMetrics:
     """The metrics of the requests to one server, without prefixes."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = _total("prompt_tokens", "Prompt tokens")
-        self.generation_tokens = _total("generation_tokens", "Generated tokens")
-        self.success = prometheus_client.Counter(
-            "request_success", "Finished answers, by reason", ("finished_reason",), registry=None
-        )
+        total = partial(prometheus_client.Counter, registry=None)
+        seconds = partial(prometheus_client.Histogram, buckets=SECONDS, registry=None)
+        counts = partial(prometheus_client.Histogram, buckets=COUNTS, registry=None)
+        self.prompt_tokens = total("prompt_tokens", "Prompt tokens")
+        self.generation_tokens = total("generation_tokens", "Generated tokens")
+        reasons = "Finished answers, by reason", ("finished_reason",)
+        self.success = total("request_success", *reasons)
         for reason in ENDS:
             self.success.labels(reason)  # exported as 0 until one ends so
-        self.ttft = _seconds("time_to_first_token_seconds", "From request to first token")
-        self.itl = _seconds("inter_token_latency_seconds", "Between tokens")
-        self.e2e = _seconds("e2e_request_latency_seconds", "From request to last token")
-        self.queue = _seconds("request_queue_time_seconds", "From request until the head starts it")
-        self.prefill = _seconds(
+        self.ttft = seconds("time_to_first_token_seconds", "From request to first token")
+        self.itl = seconds("inter_token_latency_seconds", "Between tokens")
+        self.e2e = seconds("e2e_request_latency_seconds", "From request to last token")
+        self.queue = seconds("request_queue_time_seconds", "From request until the head starts it")
+        self.prefill = seconds(
             "request_prefill_time_seconds", "From the start at the head to first token"
         )
-        self.decode = _seconds("request_decode_time_seconds", "From first to last token")
-        self.inference = _seconds(
+        self.decode = seconds("request_decode_time_seconds", "From first to last token")
+        self.inference = seconds(
             "request_inference_time_seconds", "From the start at the head to last token"
         )
-        self.prompt = _histogram("request_prompt_tokens", "Tokens per prompt", COUNTS)
-        self.answer = _histogram("request_generation_tokens", "Tokens per answer", COUNTS)
-        self.n = _histogram("request_params_n", "Answers wanted per prompt", CHOICES)
-        self.longest = _histogram(
-            "request_params_max_tokens", "Largest number of tokens wanted", COUNTS
-        )
+        self.prompt = counts("request_prompt_tokens", "Tokens per prompt")
+        self.answer = counts("request_generation_tokens", "Tokens per answer")
+        self.n = counts("request_params_n", "Answers wanted per prompt", buckets=CHOICES)
+        self.longest = counts("request_params_max_tokens", "Largest number of tokens wanted")
 
     def collect(self) -> Iterable[Metric]:
         for metric in vars(self).values():
             yield from metric.collect()
-
-
-def _total(name: str, text: str) -> prometheus_client.Counter:
-    return prometheus_client.Counter(name, text, registry=None)
-
-
-def _histogram(name: str, text: str, buckets: Sequence[float]) -> prometheus_client.Histogram:
-    return prometheus_client.Histogram(name, text, buckets=buckets, registry=None)
-
-
-def _seconds(name: str, text: str) -> prometheus_client.Histogram:
-    return _histogram(name, text, SECONDS)
 
 
 # --- the cluster --------------------------------------------------------------------------------
@@ -109,7 +103,6 @@ def cluster_metrics(status: ClusterStatus | None, labels: Mapping[str, str]) -> 
 
 
 def _shared(status: ClusterStatus) -> Iterable[Metric]:
-    """Metrics that vLLM has too."""
     totals, state = status.totals, status.state
     known = status.open + status.queued
     running = min(state.get("running", 0), known)
@@ -144,7 +137,6 @@ def _shared(status: ClusterStatus) -> Iterable[Metric]:
 
 
 def _own(status: ClusterStatus) -> Iterable[Metric]:
-    """Metrics of ours alone."""
     totals, state = status.totals, status.state
     yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
     yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
@@ -175,12 +167,8 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
             yield Counter(name, text, totals[count])
     yield _infos("rank_info", "How each rank computes", _rank_infos(status))
     yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
-    busy = Gauge(
-        "stage_busy_share", "Share of time with requests spent computing", labels=["stage"]
-    )
-    for stage, share in status.busy.items():
-        busy.add_metric([stage], share)
-    yield busy
+    text = "Share of time with requests spent computing"
+    yield _counter("stage_busy_share", text, "stage", status.busy, Gauge)
     for name, text in (
         ("active", "Time with requests"),
         ("busy", "Time spent computing"),
@@ -192,23 +180,20 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
     faults = {str(kind): status.faults.get(kind, 0) for kind in FaultKind}
     yield _counter("faults", "Epochs ended by a fault, by its kind", "kind", faults)
     for name, text, count, ns in (
-        (
-            *("recovery_seconds", "From a fault until all ranks joined"),
-            *(fault_stats.RECOVERIES, fault_stats.RECOVERY_NS),
-        ),
-        (
-            *("resumption_seconds", "From a fault to the next token"),
-            *(fault_stats.RESUMPTIONS, fault_stats.RESUMPTION_NS),
-        ),
+        ("recovery", "From a fault until all ranks joined", RECOVERIES, RECOVERY_NS),
+        ("resumption", "From a fault to the next token", RESUMPTIONS, RESUMPTION_NS),
     ):
-        yield Summary(name, text, count_value=totals[count], sum_value=totals[ns] / 1e9)
+        total = totals[ns] / 1e9
+        yield Summary(f"{name}_seconds", text, count_value=totals[count], sum_value=total)
 
 
-def _counter(name: str, text: str, label: str, counts: Mapping[Any, float]) -> Metric:
-    counter = Counter(name, text, labels=[label])
+def _counter(
+    name: str, text: str, label: str, counts: Mapping[Any, float], kind: Any = Counter
+) -> Metric:
+    metric: Metric = kind(name, text, labels=[label])
     for value, count in counts.items():
-        counter.add_metric([str(value)], count)
-    return counter
+        metric.add_metric([str(value)], count)  # type: ignore[attr-defined]
+    return metric
 
 
 def _by_number(status: ClusterStatus, name: str) -> dict[int, int]:

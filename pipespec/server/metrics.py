@@ -36,7 +36,6 @@ class Metrics:
         self.requests = RequestMetrics()
 
     def request_arrived(self, request: ParsedRequest) -> list[RequestTimer]:
-        """Count a request; a timer for each of its answers."""
         self.requests.n.observe(request.n)
         for prompt, longest in zip(request.prompts, request.max_tokens, strict=True):
             self.requests.prompt.observe(len(prompt))

@@ -139,7 +139,6 @@ class OriginCheck(_Check):
         )
 
     def _foreign(self, scheme: str, headers: Headers) -> str | None:
-        """The origin of the page that sent a request, if it is not allowed."""
         origins = headers.getlist("origin")
         own = normal_origin(f"{scheme}://{headers.get('host', '')}")
         for origin in origins:

@@ -115,7 +115,6 @@ class OpenAIFormat(ReplyFormat):
         reason: str | None = None,
         **fields: Any,
     ) -> bytes:
-        """A chunk that adds something to an answer."""
         part = {**delta, "logprobs": logprobs, "finish_reason": reason, **fields}
         return sse(self._chunk({"index": choice, **part}))
 
@@ -288,7 +287,6 @@ class CompletionFormat(OpenAIFormat):
         return texts[choice // self.request.n] if texts else ""
 
     def _echo_chunks(self, choice: int) -> Iterator[bytes]:
-        """The prompt, if the request wants it echoed, once all its log-probabilities are known."""
         if not self.request.echo_texts:
             return
         if not self.wants_logprobs(choice):
@@ -362,7 +360,6 @@ class CompletionFormat(OpenAIFormat):
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability that JSON can represent."""
     return max(logprob, MIN_LOGPROB)
 
 

@@ -148,7 +148,6 @@ class OpenAIServing:
         return bytes(body)
 
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
-        """Put the answers in the cluster's queue. Raises ApiError."""
         parsed = prepared.parsed
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
         stream = ResponseStream(
@@ -183,7 +182,6 @@ class OpenAIServing:
 
     @property
     def _preparer(self) -> Future[Preparer]:
-        """What prepares requests to the current cluster."""
         if self._running is not self.client.running:
             self._running = self.client.running
             self._newest_preparer = self._build_preparer()
@@ -220,7 +218,6 @@ class OpenAIServing:
             raise api_error_of(error) from error
 
     async def cancel(self, number: int) -> None:
-        """Cancel a request, by its number in the cluster's log. Raises ApiError."""
         if self.client.away:
             raise cluster_unavailable()
         try:

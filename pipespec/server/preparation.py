@@ -87,13 +87,11 @@ class PreparationPool:
         self._free = asyncio.Semaphore(most)
 
     def build(self, *arguments: Any) -> Future[Preparer]:
-        """A `Preparer` of these arguments, which takes a while to build."""
         return self._threads.submit(Preparer, *arguments)
 
     async def prepare(
         self, preparer: Future[Preparer], path: str, body: bytes, kept: bytes | None = None
     ) -> Prepared:
-        """What `Preparer.prepare` returns. Raises ApiError."""
         ready = await asyncio.shield(asyncio.wrap_future(preparer))
         await self._free.acquire()
         work = asyncio.get_running_loop().run_in_executor(
@@ -194,7 +192,6 @@ class Preparer:
         return PreparedRequest(parsed, fields.model, made.stream, made.options, preview, warning)
 
     def _preview(self, fields: GenerationRequest) -> str:
-        """The beginning of what a request that was parsed asks."""
         text: str | list[int] = ""
         if isinstance(fields, CompletionRequest):
             text = fields.prompt[0]
@@ -206,7 +203,6 @@ class Preparer:
         return text[:PREVIEW_LENGTH]
 
     def _fields(self, kind: type[Body], body: bytes) -> Body:
-        """The fields of a body. Raises ApiError."""
         if not body:
             raise not_a_json_object()
         context = self._served.context
@@ -268,7 +264,6 @@ def not_a_json_object() -> ApiError:
 
 
 def validated(kind: type[Body], fields: Any) -> Body:
-    """The fields of a body that was JSON. Raises ApiError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -54,6 +54,8 @@ class ReplyFormat(ABC):
     media_type = "text/event-stream"
     # What a stream sends while its request waits; clients ignore it.
     keepalive = b": waiting\n\n"
+    # Makes the JSON of a text.
+    encode: Callable[[str], bytes] = staticmethod(to_json)
 
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
         self.request = request
@@ -70,19 +72,16 @@ class ReplyFormat(ABC):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities of any tokens."""
         choices = range(len(self.request.sampling_params))
         return self.request.prompt_logprobs is not None or any(map(self.wants_logprobs, choices))
 
     def wants_logprobs(self, choice: int) -> bool:
-        """Whether the request asks for log-probabilities of the answer's tokens."""
         return self.request.sampling_params[choice].logprobs is not None
 
-    def framed(self, key: Any, text: str, make: Callable[[str], bytes], **options: Any) -> bytes:
-        """The event that `make` makes of a text, by the frame of this key."""
+    def framed(self, key: Any, text: str, make: Callable[[str], bytes]) -> bytes:
         frame = self.frames.get(key)
         if frame is None:
-            frame = self.frames[key] = Frame(make(SLOT), **options)
+            frame = self.frames[key] = Frame(make(SLOT), self.encode)
         return frame.event(text)
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
@@ -109,7 +108,6 @@ class ReplyFormat(ABC):
         return None
 
     def add(self, delta: OutputDelta) -> None:
-        """Keep a delta for the whole reply."""
         self.take(delta)
 
     @abstractmethod
@@ -140,7 +138,7 @@ SLOT = "\0slot"
 class Frame:
     """An event that all of a stream share but for one text: only that is encoded anew."""
 
-    def __init__(self, event: bytes, encode: Callable[[str], bytes] = to_json):
+    def __init__(self, event: bytes, encode: Callable[[str], bytes]):
         self._head, self._tail = event.split(encode(SLOT))
         self._encode = encode
 

@@ -41,7 +41,6 @@ class RequestDefaults:
 
     @classmethod
     def of_cluster(cls, running: RunningCluster) -> RequestDefaults:
-        """The defaults of a cluster."""
         settings = RequestSettings.on(running, [])
         names = {text.partition("=")[0] for text in running.overrides}
         sampling, decode = settings.params(0), settings.decode
@@ -88,11 +87,9 @@ class ParsedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
 
     def prompt_of(self, choice: int) -> tuple[int, ...]:
-        """The prompt that a choice answers."""
         return self.prompts[choice // self.n]
 
 
@@ -140,7 +137,6 @@ class RequestParser:
         return self._with_grammar(parsed, body, constraint)
 
     def count_tokens(self, body: ChatRequest) -> int:
-        """The number of tokens of a chat's prompt. Raises ApiError."""
         text = render_chat(self._served, body, offered_tools(body))
         return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
@@ -167,13 +163,11 @@ class RequestParser:
     # --- prompts ------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
         return self._served.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ApiError unless the model has all these tokens."""
         try:
             self._served.check_tokens(tokens, param)
         except PromptError as error:
@@ -248,7 +242,6 @@ class RequestParser:
     def _max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str
     ) -> int:
-        """The limit of an answer to a prompt of so many tokens. Raises ApiError."""
         context = self._served.context
         room = context - num_prompt_tokens
         if wanted is not None and wanted > room:
@@ -296,7 +289,6 @@ class RequestParser:
 
 
 def _sampling_params(body: GenerationRequest, default: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a request, without seed."""
     given = {
         name: value
         for name in (

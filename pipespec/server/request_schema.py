@@ -222,7 +222,6 @@ class GenerationRequest(RequestBody):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts, each of which gets `n` answers."""
         return 1
 
     @model_validator(mode="after")

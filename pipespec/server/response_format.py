@@ -85,7 +85,6 @@ class StructuredOutputs(RequestModel):
 
     @property
     def given(self) -> list[str]:
-        """The names of the fields that are set."""
         names = ("json_", "regex", "choice", "grammar")
         found = [name for name in names if getattr(self, name) is not None]
         return [*found, *(["json_object"] if self.json_object else [])]
@@ -103,7 +102,6 @@ class OutputConstraint:
     value: Any
 
     def grammar(self, grammars: Grammars) -> str:
-        """The text of a grammar that can be followed. Raises ApiError."""
         try:
             if not installed():
                 raise GrammarFailed("the server lacks llguidance; install pipespec[grammar] there")

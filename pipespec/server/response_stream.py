@@ -98,7 +98,6 @@ class ResponseStream:
         return tuple(self._by_number)
 
     async def submit(self) -> None:
-        """Put every answer in the cluster's queue. Raises Unreachable."""
         self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request
         for answer, sampling in zip(self._answers, request.sampling_params, strict=True):
@@ -140,12 +139,10 @@ class ResponseStream:
             await self._client.log.keep_conversation(name, content)
 
     def fail(self, error: PipespecError) -> None:
-        """Let `deltas` raise an error."""
         if self._events is not None:
             self._events.interrupt(error)
 
     async def close(self) -> None:
-        """Cancel answers that have not finished."""
         await self._following.aclose()
         self._queue_entry.release()
         for answer in self._answers:
@@ -165,7 +162,6 @@ class _Answer:
     started: bool = False
 
     def delta(self, event: Event) -> OutputDelta:
-        """What an event adds. Raises what has ended the request without an answer."""
         if isinstance(event, Accepted):
             tokens = event.tokens if self.max_tokens else ()
             self.timer.add_tokens(len(tokens))

@@ -51,7 +51,6 @@ def dialects() -> tuple[Dialect, ...]:
 
 @cache
 def body_routes() -> Mapping[str, BodyRoute]:
-    """All routes that take a body, by their paths."""
     routes = dict(OPENAI)
     for dialect in dialects():
         routes |= dialect.routes
@@ -64,7 +63,6 @@ def public_routes() -> list[BaseRoute]:
 
 
 def error_format(path: str) -> ErrorFormat:
-    """How the errors of a route are written."""
     for dialect in dialects():
         for beginning, errors in dialect.errors.items():
             if path.startswith(beginning):
@@ -73,5 +71,4 @@ def error_format(path: str) -> ErrorFormat:
 
 
 def error_reply(path: str, error: ApiError) -> JSONResponse:
-    """The reply to a request for a path that is refused or has failed."""
     return JSONResponse(error_format(path).body(error), error.status, error.headers)

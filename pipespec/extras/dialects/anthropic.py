@@ -199,7 +199,6 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """The fields that decide the prompt."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": body.system})

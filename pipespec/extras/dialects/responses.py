@@ -296,7 +296,6 @@ def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
 
 
 def echo_of(body: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a request that its response repeats."""
     tools = [
         {"type": "function", "strict": None, "parameters": None}
         | tool.model_dump(exclude_unset=True)
@@ -470,7 +469,6 @@ class ResponsesFormat(ReplyFormat):
         return parts
 
     def _place(self, index: int, block: Block) -> dict[str, Any]:
-        """The fields by which events name an item."""
         place = {"item_id": self._ids[index], "output_index": index}
         return place if block.kind == "call" else place | {"content_index": 0}
 
@@ -588,7 +586,6 @@ def missing(response: str) -> str:
 
 
 def mount(app: FastAPI, serving: OpenAIServing) -> None:
-    """Add the routes of a response that is kept."""
     path = "/v1/responses/{response}"
     replies = failures(path)
 

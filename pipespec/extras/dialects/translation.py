@@ -8,7 +8,6 @@ from pydantic import Discriminator, Tag
 
 
 def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a message of the model, whose arguments are JSON."""
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -50,7 +50,6 @@ class _Files(StaticFiles):
 
 
 def mount(app: FastAPI, serving: OpenAIServing) -> None:
-    """Add the dashboard's data."""
     dashboard = Dashboard(serving)
 
     @app.get("/events", include_in_schema=False, response_model=None)

@@ -264,7 +264,6 @@ class Pythonic(ToolParser):
             raise NotAToolCall
 
     def _call_of(self, first: str) -> Characters[None]:
-        """One call, whose name begins with `first`."""
         name, after = yield from word(first, self.letters)
         if not name or after != "(":
             raise NotAToolCall

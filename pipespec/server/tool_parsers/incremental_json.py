@@ -30,7 +30,6 @@ def next_nonblank() -> Characters[str]:
 
 
 def expect(characters: str) -> Characters[None]:
-    """Exactly these characters."""
     for expected in characters:
         if (yield) != expected:
             raise NotAToolCall

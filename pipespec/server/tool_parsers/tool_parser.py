@@ -160,7 +160,6 @@ class ToolParser:
         yield from container("{", self._add_arguments)
 
     def begin(self, name: str) -> None:
-        """Return the name: it is a call."""
         if not name or not is_whole(name):
             raise NotAToolCall
         self._blank, self.name, self._num_arguments = "", name, 0
@@ -169,13 +168,11 @@ class ToolParser:
         self.undecided = False
 
     def add_argument(self, key: str, value: str) -> None:
-        """Return an argument, whose value is JSON."""
         before = ", " if self._num_arguments else "{"
         self._num_arguments += 1
         self._add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
 
     def end_arguments(self) -> None:
-        """Return the end of the arguments."""
         self._add_arguments("}" if self._num_arguments else "{}")
 
     def _add_arguments(self, text: str) -> None:
@@ -201,7 +198,6 @@ class ToolParser:
             self._find_marker(character)
 
     def _find_marker(self, character: str) -> None:
-        """Look for a marker in text."""
         self._prefix += character
         texts = (*self.markers, *(self.closers if self._after_call else ()))
         while self._prefix and not any(text.startswith(self._prefix) for text in texts):
