@@ -169,7 +169,9 @@ class CountTokensRequest(DialectBody):
     output_config: OutputConfig | None = None
 
     def translate(self, kept: bytes) -> Translation:
-        return Translation(chat_fields(self), counts=_count_reply)
+        return Translation(
+            chat_fields(self), counts=lambda count: json.dumps({"input_tokens": count}).encode()
+        )
 
 
 class MessagesRequest(CountTokensRequest):
@@ -183,13 +185,9 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
 
     def translate(self, kept: bytes) -> Translation:
-        fields = chat_fields(self) | {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
+        names = ("max_tokens", "temperature", "top_p", "top_k")
+        fields = chat_fields(self) | {name: getattr(self, name) for name in names}
+        fields["stop"] = self.stop_sequences
         # Clients send the most tokens that Anthropic's own models write.
         options = {"max_tokens": self.max_tokens}
         return Translation(fields, bool(self.stream), options, clamps=True)
@@ -231,9 +229,7 @@ def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    thoughts: list[str] = []
+    texts, calls, thoughts = [], [], []
     for block in message.content:
         if isinstance(block, TextPart):
             texts.append(block.text)
@@ -246,16 +242,9 @@ def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
             made.append({"role": "tool", **result})
     if texts or calls or not made:
         spoken: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-        if calls:
-            spoken["tool_calls"] = calls
-        if thoughts:
-            spoken["reasoning_content"] = "\n".join(thoughts)
-        made.append(spoken)
+        spoken |= {"tool_calls": calls} if calls else {}
+        made.append(spoken | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
     return made
-
-
-def _count_reply(num_tokens: int) -> bytes:
-    return json.dumps({"input_tokens": num_tokens}).encode()
 
 
 StopReason = Literal[
@@ -289,6 +278,9 @@ class ToolUseContent(BaseModel):
     input: dict[str, Any]
 
 
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
 class AnthropicUsage(BaseModel):
     """Token counts; `input_tokens` are those that were not in the prefix cache."""
 
@@ -303,9 +295,7 @@ class AnthropicReply(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[
-        Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
-    ]
+    content: list[Annotated[Content, Field(discriminator="type")]]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -333,12 +323,8 @@ class AnthropicFormat(ReplyFormat):
         self._holds_calls = not request.sampling_params[0].grammar
 
     def response(self) -> BaseModel:
-        reply = {
-            "id": self.id,
-            "model": self.model,
-            "content": [_content(block, whole=True) for block in self.answers[0].blocks],
-            "usage": self._usage(),
-        }
+        content = [_content(block, whole=True) for block in self.answers[0].blocks]
+        reply = {"id": self.id, "model": self.model, "content": content, "usage": self._usage()}
         return AnthropicReply.model_validate(reply | self._end())
 
     def first_events(self) -> Iterator[bytes]:
@@ -396,14 +382,14 @@ class AnthropicFormat(ReplyFormat):
         }
 
 
-def _content(block: Block, *, whole: bool = False) -> dict[str, Any]:
+def _content(block: Block, *, whole: bool = False) -> Content:
     """A block as a reply has it; the arguments of a call only if it is whole."""
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return ThinkingContent(thinking=block.text)
     if block.kind == "call":
         arguments = arguments_of(block) if whole else {}
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
-    return {"type": "text", "text": block.text}
+        return ToolUseContent(id=block.id, name=block.name, input=arguments)
+    return TextContent(text=block.text)
 
 
 def _piece(index: int, block: Block, text: str) -> bytes:

@@ -44,6 +44,7 @@ from pipespec.server.openai_serving import JSON, OpenAIServing
 from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
+from pipespec.server.response_schema import CompletionTokensDetails
 from pipespec.server.routes import SSE
 from pipespec.text import Tokenizer
 
@@ -245,15 +246,12 @@ class ResponsesRequest(DialectBody):
         # Those of the response that is continued are not carried over.
         rules = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
-        fields: dict[str, Any] = {
-            "model": self.model,
+        names = ("model", "temperature", "top_p", "parallel_tool_calls")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names} | {
             "messages": [*rules, *conversation],
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool_of(t.name, t.parameters, t.description) for t in self.tools or ()],
             "tool_choice": choice_of(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": format_of(self.text.format if self.text else None),
             "logprobs": wanted,
@@ -304,17 +302,14 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
     text = body.text or TextConfig(format=TextFormat(type="text"))
     effort = body.reasoning.effort if body.reasoning else None
     choice = body.tool_choice or "auto"
-    return {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+    names = ("instructions", "max_output_tokens", "previous_response_id", "top_logprobs")
+    return {name: getattr(body, name) for name in names} | {
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": effort},
         "text": text.model_dump(exclude_none=True, by_alias=True),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": tools,
-        "top_logprobs": body.top_logprobs,
     }
 
 
@@ -334,15 +329,11 @@ class InputTokensDetails(BaseModel):
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int
-
-
 class ResponsesUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
@@ -549,7 +540,7 @@ class ResponsesFormat(ReplyFormat):
             input_tokens=prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
             output_tokens=self.num_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning),
+            output_tokens_details=CompletionTokensDetails(reasoning_tokens=self.num_reasoning),
             total_tokens=prompt + self.num_tokens,
         )
 
