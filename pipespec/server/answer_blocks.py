@@ -21,10 +21,8 @@ UNREADABLE = "unreadable_arguments"
 
 @dataclass
 class Block:
-    """Part of an answer: reasoning, text of the message, or a call with the text of its arguments.
-
-    `number` counts the blocks of this kind; `id` and `name` are those of a call.
-    """
+    """Part of an answer. `number` counts the blocks of this kind; `id` and `name` are those of a
+    call."""
 
     kind: BlockKind
     number: int
@@ -49,12 +47,7 @@ class BlockDelta:
 
 
 class AnswerBlocks:
-    """Splits one answer into blocks as it arrives, and never takes back what it has returned.
-
-    Args:
-        tool_use: how calls are parsed; None: there are none.
-        reasoning: how reasoning is parsed; None: there is none.
-    """
+    """Splits one answer into blocks as it arrives, and never takes back what it has returned."""
 
     def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []

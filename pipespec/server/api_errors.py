@@ -41,14 +41,8 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """A request is refused, or fails.
-
-    Attributes:
-        status: of HTTP.
-        message: one sentence.
-        param: the field of the request that is wrong, if one is.
-        code: an identifier for programs, if there is one.
-    """
+    """A request is refused, or fails: one sentence, the field that is wrong and a code for
+    programs."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None

@@ -82,11 +82,10 @@ async def run_api_server(
     on_ready: Callable[[RunningCluster], None],
 ) -> int | None:
     """Answer requests until SIGINT or SIGTERM; then finish open requests within
-    `options.shutdown_timeout`.
+    `options.shutdown_timeout`. Requests get 503 while `cluster` is loading.
 
-    Requests get 503 while `cluster` is loading. `on_ready` is called once, when it is ready.
-
-    Returns the signal if it came before that, else None. Raises what `cluster.watch` raises.
+    Returns the signal if it came before `on_ready` was called, else None. Raises what
+    `cluster.watch` raises.
     """
     capacity, backlog = connection_capacity(options.max_connections)
     listener.listen(backlog)  # from now on clients wait instead of being refused

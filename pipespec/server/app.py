@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -24,27 +23,22 @@ from starlette.types import Receive, Scope, Send
 from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
-from pipespec.server.middleware import (
-    REQUEST_ID,
-    ApiKeyCheck,
-    HostCheck,
-    OriginCheck,
-)
+from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, HostCheck, OriginCheck
 from pipespec.server.openai_serving import JSON, REQUEST_NUMBER, OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
 from pipespec.server.routes import body_routes, dialects, error_format, error_reply, public_routes
 
-FAILURES: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field is wrong or not supported"},
-    401: {"description": "The API key is missing or wrong"},
-    403: {"description": "The request is from a web page of another origin, or for another host"},
-    404: {"description": "The model is not served here"},
-    413: {"description": "The body is too long"},
-    429: {"description": "The queue is full"},
-    500: {"description": "The cluster failed"},
-    503: {"description": "The cluster is not ready"},
+FAILURES = {
+    400: "A field is wrong or not supported",
+    401: "The API key is missing or wrong",
+    403: "The request is from a web page of another origin, or for another host",
+    404: "The model is not served here",
+    413: "The body is too long",
+    429: "The queue is full",
+    500: "The cluster failed",
+    503: "The cluster is not ready",
 }
 # The largest number of a request: integers in JSON are exact up to here.
 MAX_REQUEST = 2**53 - 1
@@ -90,20 +84,17 @@ def make_loading_app(options: ServerOptions) -> Starlette:
 
 def _middleware(options: ServerOptions) -> list[Middleware]:
     """The checks of a request, in the order in which it passes them. None reads its body."""
-    checks = [Middleware(OriginCheck, options.allowed_origins)]
+    checks = []
     if options.allowed_hosts or not options.api_keys:
-        checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))
+        checks.append(Middleware(HostCheck, options.host, options.allowed_hosts))
+    checks.append(Middleware(OriginCheck, options.allowed_origins))
     if options.allowed_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=[normal_origin(origin) or ANY for origin in options.allowed_origins],
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
-        )
-        checks.append(cors)
-    checks.append(Middleware(ApiKeyCheck, options.api_keys))
-    return checks
+        cors: dict[str, Any] = {
+            "allow_origins": [normal_origin(each) or ANY for each in options.allowed_origins],
+            "expose_headers": [REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
+        }
+        checks.append(Middleware(CORSMiddleware, allow_methods="*", allow_headers="*", **cors))
+    return [*checks, Middleware(ApiKeyCheck, options.api_keys)]
 
 
 def version() -> str:
@@ -131,12 +122,10 @@ def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
 def failures(path: str) -> dict[int | str, dict[str, Any]]:
     model = error_format(path).model
-    return {code: {"model": model} | entry for code, entry in FAILURES.items()}
+    return {code: {"model": model, "description": text} for code, text in FAILURES.items()}
 
 
-def _endpoint(
-    serving: OpenAIServing, path: str
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _endpoint(serving: OpenAIServing, path: str) -> Any:
     async def answer(request: Request) -> Response:
         return await serving.generate(path, request)
 
@@ -218,9 +207,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _add_bodies(schema)
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop(UNPROCESSABLE, None)
+        for operation in (each for path in schema["paths"].values() for each in path.values()):
+            operation["responses"].pop(UNPROCESSABLE, None)
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
         app.openapi_schema = schema

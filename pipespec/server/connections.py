@@ -1,9 +1,8 @@
 """How many connections a server holds at a time, in all and from one address.
 
-A connection is busy if a whole request has arrived from it and its client reads the reply. All
-others can be evicted: those that have sent nothing or half a request, that are kept alive, or whose
-client does not read. When there is no room for a new connection, the one that has been evictable
-for longest is closed; so connections that are held open for nothing cannot lock other clients out.
+A connection is busy if a whole request has arrived from it and its client reads the reply. When
+there is no room for a new one, the one that has not been busy for longest is closed; so connections
+that are held open for nothing cannot lock other clients out.
 """
 
 from __future__ import annotations
@@ -94,11 +93,8 @@ def network_of(host: str) -> str:
 
 def connection_capacity(wanted: int) -> tuple[int, int]:
     """How many of `wanted` connections this process can hold, and how many more may wait to be
-    accepted, which happens to all of them at once.
-
-    Raises the process's limit of open files for them as far as possible. Raises ConfigError if
-    that is too low for a server.
-    """
+    accepted. Raises its limit of open files for them as far as possible; ConfigError if that is too
+    low for a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else hard
     needed = min(wanted + BACKLOG + RESERVED_DESCRIPTORS, most)

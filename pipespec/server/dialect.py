@@ -96,12 +96,8 @@ class DialectBody(RequestBody):
 
 @dataclass(frozen=True)
 class BodyRoute:
-    """A route for POST.
-
-    Attributes:
-        body, reply: the models of a request and of a whole reply.
-        format: makes the replies, if text is generated; `stream` is the media type of streams.
-    """
+    """A route for POST: the models of a request and of a whole reply, what makes the replies if
+    text is generated, and the media type of streams."""
 
     body: type[RequestBody]
     reply: type[BaseModel]

@@ -39,10 +39,8 @@ errors.parent = logger
 
 
 class RefusalLog:
-    """Counts refused connections, and writes one line for those of `every` seconds.
-
-    With a line for each of them any client could fill the disk.
-    """
+    """Counts refused connections, and writes one line for those of `every` seconds: with a line for
+    each any client could fill the disk."""
 
     def __init__(self, every: float = REPORT_EVERY_S):
         self._every = every
@@ -95,10 +93,8 @@ class _Parser(h11.Connection):
 
 
 class _Transport:
-    """A transport that `close` leaves open while a request's body arrives.
-
-    A client that still sends would not see the reply if the connection ended then.
-    """
+    """A transport that `close` leaves open while a request's body arrives: a client that still
+    sends would not see the reply otherwise."""
 
     def __init__(self, transport: asyncio.Transport, parser: _Parser):
         self._transport = transport

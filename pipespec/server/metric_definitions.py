@@ -1,7 +1,6 @@
-"""The metrics of /metrics: their names, and how they are computed.
+"""The metrics of /metrics, under the prefix pipespec_ and, where vLLM has it, under vllm: too.
 
-Each is exported under the prefix pipespec_ and, where vLLM has it, under vllm: too. A metric whose
-value is unknown is left out instead of being 0.
+A metric whose value is unknown is left out instead of being 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Metrics in Prometheus' format, under our names and vLLM's.
-
-Metrics of requests cover what this process has served. Those of the cluster cover all its clients,
-and are read from its Redis for each request to /metrics.
-"""
+"""Metrics in Prometheus' format: of the requests that this process has served, and of the cluster,
+read from its Redis for each request to /metrics."""
 
 from __future__ import annotations
 
@@ -91,12 +88,9 @@ class RequestTimer:
         self._num_tokens += tokens
 
     def finished(self, reason: str, prefill_ns: int | None = None) -> None:
-        """The answer has ended; later calls are ignored. `prefill_ns` is that of `Finished`.
-
-        The time to the first token that is not prefill is the wait until the head starts the
-        request, and communication. Only durations are compared, as the head may be on another
-        machine.
-        """
+        """The answer has ended; later calls are ignored. The time to the first token that is not
+        `prefill_ns` is the wait until the head starts the request, and communication. Only
+        durations are compared, as the head may be on another machine."""
         if self._finished:
             return
         self._finished = True

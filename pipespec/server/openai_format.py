@@ -36,14 +36,8 @@ ScoredToken = tuple[int, TokenLogprobs | None]
 
 
 class OpenAIFormat(ReplyFormat):
-    """The replies to one request of OpenAI's own interface.
-
-    Args:
-        usage: whether a stream reports token counts at its end.
-        continuous: whether every chunk does, too.
-        token_ids: whether replies have the token ids of prompts and answers.
-        fingerprint: of the cluster's model and settings.
-    """
+    """The replies to one request of OpenAI's own interface: streams have `usage` at their end or
+    continuously, and replies token ids, if the request asks for them."""
 
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]

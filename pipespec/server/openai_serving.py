@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,12 +61,10 @@ class OpenAIServing:
 
     The methods that are routes raise ApiError; their docstrings are in /openapi.json.
 
-    With `private_prefixes`, requests share prefix-cache entries only if they have the same API key
-    too: the number of cached tokens and the time to the first token would otherwise reveal to a
-    client whether another one has sent a prompt that begins in the same way. Their cache salt is
-    then an HMAC of the API key and the client's own salt, under a secret that is drawn at the
-    server's start and kept in its memory: the request log reveals nothing of a key, however short,
-    and cannot be compared with what another server has written there.
+    With `private_prefixes`, only requests with the same API key share prefix-cache entries: cached
+    tokens and times would reveal what others have sent. Their cache salt is an HMAC of the key and
+    the client's own salt, under a secret of this process: the request log reveals nothing of a key,
+    however short, and cannot be compared with what another server has written there.
     """
 
     def __init__(self, client: AsyncClient, options: ServerOptions, pool: PreparationPool):
@@ -198,22 +197,13 @@ class OpenAIServing:
 
     # --- requests from before -----------------------------------------------------------------
 
-    async def kept(self, request: Request, reply: str) -> bytes | None:
-        """What is kept (`ReplyFormat.kept`) under an id and the request's API key. Raises
-        ApiError."""
+    async def kept(self, request: Request, reply: str, *, forget: bool = False) -> Any:
+        """What is kept (`ReplyFormat.kept`) under an id and the request's API key, or None; with
+        `forget` it is kept no longer, and the result is whether it was. Raises ApiError."""
+        log = self.client.log
+        look = log.forget_conversation if forget else log.conversation
         try:
-            return await self.client.log.conversation(
-                kept_name(reply, request.state.api_key_digest)
-            )
-        except PipespecError as error:
-            raise api_error_of(error) from error
-
-    async def forget(self, request: Request, reply: str) -> bool:
-        """Keep it no longer; whether it was kept. Raises ApiError."""
-        try:
-            return await self.client.log.forget_conversation(
-                kept_name(reply, request.state.api_key_digest)
-            )
+            return await look(kept_name(reply, request.state.api_key_digest))
         except PipespecError as error:
             raise api_error_of(error) from error
 

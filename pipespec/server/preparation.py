@@ -1,10 +1,9 @@
 """From the body of a request to a `ParsedRequest`: validated fields, token ids, a grammar.
 
-A client decides how long this takes: the JSON and its validation, the chat template, the tokenizer,
-the compilation of a grammar. So it runs in threads of its own (`PreparationPool`), and the event
-loop, which serves every stream, only receives the result. Tokenizers and llguidance release the
-GIL; templates and validators take turns with the loop. What does not, is bounded: one call parses a
-body, whose values are counted first (`MAX_VALUES`).
+A client decides how long this takes, so it runs in threads of its own (`PreparationPool`), and the
+event loop, which serves every stream, only receives the result. Tokenizers and llguidance release
+the GIL; templates and validators take turns with the loop. Parsing JSON does not, and is bounded by
+`MAX_VALUES`.
 """
 
 from __future__ import annotations
@@ -118,15 +117,7 @@ class PreparationPool:
 
 
 class Preparer:
-    """Prepares the requests to one server, also several at a time.
-
-    Args:
-        served: the model.
-        defaults: the values of fields that a request leaves out.
-        names: under which the model is served.
-        tool_parser: parses tool calls; None: the chat template determines which.
-        fingerprint: of the cluster's model and settings, for OpenAI's clients.
-    """
+    """Prepares the requests to one server, also several at a time."""
 
     def __init__(
         self,
@@ -145,10 +136,7 @@ class Preparer:
     def prepare(self, path: str, body: bytes, kept: bytes | None = None) -> Prepared:
         """Prepare the body of a request to a route; if nothing is to be generated, the result is
         the whole reply, as JSON. `kept` is what was kept of the reply that it continues, empty if
-        nothing was, None before that was looked up.
-
-        Raises ApiError.
-        """
+        nothing was, None before that was looked up. Raises ApiError."""
         fields = self._fields(body_routes()[path].body, body)
         if isinstance(fields, GenerationRequest):
             return self._prepared(fields, self._of_openai(fields))
@@ -206,24 +194,19 @@ class Preparer:
         if not body:
             raise not_a_json_object()
         context = self._served.context
-        num_values = sum(map(body.count, (b",", b"{", b"[")))
         num_containers = body.count(b"{") + body.count(b"[")
+        num_values = body.count(b",") + num_containers
         if num_values > MAX_VALUES + 2 * context or num_containers > MAX_CONTAINERS + context // 4:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
-                f"The body holds too many values: {num_values} commas and brackets; send less.",
-                code=TOO_COMPLEX,
-            )
+            why = f"The body holds too many values: {num_values} commas and brackets; send less."
+            raise ApiError(HTTPStatus.BAD_REQUEST, why, code=TOO_COMPLEX)
         try:
             return validated(kind, json.loads(body))
         except json.JSONDecodeError as error:
-            raise validation_failed(
-                [{"type": "json_invalid", "loc": (), "msg": error.msg}]
-            ) from None
+            fault = {"type": "json_invalid", "loc": (), "msg": error.msg}
+            raise validation_failed([fault]) from None
         except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
-            ) from None
+            why = "The body cannot be read; send JSON in UTF-8."
+            raise ApiError(HTTPStatus.BAD_REQUEST, why) from None
 
     def _tokenize(self, fields: TokenizeRequest) -> bytes:
         served = self._served

@@ -32,13 +32,9 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 class Tagged:
-    """`<think>...</think>` and then the answer. White space around the reasoning is left out.
-
-    Args:
-        opening, closing: the tags.
-        begun: whether the prompt ends with the opening tag. Otherwise an answer without it has no
-            reasoning.
-    """
+    """`<think>...</think>` and then the answer, without white space around the reasoning. With
+    `begun` the prompt ends with the opening tag; otherwise an answer without it has no
+    reasoning."""
 
     def __init__(self, opening: str, closing: str, *, begun: bool):
         self._opening, self._closing = opening, closing

@@ -40,16 +40,8 @@ class OutputDelta:
 
 
 class ReplyFormat(ABC):
-    """The replies to one request in one dialect.
-
-    Args:
-        request: the request.
-        tokenizer: of the model.
-        model: the name that the client used for it.
-
-    Attributes:
-        answers: what has arrived of each answer, and `ends` its last delta.
-    """
+    """The replies to one request in one dialect: `answers` is what has arrived of each answer, and
+    `ends` its last delta."""
 
     media_type = "text/event-stream"
     # What a stream sends while its request waits; clients ignore it.

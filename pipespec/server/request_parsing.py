@@ -58,18 +58,13 @@ class RequestDefaults:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What the cluster computes for one HTTP request: `n` answers to each prompt.
-
-    Choice i answers the prompt i // n with `sampling_params[i]`.
+    """What the cluster computes for one HTTP request: `n` answers to each prompt. Choice i answers
+    the prompt i // n with `sampling_params[i]`.
 
     Attributes:
-        prompts: token ids.
-        echo_texts: the prompts as text, if `echo` asks for them.
+        echo_texts: the prompts, if `echo` asks for them.
         max_tokens: for each prompt, all 0 if the request wants nothing but the prompts.
         prompt_logprobs: how many of the most probable tokens to report for each token of a prompt.
-        cache_salt: prompts share prefix-cache entries only with requests of the same salt.
-        tool_use: how tool calls are parsed out of the answers; None: no tool may be called.
-        reasoning: how reasoning is; None: there is none.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -94,10 +89,7 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parses the requests to one model.
-
-    `tool_parser` parses tool calls; None: the chat template determines which.
-    """
+    """Parses the requests to one model."""
 
     def __init__(
         self, served: ModelInfo, defaults: RequestDefaults, tool_parser: str | None = None

@@ -92,10 +92,8 @@ class StructuredOutputs(RequestModel):
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """What an answer must match: `value`, as the field `param` gives it.
-
-    `to_grammar` makes a grammar's text of the value. It may raise GrammarFailed.
-    """
+    """What an answer must match: `value`, as the field `param` gives it. `to_grammar`, which may
+    raise GrammarFailed, makes a grammar's text of it."""
 
     param: str
     to_grammar: Callable[[Any], str]

@@ -36,14 +36,8 @@ CLIENT_CLOSED_REQUEST = 499
 
 @dataclass(frozen=True)
 class RequestOrigin:
-    """Where a request comes from. Only this server knows that: it is in no log.
-
-    Attributes:
-        client: the address of the client.
-        agent: its name for itself (`User-Agent`).
-        preview: the beginning of what it asks.
-        api_key_digest: of its API key; empty if the server asks for none.
-    """
+    """Where a request comes from: the client's address and name for itself (`User-Agent`), what it
+    asks and its API key. Only this server knows that: it is in no log."""
 
     client: str
     agent: str
@@ -58,15 +52,7 @@ def kept_name(reply: str, api_key_digest: bytes) -> str:
 
 
 class ResponseStream:
-    """The answers to one HTTP request, as the cluster decodes them. Close it when done.
-
-    stream = ResponseStream(client, request, queue_entry, metrics, on_closed, origin)
-    try:
-        await stream.submit()
-        async for delta in stream.deltas(heartbeat): ...
-    finally:
-        await stream.close()
-    """
+    """The answers to one HTTP request, as the cluster decodes them. Close it when done."""
 
     def __init__(
         self,
@@ -115,10 +101,7 @@ class ResponseStream:
 
     async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
         """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
-        without an event.
-
-        Raises RankFailed or Unreachable if the cluster is gone.
-        """
+        without an event. Raises RankFailed or Unreachable if the cluster is gone."""
         assert self._events is not None
         while len(self._events):
             events = await self._events.next(heartbeat)

@@ -595,7 +595,7 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
     @app.delete(path, responses=replies)
     async def delete_response(request: Request, response: str) -> DeletedResponse:
         """Keep a response no longer: it cannot be fetched or continued."""
-        if not await serving.forget(request, response):
+        if not await serving.kept(request, response, forget=True):
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
         return DeletedResponse(id=response)
 

@@ -80,10 +80,8 @@ def string() -> Characters[str]:
 
 
 def container(opening: str, keep: Callable[[str], None]) -> Characters[None]:
-    """A JSON object or list, after its first bracket. Each character goes to `keep`.
-
-    Only brackets and strings are checked; the client parses the JSON.
-    """
+    """A JSON object or list, after its first bracket. Each character goes to `keep`. Only brackets
+    and strings are checked; the client parses the JSON."""
     keep(opening)
     awaited, quoted, escaped = [CLOSING[opening]], False, False
     while awaited:

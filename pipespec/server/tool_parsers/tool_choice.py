@@ -17,11 +17,8 @@ from pipespec.system.validation import shown
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls are parsed out of an answer; one at most unless `parallel`.
-
-    `family` makes their ids. With `named` the client chose the function. `strings` are the
-    parameters that are texts, by function.
-    """
+    """How calls are parsed out of an answer, one at most unless `parallel`; `family` makes their
+    ids. With `named` the client chose the function. `strings` are parameters that are texts."""
 
     parser: type[ToolParser]
     family: type[ToolParser]

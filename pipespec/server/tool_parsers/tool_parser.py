@@ -41,9 +41,8 @@ class ToolParser:
     """Parses one answer, character by character, and never takes back what it has returned.
 
     Text that begins like a call is held back until its name and the beginning of its arguments are
-    known. Then it is a call, and its arguments are returned as they arrive, in the model's own
-    spelling. Text that turns out to be no call is returned as text. Each character is looked at
-    once or twice.
+    known, and is returned as text if it turns out to be none. Arguments are returned as they
+    arrive, in the model's own spelling. Each character is looked at once or twice.
     """
 
     # Texts that begin a call, none of which begins another.
