@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from pipespec.core import TokenLogprobs
-from pipespec.server.answer_blocks import BlockDelta
 from pipespec.server.api_errors import ApiError
-from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.response_schema import ChatReply, CompletionReply
 from pipespec.text import (
     REPLACEMENT,
@@ -44,24 +42,21 @@ class OpenAIFormat(ReplyFormat):
 
     def __init__(
         self,
-        request: ParsedRequest,
-        tokenizer: Tokenizer,
-        model: str,
-        *,
+        *answered: Any,
         usage: bool = False,
         continuous: bool = False,
         token_ids: bool = False,
         fingerprint: str = "",
     ):
-        super().__init__(request, tokenizer, model)
+        super().__init__(*answered)
         self._usage, self._continuous = usage, usage and continuous
         self._with_ids = token_ids
         id_ = f"{self.id_prefix}-{secrets.token_hex(16)}"
         # The fields that all replies and chunks have.
-        self.shared = {"id": id_, "created": self.created, "model": model}
+        self.shared = {"id": id_, "created": self.created, "model": self.model}
         if fingerprint:
             self.shared["system_fingerprint"] = fingerprint
-        choices = request.sampling_params
+        choices = self.request.sampling_params
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in choices]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in choices]
         self._token_ids: list[list[int]] = [[] for _ in choices]
@@ -234,8 +229,8 @@ class CompletionFormat(OpenAIFormat):
 
     id_prefix, chunk_object = "cmpl", "text_completion"
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
-        super().__init__(request, tokenizer, model, **options)
+    def __init__(self, *answered: Any, **options: Any):
+        super().__init__(*answered, **options)
         # Where the next token begins in each answer's text.
         self._offsets = [len(self._echo(i)) for i in range(len(self.answers))]
         self._begun = [False for _ in self.answers]  # whether a chunk was sent

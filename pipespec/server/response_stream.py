@@ -21,8 +21,7 @@ from pipespec.controller.log_records import Accepted, Event, Finished, check_ans
 from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry
 from pipespec.server.api_errors import api_error_of
-from pipespec.server.metric_definitions import ABORTED
-from pipespec.server.metrics import Metrics, RequestTimer
+from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
 from pipespec.server.reply_format import OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason

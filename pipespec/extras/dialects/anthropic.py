@@ -22,7 +22,6 @@ from pipespec.extras.dialects.translation import (
     tool_of,
 )
 from pipespec.limits import MAX_COUNT
-from pipespec.server.answer_blocks import Block, arguments_of
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
 from pipespec.server.message_schema import (
@@ -33,11 +32,9 @@ from pipespec.server.message_schema import (
     TextPart,
     contents,
 )
-from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import Block, OutputDelta, ReplyFormat, arguments_of, sse
 from pipespec.server.request_schema import LATER, Refused, Texts
 from pipespec.server.routes import SSE
-from pipespec.text import Tokenizer
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
 ELSEWHERE = "is not supported: this server has no such service"
@@ -313,14 +310,12 @@ class AnthropicFormat(ReplyFormat):
 
     keepalive = sse({"type": "ping"}, "ping")
 
-    def __init__(
-        self, request: ParsedRequest, tokenizer: Tokenizer, model: str, *, max_tokens: int
-    ):
-        super().__init__(request, tokenizer, model)
+    def __init__(self, *answered: Any, max_tokens: int):
+        super().__init__(*answered)
         self.id = f"msg_{secrets.token_hex(12)}"
         self._asked = max_tokens
         # Without a grammar the model may write arguments that no client can read.
-        self._holds_calls = not request.sampling_params[0].grammar
+        self._holds_calls = not self.request.sampling_params[0].grammar
 
     def response(self) -> BaseModel:
         content = [_content(block, whole=True) for block in self.answers[0].blocks]

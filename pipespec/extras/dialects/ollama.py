@@ -17,7 +17,6 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.extras.dialects.translation import call_of, schema_format
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
-from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.app import failures
 from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
@@ -25,11 +24,9 @@ from pipespec.server.message_schema import TEXT_PART, RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
-from pipespec.server.reply_format import OutputDelta, ReplyFormat
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, arguments_of
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
 from pipespec.server.response_schema import OMIT_NONE
-from pipespec.text import Tokenizer
 from pipespec.timing.clock import monotonic_ns
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
@@ -342,9 +339,9 @@ class OllamaFormat(ReplyFormat):
     encode = staticmethod(_json)
     reply: ClassVar[type[OllamaReply]]
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
-        super().__init__(request, tokenizer, model)
-        self._shared = {"model": model, "created_at": rfc3339(time.time())}
+    def __init__(self, *answered: Any):
+        super().__init__(*answered)
+        self._shared = {"model": self.model, "created_at": rfc3339(time.time())}
         self._logprobs: list[dict[str, Any]] = []
         self._num_sent = 0  # log-probabilities that lines have had
         self._began_ns = monotonic_ns()

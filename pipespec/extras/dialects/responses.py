@@ -27,7 +27,6 @@ from pipespec.extras.dialects.translation import (
 )
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS
-from pipespec.server.answer_blocks import Block, BlockDelta
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.app import failures
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
@@ -41,12 +40,10 @@ from pipespec.server.message_schema import (
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import JSON, OpenAIServing
-from pipespec.server.reply_format import OutputDelta, ReplyFormat, sse
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
 from pipespec.server.response_schema import CompletionTokensDetails
 from pipespec.server.routes import SSE
-from pipespec.text import Tokenizer
 
 NO_SERVICE = "is not supported: this server has no such service"
 LOGPROBS = "message.output_text.logprobs"
@@ -383,14 +380,11 @@ class ResponsesFormat(ReplyFormat):
 
     def __init__(
         self,
-        request: ParsedRequest,
-        tokenizer: Tokenizer,
-        model: str,
-        *,
+        *answered: Any,
         echo: Mapping[str, Any],
         conversation: bytes | None,
     ):
-        super().__init__(request, tokenizer, model)
+        super().__init__(*answered)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._echo = echo
         self._conversation = conversation
