@@ -92,7 +92,11 @@ async def run_api_server(
     sys.setswitchinterval(SWITCH_S)
     pool = PreparationPool(options.preparation_threads, options.preparation_timeout)
     with closing(pool):
-        app = _AppSwitch(make_loading_app(options))
+        current: ASGIApp = make_loading_app(options)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await current(scope, receive, send)
+
         config = uvicorn.Config(
             RequestIds(app),
             log_level="warning",
@@ -113,7 +117,7 @@ async def run_api_server(
                 return server.ended_by
             async with attach(running, options.patience) as client:
                 server.service = OpenAIServing(client, options, pool)
-                app.current = make_app(server.service)
+                current = make_app(server.service)
                 try:
                     on_ready(running)
                     await _watch(cluster, serving)
@@ -140,16 +144,6 @@ async def _watch(
             return running
         await asyncio.wait([serving], timeout=WATCH_S)
     return None
-
-
-class _AppSwitch:
-    """Passes requests to the current app."""
-
-    def __init__(self, app: ASGIApp):
-        self.current = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.current(scope, receive, send)
 
 
 class _UvicornServer(uvicorn.Server):

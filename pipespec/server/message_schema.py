@@ -164,11 +164,9 @@ class Message(RequestModel):
             message |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
+                call.model_dump(
+                    include={"id": True, "type": True, "function": {"name", "arguments"}}
+                )
                 for call in self.tool_calls
             ]
         if self.role == "tool":

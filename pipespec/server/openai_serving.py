@@ -81,7 +81,7 @@ class OpenAIServing:
 
     def fail_open_requests(self) -> None:
         """End all requests that have no complete answer with an error."""
-        for stream in self.open:
+        for stream in [*self.open]:
             stream.fail(ServerShuttingDown())
 
     # --- text ---------------------------------------------------------------------------------

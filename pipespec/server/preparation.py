@@ -46,15 +46,9 @@ PREVIEW_TOKENS = 40
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request for text, and how it is to be answered.
-
-    Attributes:
-        model: the name that the client used; None: none.
-        stream: whether the reply is a stream.
-        options: what the reply's format takes beside the request.
-        preview: the beginning of the last message of the user, or of the prompt.
-        warning: what the client should change, as a sentence; "": nothing.
-    """
+    """A request for text, and how it is to be answered: under which name of the model, whether as a
+    stream, with what options of the format, and with what warning, a sentence, if any. `preview` is
+    the beginning of the last message of the user, or of the prompt."""
 
     parsed: ParsedRequest
     model: str | None
@@ -98,12 +92,11 @@ class PreparationPool:
         )
         work.add_done_callback(self._finished)
         if not (await asyncio.wait({work}, timeout=self._limit_s))[0]:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
+            why = (
                 f"The request takes more than {self._limit_s:g} s to prepare; shorten it, or "
-                "simplify the structured output.",
-                code=TOO_COMPLEX,
+                "simplify the structured output."
             )
+            raise ApiError(HTTPStatus.BAD_REQUEST, why, code=TOO_COMPLEX)
         return work.result()
 
     def close(self) -> None:

@@ -281,19 +281,10 @@ class RequestParser:
 
 
 def _sampling_params(body: GenerationRequest, default: SamplingParams) -> SamplingParams:
-    given = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "min_tokens",
-        )
-        if (value := getattr(body, name)) is not None
-    }
+    names = ("temperature", "top_p", "min_p", "min_tokens")
+    penalties = (f"{kind}_penalty" for kind in ("presence", "frequency", "repetition"))
+    values = {name: getattr(body, name) for name in (*names, *penalties)}
+    given = {name: value for name, value in values.items() if value is not None}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 means all tokens, as in vLLM
     if body.logit_bias:
