@@ -1,5 +1,7 @@
-"""From the tokens of answers to the replies of OpenAI's chats and completions, whole or in
-chunks."""
+"""From the tokens of answers to the replies of OpenAI's chats and completions, whole or in chunks.
+
+Above 350 lines, as both share what they report of tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,7 @@ from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.response_schema import ChatReply, CompletionReply
-from pipespec.text import (
-    REPLACEMENT,
-    Tokenizer,
-    token_bytes,
-    token_offsets,
-    token_text,
-)
+from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
 
 # JSON has no minus infinity; vLLM writes this instead.
 MIN_LOGPROB = -9999.0

@@ -1,4 +1,7 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: requests and replies."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: requests and replies.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ollama's routes: requests and replies. Streams are lines of JSON."""
+"""Ollama's routes: requests and replies. Streams are lines of JSON.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""OpenAI's /v1/responses: requests and replies."""
+"""OpenAI's /v1/responses: requests and replies.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 
@@ -378,12 +381,7 @@ class ResponsesFormat(ReplyFormat):
             continue this one.
     """
 
-    def __init__(
-        self,
-        *answered: Any,
-        echo: Mapping[str, Any],
-        conversation: bytes | None,
-    ):
+    def __init__(self, *answered: Any, echo: Mapping[str, Any], conversation: bytes | None):
         super().__init__(*answered)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._echo = echo
@@ -578,9 +576,8 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
     async def retrieve_response(request: Request, response: str, stream: bool = False) -> Response:
         """A response that was made before, for as long as it can be continued."""
         if stream:
-            raise invalid_field(
-                "stream", "stream is true, but a response that is kept is whole; leave stream out."
-            )
+            why = "stream is true, but a response that is kept is whole; leave stream out."
+            raise invalid_field("stream", why)
         found = await serving.kept(request, response)
         if found is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
