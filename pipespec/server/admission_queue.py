@@ -9,10 +9,8 @@ from pipespec.server.api_errors import ApiError
 
 
 class AdmissionQueue:
-    """Counts answers that have not started, and the tokens of their prompts.
-
-    A request that would exceed a limit is refused. An empty queue admits one request of any size.
-    """
+    """Counts answers that have not started, and the tokens of their prompts. A request that would
+    exceed a limit is refused. An empty queue admits one request of any size."""
 
     def __init__(self, max_requests: int, max_tokens: int):
         self.max_requests = max_requests
@@ -48,7 +46,6 @@ class QueueEntry:
         self.release()
 
     def started(self, tokens: int) -> None:
-        """Remove one answer, whose prompt has so many tokens, as it has started."""
         self._free(1, tokens)
 
     def release(self) -> None:

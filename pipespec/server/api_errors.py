@@ -30,8 +30,6 @@ MESSAGES = {
 
 
 class ErrorDetail(BaseModel):
-    """Why a request was refused or failed."""
-
     message: str
     type: str
     param: str | None
@@ -39,20 +37,12 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """The body of every reply with an error status."""
-
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request is refused, or fails.
-
-    Attributes:
-        status: of HTTP.
-        message: one sentence.
-        param: the field of the request that is wrong, if one is.
-        code: an identifier for programs, if there is one.
-    """
+    """A request is refused, or fails: one sentence, the field that is wrong and a code for
+    programs."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -87,12 +77,10 @@ class ServerShuttingDown(PipespecError):
 
 
 def invalid_field(param: str, message: str, code: str | None = None) -> ApiError:
-    """The error for a field of the request that is wrong."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def api_error_of(error: PipespecError) -> ApiError:
-    """The error that a client gets for one of the package's own errors."""
     if isinstance(error, ConfigError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error))
     if isinstance(error, ServerShuttingDown):

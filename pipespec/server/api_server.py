@@ -40,11 +40,10 @@ WATCH_S = 0.1
 
 
 class ClusterWatch(Protocol):
-    """Finds the cluster that a server serves (`pipespec.cli.detach.Launcher` is one)."""
+    """Finds the cluster that a server serves: None while it loads. The server ends with a
+    PipespecError from here."""
 
-    def watch(self) -> RunningCluster | None:
-        """The cluster, or None while it loads. The server ends with a PipespecError from here."""
-        ...
+    def watch(self) -> RunningCluster | None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class FixedCluster:
     running: RunningCluster
 
     def watch(self) -> RunningCluster:
-        """The cluster."""
         return self.running
 
 
@@ -84,19 +82,33 @@ async def run_api_server(
     on_ready: Callable[[RunningCluster], None],
 ) -> int | None:
     """Answer requests until SIGINT or SIGTERM; then finish open requests within
-    `options.shutdown_timeout`.
+    `options.shutdown_timeout`. Requests get 503 while `cluster` is loading.
 
-    Requests get 503 while `cluster` is loading. `on_ready` is called once, when it is ready.
-
-    Returns the signal if it came before that, else None. Raises what `cluster.watch` raises.
+    Returns the signal if it came before `on_ready` was called, else None. Raises what
+    `cluster.watch` raises.
     """
     capacity, backlog = connection_capacity(options.max_connections)
     listener.listen(backlog)  # from now on clients wait instead of being refused
     sys.setswitchinterval(SWITCH_S)
     pool = PreparationPool(options.preparation_threads, options.preparation_timeout)
     with closing(pool):
-        app = _AppSwitch(make_loading_app(options))
-        server = _UvicornServer(_uvicorn_config(app, options, capacity, backlog))
+        current: ASGIApp = make_loading_app(options)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await current(scope, receive, send)
+
+        config = uvicorn.Config(
+            RequestIds(app),
+            log_level="warning",
+            access_log=False,  # neither prompts nor clients' addresses belong in a log
+            lifespan="off",
+            http=protocol_factory(options, capacity),  # type: ignore[arg-type]
+            ws="none",
+            backlog=backlog,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + SHUTDOWN_NOTICE_S),
+        )
+        server = _UvicornServer(config)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         problem: Exception | None = None
         try:
@@ -105,7 +117,7 @@ async def run_api_server(
                 return server.ended_by
             async with attach(running, options.patience) as client:
                 server.service = OpenAIServing(client, options, pool)
-                app.current = make_app(server.service)
+                current = make_app(server.service)
                 try:
                     on_ready(running)
                     await _watch(cluster, serving)
@@ -134,32 +146,6 @@ async def _watch(
     return None
 
 
-def _uvicorn_config(
-    app: ASGIApp, options: ServerOptions, capacity: int, backlog: int
-) -> uvicorn.Config:
-    return uvicorn.Config(
-        RequestIds(app),
-        log_level="warning",
-        access_log=False,  # neither prompts nor clients' addresses belong in a log
-        lifespan="off",
-        http=protocol_factory(options, capacity),  # type: ignore[arg-type]
-        ws="none",
-        backlog=backlog,
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + SHUTDOWN_NOTICE_S),
-    )
-
-
-class _AppSwitch:
-    """Passes requests to the current app."""
-
-    def __init__(self, app: ASGIApp):
-        self.current = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.current(scope, receive, send)
-
-
 class _UvicornServer(uvicorn.Server):
     service: OpenAIServing | None = None  # set by `run_api_server` once the cluster is ready
     ended_by: int | None = None  # the last of `END_SIGNALS` that arrived
@@ -182,7 +168,7 @@ class _UvicornServer(uvicorn.Server):
         if self.service is None:
             await super().shutdown(sockets)
             return
-        self.service.close_dashboards()
+        self.service.ending = True
         timeout = self.service.options.shutdown_timeout
         failing = asyncio.get_running_loop().call_later(timeout, self.service.fail_open_requests)
         try:

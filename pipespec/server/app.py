@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI, Path
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,35 +21,27 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
-from pipespec.server.dashboard import MAX_REQUEST
-from pipespec.server.dialects.error_replies import error_model, error_reply
-from pipespec.server.dialects.responses import ResponsesReply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
-from pipespec.server.middleware import (
-    REQUEST_ID,
-    ApiKeyCheck,
-    HostCheck,
-    OriginCheck,
-)
-from pipespec.server.open_requests import REQUEST_NUMBER
-from pipespec.server.openai_serving import JSON, OpenAIServing
+from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, HostCheck, OriginCheck
+from pipespec.server.openai_serving import JSON, REQUEST_NUMBER, OpenAIServing
 from pipespec.server.options import ServerOptions
-from pipespec.server.page_files import page_routes
 from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
-from pipespec.server.routes import ROUTES
+from pipespec.server.routes import body_routes, dialects, error_format, error_reply, public_routes
 
-FAILURES: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field is wrong or not supported"},
-    401: {"description": "The API key is missing or wrong"},
-    403: {"description": "The request is from a web page of another origin, or for another host"},
-    404: {"description": "The model is not served here"},
-    413: {"description": "The body is too long"},
-    429: {"description": "The queue is full"},
-    500: {"description": "The cluster failed"},
-    503: {"description": "The cluster is not ready"},
+FAILURES = {
+    400: "A field is wrong or not supported",
+    401: "The API key is missing or wrong",
+    403: "The request is from a web page of another origin, or for another host",
+    404: "The model is not served here",
+    413: "The body is too long",
+    429: "The queue is full",
+    500: "The cluster failed",
+    503: "The cluster is not ready",
 }
+# The largest number of a request: integers in JSON are exact up to here.
+MAX_REQUEST = 2**53 - 1
 # The status that FastAPI documents for invalid requests, which get 400 here.
 UNPROCESSABLE = "422"
 
@@ -61,7 +52,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
         title="pipespec",
         version=version(),
         middleware=_middleware(serving.options),
-        responses=_failures("/"),
+        responses=failures("/"),
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
@@ -70,7 +61,10 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     _add_body_routes(app, serving)
     _add_model_routes(app, serving)
     _add_monitoring_routes(app, serving)
-    _add_dashboard_routes(app, serving)
+    app.router.routes.extend(public_routes())
+    for dialect in dialects():
+        if dialect.mount is not None:
+            dialect.mount(app, serving)
     return app
 
 
@@ -84,26 +78,23 @@ def make_loading_app(options: ServerOptions) -> Starlette:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         await error_reply(scope["path"], cluster_unavailable("loads"))(scope, receive, send)
 
-    routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refuse)]
+    routes = [*public_routes(), Route("/metrics", metrics_text), Mount("/", refuse)]
     return Starlette(routes=routes, middleware=_middleware(options))
 
 
 def _middleware(options: ServerOptions) -> list[Middleware]:
     """The checks of a request, in the order in which it passes them. None reads its body."""
-    checks = [Middleware(OriginCheck, options.allowed_origins)]
+    checks = []
     if options.allowed_hosts or not options.api_keys:
-        checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))
+        checks.append(Middleware(HostCheck, options.host, options.allowed_hosts))
+    checks.append(Middleware(OriginCheck, options.allowed_origins))
     if options.allowed_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=[normal_origin(origin) or ANY for origin in options.allowed_origins],
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
-        )
-        checks.append(cors)
-    checks.append(Middleware(ApiKeyCheck, options.api_keys))
-    return checks
+        cors: dict[str, Any] = {
+            "allow_origins": [normal_origin(each) or ANY for each in options.allowed_origins],
+            "expose_headers": [REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
+        }
+        checks.append(Middleware(CORSMiddleware, allow_methods="*", allow_headers="*", **cors))
+    return [*checks, Middleware(ApiKeyCheck, options.api_keys)]
 
 
 def version() -> str:
@@ -111,10 +102,10 @@ def version() -> str:
 
 
 def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for path, route in ROUTES.items():
+    for path, route in body_routes().items():
         endpoint = _endpoint(serving, path)
         content: dict[str, Any] = {route.stream: {}} if route.stream else {}
-        replies = _failures(path) | {200: {"model": route.reply, "content": content}}
+        replies = failures(path) | {200: {"model": route.reply, "content": content}}
         app.post(path, response_model=None, responses=replies)(endpoint)
         if path.endswith("/completions"):  # some clients leave the version out
             app.post(path.removeprefix("/v1"), include_in_schema=False, response_model=None)(
@@ -126,27 +117,19 @@ def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for prefix in ("/v1", ""):
         app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
         app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
-    app.get("/api/tags", responses=_failures("/api/tags"))(serving.tags)
     app.get("/tokenizer_info")(serving.tokenizer_info)
-    path = "/v1/responses/{response}"
-    of_id = _failures(path)
-    app.get(path, response_model=None, responses=of_id | {200: {"model": ResponsesReply}})(
-        serving.retrieve_response
-    )
-    app.delete(path, responses=of_id)(serving.delete_response)
 
 
-def _failures(path: str) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": error_model(path)} | entry for code, entry in FAILURES.items()}
+def failures(path: str) -> dict[int | str, dict[str, Any]]:
+    model = error_format(path).model
+    return {code: {"model": model, "description": text} for code, text in FAILURES.items()}
 
 
-def _endpoint(
-    serving: OpenAIServing, path: str
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _endpoint(serving: OpenAIServing, path: str) -> Any:
     async def answer(request: Request) -> Response:
         return await serving.generate(path, request)
 
-    answer.__doc__ = ROUTES[path].body.__doc__
+    answer.__doc__ = body_routes()[path].body.__doc__
     return answer
 
 
@@ -165,20 +148,9 @@ def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
     async def metrics() -> Response:
         return Response(await serving.prometheus_text(), media_type=CONTENT_TYPE_LATEST)
 
-
-def _add_dashboard_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    app.router.routes.extend(page_routes())
-
-    @app.get("/events", include_in_schema=False, response_model=None)
-    async def events(
-        http: Request,
-        request: Annotated[int | None, Query(ge=1, le=MAX_REQUEST)] = None,
-    ) -> Response:
-        return serving.dashboard.watch(request, http.state.api_key_digest)
-
     @app.post("/requests/{request}/cancel")
     async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> CancelReply:
-        await serving.dashboard.cancel(request)
+        await serving.cancel(request)
         return CancelReply(cancelled=request)
 
 
@@ -235,9 +207,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _add_bodies(schema)
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop(UNPROCESSABLE, None)
+        for operation in (each for path in schema["paths"].values() for each in path.values()):
+            operation["responses"].pop(UNPROCESSABLE, None)
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
         app.openapi_schema = schema
@@ -245,12 +216,11 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_bodies(schema: dict[str, Any]) -> None:
-    """Add the bodies of POST requests, which the routes leave to `preparation`, to a document."""
     keys, definitions = models_json_schema(
-        [(route.body, "validation") for route in ROUTES.values()],
+        [(route.body, "validation") for route in body_routes().values()],
         ref_template="#/components/schemas/{model}",
     )
     schema["components"]["schemas"] |= definitions["$defs"]
-    for path, route in ROUTES.items():
+    for path, route in body_routes().items():
         content = {JSON: {"schema": keys[route.body, "validation"]}}
         schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

@@ -1,9 +1,8 @@
 """How many connections a server holds at a time, in all and from one address.
 
-A connection is busy if a whole request has arrived from it and its client reads the reply. All
-others can be evicted: those that have sent nothing or half a request, that are kept alive, or whose
-client does not read. When there is no room for a new connection, the one that has been evictable
-for longest is closed; so connections that are held open for nothing cannot lock other clients out.
+A connection is busy if a whole request has arrived from it and its client reads the reply. When
+there is no room for a new one, the one that has not been busy for longest is closed; so connections
+that are held open for nothing cannot lock other clients out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import resource
 from collections import Counter
-from typing import Protocol
+from typing import Any
 
 from pipespec.errors import ConfigError
 
@@ -20,6 +19,7 @@ RESERVED_DESCRIPTORS = 64
 # A server with fewer connections is of no use; with these it needs so many open files.
 MIN_CONNECTIONS = 16
 MIN_FILES = 108
+Evictable = Any  # has `evict`, which closes it to make room
 # How many open files a process asks for at most where nothing limits it.
 MAX_FILES = 2**20
 # Connections that may wait to be accepted.
@@ -28,27 +28,21 @@ BACKLOG = 2048
 NETWORK_BITS = 64
 
 
-class EvictableConnection(Protocol):
-    """A connection that can be closed to make room."""
-
-    def evict(self) -> None: ...
-
-
 class ConnectionTable:
     """Admits up to `most` connections in all and `most_per_address` from one address."""
 
     def __init__(self, most: int, most_per_address: int):
         self._most = most
         self._most_per_address = most_per_address
-        self._address: dict[EvictableConnection, str] = {}
+        self._address: dict[Evictable, str] = {}
         self._count: Counter[str] = Counter()
         # In the order in which they became evictable.
-        self._evictable: dict[EvictableConnection, None] = {}
+        self._evictable: dict[Evictable, None] = {}
 
     def __len__(self) -> int:
         return len(self._address)
 
-    def admit(self, connection: EvictableConnection, host: str) -> bool:
+    def admit(self, connection: Evictable, host: str) -> bool:
         """Add a new connection, which may evict another; False: there is no room for it."""
         address = network_of(host)
         if self._count[address] >= self._most_per_address and not self._evict_one(address):
@@ -60,17 +54,14 @@ class ConnectionTable:
         self._evictable[connection] = None
         return True
 
-    def mark_busy(self, connection: EvictableConnection) -> None:
-        """Protect a connection from eviction."""
+    def mark_busy(self, connection: Evictable) -> None:
         self._evictable.pop(connection, None)
 
-    def mark_evictable(self, connection: EvictableConnection) -> None:
-        """Let a connection be evicted."""
+    def mark_evictable(self, connection: Evictable) -> None:
         if connection in self._address:
             self._evictable.setdefault(connection)
 
-    def remove(self, connection: EvictableConnection) -> None:
-        """Remove a connection that has ended; one that was not admitted is ignored."""
+    def remove(self, connection: Evictable) -> None:
         self._evictable.pop(connection, None)
         address = self._address.pop(connection, None)
         if address is not None:
@@ -79,7 +70,6 @@ class ConnectionTable:
                 del self._count[address]
 
     def _evict_one(self, address: str | None) -> bool:
-        """Evict one connection, from this address if one is given; False: there is none."""
         for connection in self._evictable:
             if address in (None, self._address[connection]):
                 self.remove(connection)
@@ -103,11 +93,8 @@ def network_of(host: str) -> str:
 
 def connection_capacity(wanted: int) -> tuple[int, int]:
     """How many of `wanted` connections this process can hold, and how many more may wait to be
-    accepted, which happens to all of them at once.
-
-    Raises the process's limit of open files for them as far as possible. Raises ConfigError if
-    that is too low for a server.
-    """
+    accepted. Raises its limit of open files for them as far as possible; ConfigError if that is too
+    low for a server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else hard
     needed = min(wanted + BACKLOG + RESERVED_DESCRIPTORS, most)

@@ -39,17 +39,14 @@ errors.parent = logger
 
 
 class RefusalLog:
-    """Counts refused connections, and writes one line for those of `every` seconds.
-
-    With a line for each of them any client could fill the disk.
-    """
+    """Counts refused connections, and writes one line for those of `every` seconds: with a line for
+    each any client could fill the disk."""
 
     def __init__(self, every: float = REPORT_EVERY_S):
         self._every = every
         self._counts: Counter[int] = Counter()
 
     def count(self, status: int) -> None:
-        """Count a connection that was ended with this status."""
         if not self._counts:
             asyncio.get_running_loop().call_later(self._every, self._report)
         self._counts[status] += 1
@@ -96,10 +93,8 @@ class _Parser(h11.Connection):
 
 
 class _Transport:
-    """A transport that `close` leaves open while a request's body arrives.
-
-    A client that still sends would not see the reply if the connection ended then.
-    """
+    """A transport that `close` leaves open while a request's body arrives: a client that still
+    sends would not see the reply otherwise."""
 
     def __init__(self, transport: asyncio.Transport, parser: _Parser):
         self._transport = transport
@@ -117,8 +112,6 @@ class _Transport:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
-
     transport: _Transport  # type: ignore[assignment]
     conn: _Parser
 
@@ -189,7 +182,6 @@ class LimitedProtocol(H11Protocol):
         self._close()
 
     def evict(self) -> None:
-        """End this connection, to make room for another."""
         if self.transport.get_write_buffer_size():  # the client does not read it
             self.transport.abort()
         else:

@@ -68,13 +68,15 @@ _MEDIA = {
 }
 
 
+TEXT_PART = ": of a multimodal model the text part alone is loaded"
+
+
 def _readable(value: Any) -> Any:
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind in _MEDIA:
             raise ValueError(
-                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a "
-                "multimodal model the text part alone is loaded"
+                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read{TEXT_PART}"
             )
     return value
 
@@ -83,14 +85,11 @@ READABLE = BeforeValidator(_readable)
 
 
 class TextPart(RequestModel):
-    """Text of a message, or of a result."""
-
     type: Literal["text"]
     text: str
 
 
 def joined(value: Any) -> str | None:
-    """A text that is given as such, or as several parts."""
     if value is None or isinstance(value, str):
         return value
     return "\n".join(part.text for part in value)
@@ -123,23 +122,17 @@ Arguments = Annotated[
 
 
 class CalledFunction(RequestModel):
-    """The function that was called."""
-
     name: str
     arguments: Arguments
 
 
 class MessageToolCall(RequestModel):
-    """A call in an earlier message of the model."""
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
@@ -171,11 +164,9 @@ class Message(RequestModel):
             message |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": call.type,
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
+                call.model_dump(
+                    include={"id": True, "type": True, "function": {"name", "arguments"}}
+                )
                 for call in self.tool_calls
             ]
         if self.role == "tool":
@@ -196,8 +187,6 @@ class Function(RequestModel):
 
 
 class Tool(RequestModel):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
@@ -218,22 +207,16 @@ class FunctionName(RequestModel):
 
 
 class NamedTool(RequestModel):
-    """A function that must or may be called."""
-
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(RequestModel):
-    """The tools of which one may or must be called."""
-
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
 class ToolsChoice(RequestModel):
-    """The choice among some of the tools."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 

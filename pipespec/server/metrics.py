@@ -1,26 +1,243 @@
-"""Metrics in Prometheus' format, under our names and vLLM's.
+"""The metrics of /metrics, under the prefix pipespec_ and, where vLLM has it, under vllm: too: of
+the requests that this process has served, and of the cluster, read from its Redis for each request.
 
-Metrics of requests cover what this process has served. Those of the cluster cover all its clients,
-and are read from its Redis for each request to /metrics.
+A metric whose value is unknown is left out instead of being 0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
+from typing import Any
 
+import prometheus_client
 from prometheus_client import Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily as Histogram
+from prometheus_client.core import SummaryMetricFamily as Summary
+from prometheus_client.utils import floatToGoString
 
-from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.server.metric_definitions import (
-    BOTH,
-    OURS,
-    RequestMetrics,
-    cluster_metrics,
-    with_prefix,
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes.fault_stats import (
+    RECOVERIES,
+    RECOVERY_NS,
+    RESUMPTION_NS,
+    RESUMPTIONS,
+    FaultKind,
 )
+from pipespec.controller.cluster_status import ClusterStatus, labelled
+from pipespec.core import STEP_TOKENS
 from pipespec.server.request_parsing import ParsedRequest
+
+OURS, VLLM = "pipespec_", "vllm:"
+BOTH, OWN = (OURS, VLLM), (OURS,)
+# Buckets for seconds and counts: vLLM's, as far as its dashboards show them.
+SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
+CHOICES = (1, 2, 5, 10, 20)
+# Why answers end; "abort": the client has disconnected, or the request has failed.
+ABORTED = "abort"
+ENDS = ("stop", "length", ABORTED)
+
+
+# --- requests to this server --------------------------------------------------------------------
+
+
+class RequestMetrics:
+    """The metrics of the requests to one server, without prefixes."""
+
+    def __init__(self) -> None:
+        total = partial(prometheus_client.Counter, registry=None)
+        seconds = partial(prometheus_client.Histogram, buckets=SECONDS, registry=None)
+        counts = partial(prometheus_client.Histogram, buckets=COUNTS, registry=None)
+        self.prompt_tokens = total("prompt_tokens", "Prompt tokens")
+        self.generation_tokens = total("generation_tokens", "Generated tokens")
+        reasons = "Finished answers, by reason", ("finished_reason",)
+        self.success = total("request_success", *reasons)
+        for reason in ENDS:
+            self.success.labels(reason)  # exported as 0 until one ends so
+        self.ttft = seconds("time_to_first_token_seconds", "From request to first token")
+        self.itl = seconds("inter_token_latency_seconds", "Between tokens")
+        self.e2e = seconds("e2e_request_latency_seconds", "From request to last token")
+        self.queue = seconds("request_queue_time_seconds", "From request until the head starts it")
+        self.prefill = seconds(
+            "request_prefill_time_seconds", "From the start at the head to first token"
+        )
+        self.decode = seconds("request_decode_time_seconds", "From first to last token")
+        self.inference = seconds(
+            "request_inference_time_seconds", "From the start at the head to last token"
+        )
+        self.prompt = counts("request_prompt_tokens", "Tokens per prompt")
+        self.answer = counts("request_generation_tokens", "Tokens per answer")
+        self.n = counts("request_params_n", "Answers wanted per prompt", buckets=CHOICES)
+        self.longest = counts("request_params_max_tokens", "Largest number of tokens wanted")
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in vars(self).values():
+            yield from metric.collect()
+
+
+# --- the cluster --------------------------------------------------------------------------------
+
+
+def with_prefix(prefix: str, metric: Metric, labels: Mapping[str, str]) -> Metric:
+    found = Metric(prefix + metric.name, metric.documentation, metric.type)
+    for sample in metric.samples:
+        found.add_sample(prefix + sample.name, {**labels, **sample.labels}, sample.value)
+    return found
+
+
+def cluster_metrics(status: ClusterStatus | None, labels: Mapping[str, str]) -> Iterable[Metric]:
+    """All metrics of a cluster; None: it does not answer."""
+    up = Gauge("cluster_up", "Whether the cluster answers", float(status is not None))
+    yield with_prefix(OURS, up, labels)
+    if status is not None:
+        for prefixes, metrics in ((BOTH, _shared(status)), (OWN, _own(status))):
+            for metric in metrics:
+                for prefix in prefixes if metric.samples else ():
+                    yield with_prefix(prefix, metric, labels)
+
+
+def _shared(status: ClusterStatus) -> Iterable[Metric]:
+    totals, state = status.totals, status.state
+    known = status.open + status.queued
+    running = min(state.get("running", 0), known)
+    hits = _by_number(status, "hits")
+    yield Gauge("num_requests_running", "Requests being decoded", running)
+    yield Gauge("num_requests_waiting", "Requests that wait", known - running)
+    if state:
+        share = state["kv_slots_held"] / max(state["kv_slots"], 1)
+        yield Gauge("kv_cache_usage_perc", "Share of KV slots in use, 0 to 1", share)
+        sizes = {"block_size": "1", "num_gpu_blocks": str(state["kv_slots"])}
+        yield _infos("cache_config_info", "KV slots, as blocks of one token", [sizes])
+    for name, text, count in (
+        ("prefix_cache_queries", "Prompt tokens looked up", "cache_queries"),
+        ("prefix_cache_hits", "Prompt tokens found in KV", "cache_hits"),
+        ("num_preemptions", "Requests that were preempted", "preemptions"),
+        ("spec_decode_num_drafts", "Draft rounds", "rounds"),
+        ("spec_decode_num_draft_tokens", "Draft tokens verified", "draft_rows"),
+    ):
+        yield Counter(name, text, totals[count])
+    yield Counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", sum(hits.values()))
+    by_position = {depth - 1: count for depth, count in hits.items()}
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    yield _counter(name, "Draft tokens accepted, by depth - 1", "position", by_position)
+    steps = {float(most): count for most, count in labelled(totals, "step_tokens").items()}
+    up_to = accumulate(steps.get(most, 0) for most in STEP_TOKENS)
+    yield Histogram(
+        "iteration_tokens_total",
+        "Prompt and new tokens per step",
+        buckets=[*zip(map(floatToGoString, STEP_TOKENS), up_to, strict=True)],
+        sum_value=totals["prompt_rows"] + totals["tokens"],
+    )
+
+
+def _own(status: ClusterStatus) -> Iterable[Metric]:
+    totals, state = status.totals, status.state
+    yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
+    yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
+    if state:
+        for name, text in (
+            ("kv_slots", "KV slots of every stage"),
+            ("kv_slots_held", "KV slots in use"),
+            ("kv_slots_retained", "KV slots of the prefix cache"),
+            ("row_budget", "Rows per step, not counting prefill"),
+        ):
+            yield Gauge(name, text, state[name])
+    yield Counter("steps", "Steps with rows", totals["steps"])
+    yield Counter("decided_tokens", "Tokens generated for all clients", totals["tokens"])
+    names = {"decided": "root_rows", "prompt": "prompt_rows", "draft": "draft_rows"}
+    rows = {kind: totals[name] for kind, name in names.items()}
+    yield _counter("rows", "Rows, by kind", "kind", rows)
+    for name, text, count in (
+        ("draft_rows", "Draft tokens verified, by depth", "fed"),
+        ("draft_hits", "Draft tokens accepted, by depth", "hits"),
+        ("draft_hits_expected", "Acceptances that the proposer predicted, by depth", "expected"),
+    ):
+        yield _counter(name, text, "depth", _by_number(status, count))
+    for name, text, count in (
+        ("mid_passes", "Passes of the mid-size model", "mid_passes"),
+        ("mid_scored", "Nodes that the mid-size model scored", "scored"),
+    ):
+        if totals.get(count):  # only some clusters have one
+            yield Counter(name, text, totals[count])
+    yield _infos("rank_info", "How each rank computes", _rank_infos(status))
+    yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
+    text = "Share of time with requests spent computing"
+    yield _counter("stage_busy_share", text, "stage", status.busy, Gauge)
+    for name, text in (
+        ("active", "Time with requests"),
+        ("busy", "Time spent computing"),
+        ("receive", "Time receiving"),
+        ("send", "Time sending"),
+    ):
+        seconds = {n: ns * 1e-9 for n, ns in _by_number(status, f"{name}_ns").items()}
+        yield _counter(f"stage_{name}_seconds", text, "stage", seconds)
+    faults = {str(kind): status.faults.get(kind, 0) for kind in FaultKind}
+    yield _counter("faults", "Epochs ended by a fault, by its kind", "kind", faults)
+    for name, text, count, ns in (
+        ("recovery", "From a fault until all ranks joined", RECOVERIES, RECOVERY_NS),
+        ("resumption", "From a fault to the next token", RESUMPTIONS, RESUMPTION_NS),
+    ):
+        total = totals[ns] / 1e9
+        yield Summary(f"{name}_seconds", text, count_value=totals[count], sum_value=total)
+
+
+def _counter(
+    name: str, text: str, label: str, counts: Mapping[Any, float], kind: Any = Counter
+) -> Metric:
+    metric: Metric = kind(name, text, labels=[label])
+    for value, count in counts.items():
+        metric.add_metric([str(value)], count)  # type: ignore[attr-defined]
+    return metric
+
+
+def _by_number(status: ClusterStatus, name: str) -> dict[int, int]:
+    """The counts of a name by their labels: whole numbers from 1 on, in order."""
+    found = {int(number): count for number, count in labelled(status.totals, name).items()}
+    return {number: found[number] for number in sorted(found) if number >= 1}
+
+
+def _infos(name: str, text: str, infos: Iterable[Mapping[str, str]]) -> Metric:
+    metric = Metric(name, text, "gauge")
+    for labels in infos:
+        metric.add_sample(name, dict(labels), 1.0)
+    return metric
+
+
+def _rank_infos(status: ClusterStatus) -> Iterable[Mapping[str, str]]:
+    for rank, how in status.computing.items():
+        yield {
+            "rank": str(rank),
+            "attention": how["attention"],
+            "graph_rows": ",".join(map(str, how["graph_rows"])),
+            "compiled": str(how["compiled"]).lower(),
+        }
+
+
+def _rank_places(status: ClusterStatus) -> Iterable[Mapping[str, str]]:
+    if not status.assignment:
+        return
+    assigned = RankAssignment.decode(status.assignment)
+    for rank, worker in enumerate(assigned.workers):
+        layers = assigned.layers[rank - 1] if rank else range(0)
+        yield {
+            "rank": str(rank),
+            "host": worker.rpartition("/")[0],
+            "device": status.computing.get(rank, {}).get("device", ""),
+            "devices": str(len(assigned.members(rank))),
+            "layers": f"{layers.start}-{layers.stop - 1}" if layers else "",
+        }
+
+
+# --- one server ---------------------------------------------------------------------------------
 
 ENGINE = "0"  # vLLM's label; a server has one cluster
 
@@ -36,7 +253,6 @@ class Metrics:
         self.requests = RequestMetrics()
 
     def request_arrived(self, request: ParsedRequest) -> list[RequestTimer]:
-        """Count a request; a timer for each of its answers."""
         self.requests.n.observe(request.n)
         for prompt, longest in zip(request.prompts, request.max_tokens, strict=True):
             self.requests.prompt.observe(len(prompt))
@@ -92,12 +308,9 @@ class RequestTimer:
         self._num_tokens += tokens
 
     def finished(self, reason: str, prefill_ns: int | None = None) -> None:
-        """The answer has ended; later calls are ignored. `prefill_ns` is that of `Finished`.
-
-        The time to the first token that is not prefill is the wait until the head starts the
-        request, and communication. Only durations are compared, as the head may be on another
-        machine.
-        """
+        """The answer has ended; later calls are ignored. The time to the first token that is not
+        `prefill_ns` is the wait until the head starts the request, and communication. Only
+        durations are compared, as the head may be on another machine."""
         if self._finished:
             return
         self._finished = True

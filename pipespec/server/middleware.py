@@ -1,17 +1,10 @@
-"""ASGI middleware around the routes: request ids, and the checks that refuse a request.
+"""ASGI middleware: request ids, and the checks that refuse a request, none of which reads its body.
 
-In the order in which a request passes them (`pipespec.server.app`): `RequestIds`, `HostCheck`,
-`OriginCheck`, CORS, `ApiKeyCheck`. None of them reads the body.
-
-A browser sends requests on behalf of any page that its user opens, so a page from anywhere can
-reach a server that the user can reach. Two headers that a page cannot choose identify such
-requests:
-
-- `Origin` names the page's own origin. A page of another origin is refused unless
-  `--allowed-origins` names it.
-- `Host` names the host of the URL. A page can make its own name resolve to the server's address
-  (DNS rebinding), so that its origin equals the server's. Without an API key the server therefore
-  accepts only names that no page can have, and those of `--allowed-hosts`.
+A browser sends requests on behalf of any page that its user opens. Two headers that a page cannot
+choose identify them: `Origin` names the page's own origin, and `Host` the host of the URL. A page
+can make its own name resolve to the server's address (DNS rebinding), so that its origin equals the
+server's. Without an API key the server therefore accepts only names that no page can have, and
+those of `--allowed-hosts`.
 """
 
 from __future__ import annotations
@@ -20,24 +13,21 @@ import hashlib
 import hmac
 import re
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.error_replies import error_reply
 from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
+from pipespec.server.routes import error_reply, public_routes
 from pipespec.system.validation import shown
 
 REQUEST_ID = "X-Request-Id"
 # A client's own id is sent back if it has this form; any other is replaced.
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
-# Paths that need no key, as they reveal nothing about the cluster, and the folder of the pages.
-PUBLIC_PATHS = ("/health", "/", "/chat")
-PUBLIC_FOLDER = "/page/"
 BEARER = "bearer "
 
 
@@ -67,7 +57,7 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class _Check(ABC):
+class _Check:
     """Answers a request with an error, or passes it on."""
 
     def __init__(self, app: ASGIApp):
@@ -80,9 +70,9 @@ class _Check(ABC):
         else:
             await error_reply(scope["path"], error)(scope, receive, send)
 
-    @abstractmethod
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The error with which to answer; None: the request passes."""
+        raise NotImplementedError
 
 
 class HostCheck(_Check):
@@ -97,12 +87,13 @@ class HostCheck(_Check):
         super().__init__(app)
         self._any = ANY in allowed
         self._names = {normal_name(name) for name in ("localhost", host, *allowed)}
-        below = [name.removeprefix(ANY) for name in self._names if name.startswith("*.")]
-        self._suffixes = (".localhost", *below)
+        self._suffixes = (".localhost", *(n[1:] for n in self._names if n.startswith("*.")))
 
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         for host in () if self._any else headers.getlist("host"):
-            if not self._accepts(host_name(host)):
+            name = host_name(host)
+            known = name in self._names or (name and name.endswith(self._suffixes))
+            if name is None or not (known or is_address(name)):
                 return ApiError(
                     HTTPStatus.FORBIDDEN,
                     f"This server does not serve the host {shown(host)}; ask for it by its "
@@ -111,18 +102,11 @@ class HostCheck(_Check):
                 )
         return None
 
-    def _accepts(self, name: str | None) -> bool:
-        if name is None:
-            return False
-        return name in self._names or name.endswith(self._suffixes) or is_address(name)
-
 
 class OriginCheck(_Check):
-    """Refuses requests of web pages of other origins with 403, on every route.
-
-    The server's own origin is the scheme and the Host of the request. A proxy on the same machine
-    reports the scheme that its clients use in X-Forwarded-Proto (uvicorn reads it).
-    """
+    """Refuses requests of web pages of other origins with 403. The server's own origin is the
+    scheme and the Host of the request, or X-Forwarded-Proto of a proxy on this machine (uvicorn
+    reads it)."""
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]):
         super().__init__(app)
@@ -141,7 +125,6 @@ class OriginCheck(_Check):
         )
 
     def _foreign(self, scheme: str, headers: Headers) -> str | None:
-        """The origin of the page that sent a request, if it is not allowed."""
         origins = headers.getlist("origin")
         own = normal_origin(f"{scheme}://{headers.get('host', '')}")
         for origin in origins:
@@ -158,21 +141,22 @@ class OriginCheck(_Check):
 
 
 class ApiKeyCheck(_Check):
-    """Refuses requests without one of `keys` with 401, except for `/health`, the
-    dashboard's page and the chat page. With no keys every request passes.
+    """Refuses requests without one of `keys` with 401, except for `/health` and the public routes
+    (pages), which reveal nothing about the cluster. With no keys every request passes.
 
-    A client sends a key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser's preflight
-    (OPTIONS) has none; CORS answers it before this check. The digest of the key is left in the
+    CORS answers a browser's preflight before this check. The digest of the key is left in the
     request's `state.api_key_digest`. Digests are compared in constant time.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]):
         super().__init__(app)
         self._digests = [_digest(key.encode()) for key in keys]
+        self._public = public_routes()
 
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        path = scope["path"]
-        public = path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER)
+        public = scope["path"] == "/health" or any(
+            route.matches(scope)[0] is not Match.NONE for route in self._public
+        )
         required = bool(self._digests) and not public
         digest = _digest_of_key(headers) if required else b""
         scope.setdefault("state", {})["api_key_digest"] = digest

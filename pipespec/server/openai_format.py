@@ -1,71 +1,58 @@
-"""From the tokens of answers to the replies of OpenAI's chats and completions, whole or in
-chunks."""
+"""From the tokens of answers to the replies of OpenAI's chats and completions, whole or in chunks.
+
+Above 350 lines, as both share what they report of tokens.
+"""
 
 from __future__ import annotations
 
 import secrets
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from pipespec.core import TokenLogprobs
-from pipespec.server.answer_blocks import BlockDelta
 from pipespec.server.api_errors import ApiError
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.response_schema import ChatReply, CompletionReply
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
-from pipespec.text import (
-    REPLACEMENT,
-    Tokenizer,
-    token_bytes,
-    token_offsets,
-    token_text,
-)
+from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
 
 # JSON has no minus infinity; vLLM writes this instead.
 MIN_LOGPROB = -9999.0
 # The end of a stream.
 DONE = b"data: [DONE]\n\n"
+# The fields of messages that have the texts of blocks, by their kinds.
+TEXT_FIELDS = {"text": "content", "reasoning": "reasoning_content"}
 # A token of a completion's text and its log-probabilities; a prompt's first token has none.
 ScoredToken = tuple[int, TokenLogprobs | None]
 
 
 class OpenAIFormat(ReplyFormat):
-    """The replies to one request of OpenAI's own interface.
-
-    Args:
-        usage: whether a stream reports token counts at its end.
-        continuous: whether every chunk does, too.
-        token_ids: whether replies have the token ids of prompts and answers.
-        fingerprint: of the cluster's model and settings.
-    """
+    """The replies to one request of OpenAI's own interface: streams have `usage` at their end or
+    continuously, and replies token ids, if the request asks for them."""
 
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(
         self,
-        request: ParsedRequest,
-        tokenizer: Tokenizer,
-        model: str,
-        *,
+        *answered: Any,
         usage: bool = False,
         continuous: bool = False,
         token_ids: bool = False,
         fingerprint: str = "",
     ):
-        super().__init__(request, tokenizer, model)
+        super().__init__(*answered)
         self._usage, self._continuous = usage, usage and continuous
         self._with_ids = token_ids
         id_ = f"{self.id_prefix}-{secrets.token_hex(16)}"
         # The fields that all replies and chunks have.
-        self.shared = {"id": id_, "created": self.created, "model": model}
+        self.shared = {"id": id_, "created": self.created, "model": self.model}
         if fingerprint:
             self.shared["system_fingerprint"] = fingerprint
-        choices = request.sampling_params
+        choices = self.request.sampling_params
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in choices]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in choices]
         self._token_ids: list[list[int]] = [[] for _ in choices]
@@ -92,12 +79,6 @@ class OpenAIFormat(ReplyFormat):
 
     # --- streams ------------------------------------------------------------------------------
 
-    def first_events(self) -> Iterator[bytes]:
-        return map(sse, self.first_chunks())
-
-    def events(self, delta: OutputDelta) -> Iterator[bytes]:
-        return map(sse, self.chunks(delta))
-
     def last_events(self) -> Iterator[bytes]:
         if self._usage:
             yield sse({**self._chunk(), "usage": self.usage})
@@ -107,17 +88,20 @@ class OpenAIFormat(ReplyFormat):
         yield sse(error.body)
         yield DONE
 
-    @abstractmethod
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        """The beginning of a stream."""
-
-    @abstractmethod
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
-        """What a delta adds to a stream."""
-
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         usage = self.usage if self._continuous else None
         return {**self.shared, "object": self.chunk_object, "choices": choices, "usage": usage}
+
+    def _part(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> bytes:
+        part = {**delta, "logprobs": logprobs, "finish_reason": reason, **fields}
+        return sse(self._chunk({"index": choice, **part}))
 
     def _reason(self, choice: int) -> Any:
         end = self.ends[choice]
@@ -125,6 +109,9 @@ class OpenAIFormat(ReplyFormat):
 
     def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
         return [*token_ids] if self._with_ids else None
+
+    def _prompt_ids(self, choice: int) -> dict[str, Any]:
+        return self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
 
     def _ids_field(self, name: str, token_ids: Sequence[int]) -> dict[str, Any]:
         return {name: token_ids} if self._with_ids and token_ids else {}
@@ -176,35 +163,32 @@ class ChatFormat(OpenAIFormat):
         }
         return ChatReply.model_validate(reply)
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        for i in range(len(self.answers)):
-            prompt = self._ids_field("prompt_token_ids", () if i else self.request.prompts[0])
-            yield self._part(i, {"role": "assistant", "content": ""}) | prompt
+    def first_events(self) -> Iterator[bytes]:
+        for i, answer in enumerate(self.answers):
+            answer.keeps = False
+            first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            chunk = self._chunk({"index": i, **first, "finish_reason": None})
+            yield sse(chunk if i else chunk | self._prompt_ids(i))
 
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
-        choice = delta.index
-        parts = [_message_delta(each) for each in self.take(delta)]
-        logprobs = self._reported(choice, scored_tokens(delta)) if delta.logprobs else None
-        ids = self._ids_field("token_ids", delta.token_ids)
-        if (logprobs or ids) and not parts:
-            parts = [{"content": ""}]
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        choice, parts = delta.index, self.take(delta)
+        extra = self._ids_field("token_ids", delta.token_ids)
+        if delta.logprobs:
+            extra["logprobs"] = self._reported(choice, scored_tokens(delta))
+        if extra and not parts:
+            yield self._part(choice, {"delta": {"content": ""}}, **extra)
         for part in parts:
-            yield self._part(choice, part, logprobs, **ids)
-            logprobs, ids = None, {}  # only the first chunk has them
+            kind = part.block.kind
+            if kind == "call" or extra or self._continuous:
+                yield self._part(choice, {"delta": _message_delta(part)}, **extra)
+                extra = {}  # only the first chunk has them
+            else:
+                yield self.framed((choice, kind), part.text, partial(self._text, choice, kind))
         if delta.finish_reason:
-            yield self._part(choice, {}, reason=self._reason(choice))
+            yield self._part(choice, {"delta": {}}, reason=self._reason(choice))
 
-    def _part(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        reason: str | None = None,
-        **fields: Any,
-    ) -> dict[str, Any]:
-        """A chunk that adds something to an answer."""
-        part = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._chunk(part | fields if fields else part)
+    def _text(self, choice: int, kind: str, text: str) -> bytes:
+        return self._part(choice, {"delta": {TEXT_FIELDS[kind]: text}})
 
     def _message(self, choice: int) -> dict[str, Any]:
         answer = self.answers[choice]
@@ -241,8 +225,8 @@ class CompletionFormat(OpenAIFormat):
 
     id_prefix, chunk_object = "cmpl", "text_completion"
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
-        super().__init__(request, tokenizer, model, **options)
+    def __init__(self, *answered: Any, **options: Any):
+        super().__init__(*answered, **options)
         # Where the next token begins in each answer's text.
         self._offsets = [len(self._echo(i)) for i in range(len(self.answers))]
         self._begun = [False for _ in self.answers]  # whether a chunk was sent
@@ -263,51 +247,53 @@ class CompletionFormat(OpenAIFormat):
         reply = {**self.shared, "choices": choices, "usage": self.usage}
         return CompletionReply.model_validate(reply)
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
-        for i in range(len(self.answers)):
+    def first_events(self) -> Iterator[bytes]:
+        for i, answer in enumerate(self.answers):
+            answer.keeps = False
             yield from self._echo_chunks(i)
 
-    def chunks(self, delta: OutputDelta) -> Iterator[dict[str, Any]]:
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
         self.take(delta)
+        choice, text = delta.index, delta.text
         if delta.prompt_logprobs:
-            self._prompt_logprobs[delta.index] += delta.prompt_logprobs
-            yield from self._echo_chunks(delta.index)
+            self._prompt_logprobs[choice] += delta.prompt_logprobs
+            yield from self._echo_chunks(choice)
         ids = self._ids_field("token_ids", delta.token_ids)
-        if delta.text or delta.logprobs or delta.finish_reason or ids:
+        if delta.logprobs or delta.finish_reason or ids or self._continuous:
             logprobs = None
             if delta.logprobs:
-                logprobs = self._report(*self._answer_tokens(delta.index, scored_tokens(delta)))
-            yield self._part(delta.index, delta.text, logprobs, delta.finish_reason, **ids)
+                logprobs = self._report(*self._answer_tokens(choice, scored_tokens(delta)))
+            yield self._text(choice, text, logprobs, delta.finish_reason, **ids)
+        elif text:
+            yield self.framed(choice, text, partial(self._text, choice))
 
     def _echo(self, choice: int) -> str:
         texts = self.request.echo_texts
         return texts[choice // self.request.n] if texts else ""
 
-    def _echo_chunks(self, choice: int) -> Iterator[dict[str, Any]]:
-        """The prompt, if the request wants it echoed, once all its log-probabilities are known."""
+    def _echo_chunks(self, choice: int) -> Iterator[bytes]:
         if not self.request.echo_texts:
             return
         if not self.wants_logprobs(choice):
-            yield self._part(choice, self._echo(choice))
+            yield self._text(choice, self._echo(choice))
         elif len(self._prompt_logprobs[choice]) == len(self.request.prompt_of(choice)) - 1:
             logprobs = self._report(*self._prompt_tokens(choice))
-            yield self._part(choice, self._echo(choice), logprobs)
+            yield self._text(choice, self._echo(choice), logprobs)
 
-    def _part(
+    def _text(
         self,
         choice: int,
         text: str,
         logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
         **fields: Any,
-    ) -> dict[str, Any]:
+    ) -> bytes:
         """A chunk; the first one of an answer has the prompt's token ids too, if they are asked
         for."""
         if not self._begun[choice]:
-            fields |= self._ids_field("prompt_token_ids", self.request.prompt_of(choice))
+            fields |= self._prompt_ids(choice)
         self._begun[choice] = True
-        part = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return self._chunk(part | fields)
+        return self._part(choice, {"text": text}, logprobs, reason, **fields)
 
     def _all_logprobs(self, choice: int) -> dict[str, Any] | None:
         if not self.wants_logprobs(choice):
@@ -359,7 +345,6 @@ class CompletionFormat(OpenAIFormat):
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability that JSON can represent."""
     return max(logprob, MIN_LOGPROB)
 
 
@@ -385,7 +370,7 @@ def _message_delta(delta: BlockDelta) -> dict[str, Any]:
     """What a delta adds to its message. The name of a call comes first, with empty arguments."""
     block = delta.block
     if block.kind != "call":
-        return {"content" if block.kind == "text" else "reasoning_content": delta.text}
+        return {TEXT_FIELDS[block.kind]: delta.text}
     call: dict[str, Any] = {"index": block.number, "function": {"arguments": delta.text}}
     if delta.begins:
         call |= {"id": block.id, "type": "function"}

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,29 +19,18 @@ from starlette.responses import Response
 from pipespec.client.async_client import AsyncClient
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.errors import PipespecError, Unreachable
+from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
 from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
     api_error_of,
     cluster_unavailable,
-    invalid_field,
 )
-from pipespec.server.dashboard import Dashboard
-from pipespec.server.dialects.conversations import (
-    DeletedResponse,
-    KeptResponse,
-    conversation_name,
-    no_response_to_continue,
-    no_such_response,
-)
-from pipespec.server.dialects.ollama import TagsReply, tags_reply
 from pipespec.server.metrics import Metrics
-from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
-    ConversationWanted,
+    KeptWanted,
     PreparationPool,
     PreparedRequest,
     Preparer,
@@ -49,11 +39,21 @@ from pipespec.server.preparation import (
 )
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
-from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
-from pipespec.server.routes import ROUTES
+from pipespec.server.response_stream import (
+    CompletionEvents,
+    RequestOrigin,
+    ResponseStream,
+    full_response,
+    kept_name,
+)
+from pipespec.server.routes import body_routes
 from pipespec.text import token_text
 
 JSON = "application/json"
+# The header of replies that names the request: its number in the cluster's log, and of several
+# answers that of the first. `/events?request=` and `/requests/{request}/cancel` take it.
+REQUEST_NUMBER = "X-Pipespec-Request"
+MAX_AGENT = 120  # characters of a client's name for itself
 
 
 class OpenAIServing:
@@ -61,12 +61,10 @@ class OpenAIServing:
 
     The methods that are routes raise ApiError; their docstrings are in /openapi.json.
 
-    With `private_prefixes`, requests share prefix-cache entries only if they have the same API key
-    too: the number of cached tokens and the time to the first token would otherwise reveal to a
-    client whether another one has sent a prompt that begins in the same way. Their cache salt is
-    then an HMAC of the API key and the client's own salt, under a secret that is drawn at the
-    server's start and kept in its memory: the request log reveals nothing of a key, however short,
-    and cannot be compared with what another server has written there.
+    With `private_prefixes`, only requests with the same API key share prefix-cache entries: cached
+    tokens and times would reveal what others have sent. Their cache salt is an HMAC of the key and
+    the client's own salt, under a secret of this process: the request log reveals nothing of a key,
+    however short, and cannot be compared with what another server has written there.
     """
 
     def __init__(self, client: AsyncClient, options: ServerOptions, pool: PreparationPool):
@@ -78,15 +76,12 @@ class OpenAIServing:
         self._pool = pool
         self._running = client.running
         self._newest_preparer = self._build_preparer()
-        self._open = OpenRequests()
-        self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open)
-
-    def close_dashboards(self) -> None:
-        self.dashboard.end()
+        self.open: set[ResponseStream] = set()  # those that are answered now
+        self.ending = False  # whether streams without an end should end
 
     def fail_open_requests(self) -> None:
         """End all requests that have no complete answer with an error."""
-        for stream in self._open:
+        for stream in [*self.open]:
             stream.fail(ServerShuttingDown())
 
     # --- text ---------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ class OpenAIServing:
             return Response(prepared, media_type=JSON)
         if self.client.away:
             raise cluster_unavailable()
-        make_format = ROUTES[path].format
+        make_format = body_routes()[path].format
         assert make_format is not None, "it generates text"
         formatter = make_format(
             prepared.parsed,
@@ -126,11 +121,10 @@ class OpenAIServing:
         body = await self._body(request)
         with self.queue.admit(1):
             prepared = await self._pool.prepare(self._preparer, path, body)
-            if not isinstance(prepared, ConversationWanted):
-                return prepared
-            conversation = await self._conversation(request, prepared.id)
-            prepared = await self._pool.prepare(self._preparer, path, body, conversation)
-            assert not isinstance(prepared, ConversationWanted)
+            if isinstance(prepared, KeptWanted):
+                kept = await self.kept(request, prepared.id) or b""
+                prepared = await self._pool.prepare(self._preparer, path, body, kept)
+                assert not isinstance(prepared, KeptWanted)
             return prepared
 
     async def _body(self, request: Request) -> bytes:
@@ -152,24 +146,7 @@ class OpenAIServing:
             )
         return bytes(body)
 
-    async def _conversation(self, request: Request, response: str) -> bytes:
-        """The messages up to a response that a request continues. Raises ApiError."""
-        found = await self._kept_response(request, response)
-        if found is None:
-            raise no_response_to_continue(response)
-        return found.messages
-
-    async def _kept_response(self, request: Request, response: str) -> KeptResponse | None:
-        """What is kept under an id and the request's API key. Raises ApiError."""
-        name = conversation_name(response, request.state.api_key_digest)
-        try:
-            found = await self.client.log.conversation(name)
-        except PipespecError as error:
-            raise api_error_of(error) from error
-        return KeptResponse.unpacked(found) if found else None
-
     async def _submit(self, prepared: PreparedRequest, request: Request) -> ResponseStream:
-        """Put the answers in the cluster's queue. Raises ApiError."""
         parsed = prepared.parsed
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
         stream = ResponseStream(
@@ -177,10 +154,15 @@ class OpenAIServing:
             parsed,
             self.queue.admit(len(parsed.sampling_params), parsed.prompt_tokens * parsed.n),
             self.metrics,
-            self._open.discard,
-            request.state.api_key_digest,
+            self.open.discard,
+            RequestOrigin(
+                request.client.host if request.client else "",
+                request.headers.get("user-agent", "")[:MAX_AGENT],
+                prepared.preview,
+                request.state.api_key_digest,
+            ),
         )
-        self._open.add(stream, RequestOrigin.of(request, prepared.preview))
+        self.open.add(stream)
         async with AsyncExitStack() as unless_submitted:
             unless_submitted.push_async_callback(stream.close)
             try:
@@ -199,7 +181,6 @@ class OpenAIServing:
 
     @property
     def _preparer(self) -> Future[Preparer]:
-        """What prepares requests to the current cluster."""
         if self._running is not self.client.running:
             self._running = self.client.running
             self._newest_preparer = self._build_preparer()
@@ -214,31 +195,28 @@ class OpenAIServing:
             _fingerprint(self._running),
         )
 
-    # --- responses that are kept --------------------------------------------------------------
+    # --- requests from before -----------------------------------------------------------------
 
-    async def retrieve_response(
-        self, request: Request, response: str, stream: bool = False
-    ) -> Response:
-        """A response that was made before, for as long as it can be continued."""
-        if stream:
-            raise invalid_field(
-                "stream", "stream is true, but a response that is kept is whole; leave stream out."
-            )
-        found = await self._kept_response(request, response)
-        if found is None:
-            raise no_such_response(response)
-        return Response(found.response, media_type=JSON)
-
-    async def delete_response(self, request: Request, response: str) -> DeletedResponse:
-        """Keep a response no longer: it cannot be fetched or continued."""
-        name = conversation_name(response, request.state.api_key_digest)
+    async def kept(self, request: Request, reply: str, *, forget: bool = False) -> Any:
+        """What is kept (`ReplyFormat.kept`) under an id and the request's API key, or None; with
+        `forget` it is kept no longer, and the result is whether it was. Raises ApiError."""
+        log = self.client.log
+        look = log.forget_conversation if forget else log.conversation
         try:
-            deleted = await self.client.log.forget_conversation(name)
+            return await look(kept_name(reply, request.state.api_key_digest))
         except PipespecError as error:
             raise api_error_of(error) from error
-        if not deleted:
-            raise no_such_response(response)
-        return DeletedResponse(id=response)
+
+    async def cancel(self, number: int) -> None:
+        if self.client.away:
+            raise cluster_unavailable()
+        try:
+            await self.client.log.cancel(number)
+        except UnknownRequest:
+            message = f"There is no request {number}."
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="request") from None
+        except ControllerError as error:
+            raise api_error_of(error) from None
 
     # --- models and tokens --------------------------------------------------------------------
 
@@ -250,10 +228,6 @@ class OpenAIServing:
         """The model of this name."""
         check_model(self.options.names, name)
         return self._model_card(name)
-
-    async def tags(self) -> TagsReply:
-        """The names under which the model is served, for Ollama's clients."""
-        return tags_reply(self.options.names, self.client.running.started)
 
     def _model_card(self, name: str) -> ModelCard:
         return ModelCard(

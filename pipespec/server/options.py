@@ -7,44 +7,46 @@ from dataclasses import dataclass, field
 from pipespec.errors import ConfigError
 from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_number, check_whole
 from pipespec.server.host_names import ANY, is_host_pattern, normal_origin
-from pipespec.server.tool_parsers.parser_families import FAMILIES
+from pipespec.server.tool_parsers.families import FAMILIES
 
 # The size of a body: of fields, tools and schemas, and for each token of a prompt.
 FIELDS_BYTES = 2**20
 TOKEN_BYTES = 64
-MAX_THREADS = 64
-# Clients' usual headers need so many bytes.
-MIN_HEADER_BYTES = 1024
+# Limits of options that are whole numbers, and the least of those that are seconds.
+WHOLE = (
+    ("max_queued_requests", 1, MAX_COUNT),
+    ("max_queued_tokens", 1, MAX_COUNT),
+    ("max_body_bytes", 1, MAX_COUNT),
+    ("preparation_threads", 1, 64),
+    ("max_connections", 1, MAX_COUNT),
+    ("max_connections_per_address", 1, MAX_COUNT),
+    ("max_header_bytes", 1024, MAX_COUNT),  # clients' usual headers need so many
+)
+SECONDS = (
+    *(("preparation_timeout", 0.1), ("header_timeout", 0.1), ("body_timeout", 0.1)),
+    *(("patience", 0), ("shutdown_timeout", 0)),
+)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of `pipespec serve`, named as in `vllm serve` where that has them.
+    """The options of `pipespec serve`, as `vllm serve` names them if it has them; docs/serving.md
+    describes them.
 
     Attributes:
         names: of the model; the first one appears in replies.
-        api_keys: a request must have one of them; with none every request is accepted.
         max_queued_requests, max_queued_tokens: limits of the answers that wait for their first
-            token, and of their prompts' tokens; a request beyond them gets 429.
+            token, and of their prompts' tokens.
         patience: seconds for which requests wait for a cluster that does not answer.
-        shutdown_timeout: seconds in which open requests may finish at shutdown.
         max_body_bytes: of a request; None: `body_limit` of the model's context.
-        preparation_threads: the number of threads that prepare requests.
         preparation_timeout: seconds that a request may take to prepare: its JSON, the chat
             template, the tokenizer, the grammar.
-        max_connections, max_connections_per_address: how many may be open at a time. An address
-            is an IPv4 address or an IPv6 network (/64).
+        max_connections_per_address: an IPv4 address or an IPv6 network (/64).
         max_header_bytes: of a request line and its headers, and of trailers.
         header_timeout: seconds in which a request's headers must arrive, from the opening of the
-            connection or the last reply on.
-        body_timeout: seconds in which its body must arrive after that.
-        allowed_origins: of web pages that may send requests (CORS): scheme://host[:port], or "*".
-        allowed_hosts: names by which clients may reach the server beside addresses, loopback names
-            and `host`; "*.NAME" for all below one, "*" for any. With API keys and none of these
-            every name is accepted.
+            connection or the last reply on; `body_timeout`: its body after that.
         private_prefixes: requests share prefix-cache entries only with those of the same API key.
-        tool_call_parser: the parser of the model's tool calls (`FAMILIES`); None: chosen by its
-            chat template.
+        tool_call_parser: one of `FAMILIES`; None: chosen by the model's chat template.
     """
 
     names: tuple[str, ...]
@@ -70,20 +72,11 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
-        check_whole("max_queued_requests", self.max_queued_requests, 1, MAX_COUNT)
-        check_whole("max_queued_tokens", self.max_queued_tokens, 1, MAX_COUNT)
-        if self.max_body_bytes is not None:
-            check_whole("max_body_bytes", self.max_body_bytes, 1, MAX_COUNT)
-        check_whole("preparation_threads", self.preparation_threads, 1, MAX_THREADS)
-        check_number("preparation_timeout", self.preparation_timeout, 0.1, MAX_SECONDS)
-        check_whole("max_connections", self.max_connections, 1, MAX_COUNT)
-        per_address = self.max_connections_per_address
-        check_whole("max_connections_per_address", per_address, 1, MAX_COUNT)
-        check_whole("max_header_bytes", self.max_header_bytes, MIN_HEADER_BYTES, MAX_COUNT)
-        check_number("header_timeout", self.header_timeout, 0.1, MAX_SECONDS)
-        check_number("body_timeout", self.body_timeout, 0.1, MAX_SECONDS)
-        check_number("patience", self.patience, 0, MAX_SECONDS)
-        check_number("shutdown_timeout", self.shutdown_timeout, 0, MAX_SECONDS)
+        for name, least, most in WHOLE:
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value, least, most)
+        for name, shortest in SECONDS:
+            check_number(name, getattr(self, name), shortest, MAX_SECONDS)
         if not all(self.names):
             raise ConfigError("--served-model-name is empty, but must be a name.")
         if self.tool_call_parser not in (None, *FAMILIES):

@@ -1,10 +1,9 @@
 """From the body of a request to a `ParsedRequest`: validated fields, token ids, a grammar.
 
-A client decides how long this takes: the JSON and its validation, the chat template, the tokenizer,
-the compilation of a grammar. So it runs in threads of its own (`PreparationPool`), and the event
-loop, which serves every stream, only receives the result. Tokenizers and llguidance release the
-GIL; templates and validators take turns with the loop. What does not, is bounded: one call parses a
-body, whose values are counted first (`MAX_VALUES`).
+A client decides how long this takes, so it runs in threads of its own (`PreparationPool`), and the
+event loop, which serves every stream, only receives the result. Tokenizers and llguidance release
+the GIL; templates and validators take turns with the loop. Parsing JSON does not, and is bounded by
+`MAX_VALUES`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, validation_failed
 from pipespec.server.chat_prompt import render_chat
-from pipespec.server.dialects.translation import DialectBody, Translation
+from pipespec.server.dialect import DialectBody, Translation
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
@@ -33,7 +32,7 @@ from pipespec.server.request_schema import (
 )
 from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
-from pipespec.server.routes import ROUTES
+from pipespec.server.routes import body_routes
 
 Body = TypeVar("Body", bound=BaseModel)
 # Commas and brackets of a body, and brackets that open something, beside so many per token of the
@@ -47,15 +46,9 @@ PREVIEW_TOKENS = 40
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request for text, and how it is to be answered.
-
-    Attributes:
-        model: the name that the client used; None: none.
-        stream: whether the reply is a stream.
-        options: what the reply's format takes beside the request.
-        preview: the beginning of the last message of the user, or of the prompt.
-        warning: what the client should change, as a sentence; "": nothing.
-    """
+    """A request for text, and how it is to be answered: under which name of the model, whether as a
+    stream, with what options of the format, and with what warning, a sentence, if any. `preview` is
+    the beginning of the last message of the user, or of the prompt."""
 
     parsed: ParsedRequest
     model: str | None
@@ -66,13 +59,13 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True)
-class ConversationWanted:
-    """A request cannot be prepared without the conversation that was kept under this id."""
+class KeptWanted:
+    """A request cannot be prepared without what was kept under this id."""
 
     id: str
 
 
-Prepared = PreparedRequest | ConversationWanted | bytes
+Prepared = PreparedRequest | KeptWanted | bytes
 
 
 class PreparationPool:
@@ -87,26 +80,23 @@ class PreparationPool:
         self._free = asyncio.Semaphore(most)
 
     def build(self, *arguments: Any) -> Future[Preparer]:
-        """A `Preparer` of these arguments, which takes a while to build."""
         return self._threads.submit(Preparer, *arguments)
 
     async def prepare(
-        self, preparer: Future[Preparer], path: str, body: bytes, conversation: bytes = b""
+        self, preparer: Future[Preparer], path: str, body: bytes, kept: bytes | None = None
     ) -> Prepared:
-        """What `Preparer.prepare` returns. Raises ApiError."""
         ready = await asyncio.shield(asyncio.wrap_future(preparer))
         await self._free.acquire()
         work = asyncio.get_running_loop().run_in_executor(
-            self._threads, ready.prepare, path, body, conversation
+            self._threads, ready.prepare, path, body, kept
         )
         work.add_done_callback(self._finished)
         if not (await asyncio.wait({work}, timeout=self._limit_s))[0]:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
+            why = (
                 f"The request takes more than {self._limit_s:g} s to prepare; shorten it, or "
-                "simplify the structured output.",
-                code=TOO_COMPLEX,
+                "simplify the structured output."
             )
+            raise ApiError(HTTPStatus.BAD_REQUEST, why, code=TOO_COMPLEX)
         return work.result()
 
     def close(self) -> None:
@@ -120,15 +110,7 @@ class PreparationPool:
 
 
 class Preparer:
-    """Prepares the requests to one server, also several at a time.
-
-    Args:
-        served: the model.
-        defaults: the values of fields that a request leaves out.
-        names: under which the model is served.
-        tool_parser: parses tool calls; None: the chat template determines which.
-        fingerprint: of the cluster's model and settings, for OpenAI's clients.
-    """
+    """Prepares the requests to one server, also several at a time."""
 
     def __init__(
         self,
@@ -144,13 +126,11 @@ class Preparer:
         self._parser = RequestParser(served, defaults, tool_parser)
         served.tokenizer.encode("a")  # builds it, before any request is timed
 
-    def prepare(self, path: str, body: bytes, conversation: bytes = b"") -> Prepared:
-        """Prepare the body of a request to a route, and the conversation that it continues; if
-        nothing is to be generated, the result is the whole reply, as JSON.
-
-        Raises ApiError.
-        """
-        fields = self._fields(ROUTES[path].body, body)
+    def prepare(self, path: str, body: bytes, kept: bytes | None = None) -> Prepared:
+        """Prepare the body of a request to a route; if nothing is to be generated, the result is
+        the whole reply, as JSON. `kept` is what was kept of the reply that it continues, empty if
+        nothing was, None before that was looked up. Raises ApiError."""
+        fields = self._fields(body_routes()[path].body, body)
         if isinstance(fields, GenerationRequest):
             return self._prepared(fields, self._of_openai(fields))
         check_model(self._names, fields.model)
@@ -159,9 +139,9 @@ class Preparer:
         if isinstance(fields, DetokenizeRequest):
             return self._detokenize(fields)
         assert isinstance(fields, DialectBody)
-        if fields.continues is not None and not conversation:
-            return ConversationWanted(fields.continues)
-        made = fields.translated(json.loads(conversation or b"[]"))
+        if fields.continues is not None and kept is None:
+            return KeptWanted(fields.continues)
+        made = fields.translated(kept or b"")
         if made.reply is not None:
             return made.reply(self._served)
         kind = CompletionRequest if "prompt" in made.fields else ChatRequest
@@ -193,7 +173,6 @@ class Preparer:
         return PreparedRequest(parsed, fields.model, made.stream, made.options, preview, warning)
 
     def _preview(self, fields: GenerationRequest) -> str:
-        """The beginning of what a request that was parsed asks."""
         text: str | list[int] = ""
         if isinstance(fields, CompletionRequest):
             text = fields.prompt[0]
@@ -205,28 +184,22 @@ class Preparer:
         return text[:PREVIEW_LENGTH]
 
     def _fields(self, kind: type[Body], body: bytes) -> Body:
-        """The fields of a body. Raises ApiError."""
         if not body:
             raise not_a_json_object()
         context = self._served.context
-        num_values = sum(map(body.count, (b",", b"{", b"[")))
         num_containers = body.count(b"{") + body.count(b"[")
+        num_values = body.count(b",") + num_containers
         if num_values > MAX_VALUES + 2 * context or num_containers > MAX_CONTAINERS + context // 4:
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST,
-                f"The body holds too many values: {num_values} commas and brackets; send less.",
-                code=TOO_COMPLEX,
-            )
+            why = f"The body holds too many values: {num_values} commas and brackets; send less."
+            raise ApiError(HTTPStatus.BAD_REQUEST, why, code=TOO_COMPLEX)
         try:
             return validated(kind, json.loads(body))
         except json.JSONDecodeError as error:
-            raise validation_failed(
-                [{"type": "json_invalid", "loc": (), "msg": error.msg}]
-            ) from None
+            fault = {"type": "json_invalid", "loc": (), "msg": error.msg}
+            raise validation_failed([fault]) from None
         except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
-            ) from None
+            why = "The body cannot be read; send JSON in UTF-8."
+            raise ApiError(HTTPStatus.BAD_REQUEST, why) from None
 
     def _tokenize(self, fields: TokenizeRequest) -> bytes:
         served = self._served
@@ -267,7 +240,6 @@ def not_a_json_object() -> ApiError:
 
 
 def validated(kind: type[Body], fields: Any) -> Body:
-    """The fields of a body that was JSON. Raises ApiError."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

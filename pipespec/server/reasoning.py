@@ -4,13 +4,12 @@ answer into thoughts, text and calls."""
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipespec.engine.llguidance_backend import grammar_after
-from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
+from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta
 from pipespec.text import Tokenizer, special_markers
 
 
@@ -25,35 +24,17 @@ class Thought:
 SplitDelta = ParsedDelta | Thought
 
 
-class Splitter(ABC):
-    """Splits one answer as it arrives, and never takes back what it has returned."""
-
-    @abstractmethod
-    def push(self, text: str) -> list[SplitDelta]:
-        """Split the next part of the text; what is certain now."""
-
-    @abstractmethod
-    def finish(self) -> list[SplitDelta]:
-        """End the text; what was held back."""
-
-
 def held_back(text: str, markers: Sequence[str]) -> int:
     """The length of the longest end of a text that may begin one of the markers."""
-    longest = max(map(len, markers)) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+    longest = min(len(text), max(map(len, markers)) - 1)
+    ends = range(longest, 0, -1)
+    return next((n for n in ends if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
-class Tagged(Splitter):
-    """`<think>...</think>` and then the answer. White space around the reasoning is left out.
-
-    Args:
-        opening, closing: the tags.
-        begun: whether the prompt ends with the opening tag. Otherwise an answer without it has no
-            reasoning.
-    """
+class Tagged:
+    """`<think>...</think>` and then the answer, without white space around the reasoning. With
+    `begun` the prompt ends with the opening tag; otherwise an answer without it has no
+    reasoning."""
 
     def __init__(self, opening: str, closing: str, *, begun: bool):
         self._opening, self._closing = opening, closing
@@ -78,7 +59,6 @@ class Tagged(Splitter):
         return [rest] if rest and not self._trims else []
 
     def _find_opening(self) -> bool:
-        """Look for the opening tag; whether it is known if it is there."""
         begins = self._held.lstrip()
         if begins.startswith(self._opening):
             self._held = begins[len(self._opening) :]
@@ -89,9 +69,7 @@ class Tagged(Splitter):
         return True
 
     def _push_thought(self) -> list[SplitDelta]:
-        if self._trims:
-            self._held = self._held.lstrip()
-            self._trims = not self._held
+        self._trim()
         thought, tag, rest = self._held.partition(self._closing)
         if tag:
             self._inside, self._trims, self._held = False, True, rest
@@ -102,11 +80,14 @@ class Tagged(Splitter):
         return [Thought(certain)] if certain else []
 
     def _push_text(self) -> list[SplitDelta]:
+        self._trim()
+        text, self._held = self._held, ""
+        return [text] if text else []
+
+    def _trim(self) -> None:
         if self._trims:
             self._held = self._held.lstrip()
             self._trims = not self._held
-        text, self._held = self._held, ""
-        return [text] if text else []
 
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -122,7 +103,7 @@ def continues_message(prompt: str) -> bool:
     return MESSAGE in prompt and not _MARKER.search(prompt, prompt.rindex(MESSAGE) + len(MESSAGE))
 
 
-class Harmony(Splitter):
+class Harmony:
     """`<|channel|>analysis<|message|>...<|end|>` and so on: the channel analysis is reasoning, what
     is for a function a call, all else text.
 
@@ -210,30 +191,30 @@ class ReasoningUse:
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Texts of the format that are special tokens in some vocabularies."""
         return TAGS.get(self.family, SPECIAL)
 
-    def splitter(self, *, calls: bool) -> Splitter:
-        """The splitter of one answer; `calls`: tools may be called."""
+    def splitter(self, *, calls: bool) -> Tagged | Harmony:
         if self.family == "gpt_oss":
             return Harmony(calls=calls, begun=self.begun)
         opening, closing = TAGS[self.family]
         return Tagged(opening, closing, begun=self.begun)
 
     def grammar(self, tokenizer: Tokenizer, grammar: str) -> str:
-        """The grammar of an answer that begins after the reasoning."""
         ids = {text: token for token, text in special_markers(tokenizer, self.special).items()}
 
         def terminal(text: str) -> str:
-            """A tag in Lark's notation."""
             return f"<[{ids[text]}]>" if text in ids else f'"{text}"'
 
         if self.family == "gpt_oss" and self.begun:
             return grammar
-        if self.family == "gpt_oss":
-            return grammar_after(
-                _harmony_prefix({text: terminal(text) for text in self.special}), grammar
-            )
+        if self.family == "gpt_oss":  # the messages before the answer's text
+            channel, message, start, end = map(terminal, (CHANNEL, MESSAGE, START, ENDS[0]))
+            lines = [
+                f'start: thought? {channel} "final" {message} @answer',
+                f'thought: {channel} "analysis" {message} any {end} {start} "assistant"',
+                "any: /(.|\\n)*/",
+            ]
+            return grammar_after("\n".join(lines), grammar)
         opening, closing = TAGS[self.family]
         lines = ["blank: /[ \\t\\r\\n]*/"]
         if closing in ids:
@@ -247,19 +228,6 @@ class ReasoningUse:
             lines.insert(0, "start: reasoning? @answer")
             lines.append(f"reasoning: {terminal(opening)} thought")
         return grammar_after("\n".join(lines), grammar)
-
-
-def _harmony_prefix(marks: Mapping[str, str]) -> str:
-    """The messages before the answer's text, in Lark's notation."""
-    channel, message = marks[CHANNEL], marks[MESSAGE]
-    end, start = marks["<|end|>"], marks[START]
-    return "\n".join(
-        (
-            f'start: thought? {channel} "final" {message} @answer',
-            f'thought: {channel} "analysis" {message} any {end} {start} "assistant"',
-            "any: /(.|\\n)*/",
-        )
-    )
 
 
 def reasoning_use(template: str, prompt: str) -> ReasoningUse | None:

@@ -41,7 +41,6 @@ class RequestDefaults:
 
     @classmethod
     def of_cluster(cls, running: RunningCluster) -> RequestDefaults:
-        """The defaults of a cluster."""
         settings = RequestSettings.on(running, [])
         names = {text.partition("=")[0] for text in running.overrides}
         sampling, decode = settings.params(0), settings.decode
@@ -59,18 +58,13 @@ class RequestDefaults:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What the cluster computes for one HTTP request: `n` answers to each prompt.
-
-    Choice i answers the prompt i // n with `sampling_params[i]`.
+    """What the cluster computes for one HTTP request: `n` answers to each prompt. Choice i answers
+    the prompt i // n with `sampling_params[i]`.
 
     Attributes:
-        prompts: token ids.
-        echo_texts: the prompts as text, if `echo` asks for them.
+        echo_texts: the prompts, if `echo` asks for them.
         max_tokens: for each prompt, all 0 if the request wants nothing but the prompts.
         prompt_logprobs: how many of the most probable tokens to report for each token of a prompt.
-        cache_salt: prompts share prefix-cache entries only with requests of the same salt.
-        tool_use: how tool calls are parsed out of the answers; None: no tool may be called.
-        reasoning: how reasoning is; None: there is none.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -88,19 +82,14 @@ class ParsedRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of all prompts, each counted once."""
         return sum(map(len, self.prompts))
 
     def prompt_of(self, choice: int) -> tuple[int, ...]:
-        """The prompt that a choice answers."""
         return self.prompts[choice // self.n]
 
 
 class RequestParser:
-    """Parses the requests to one model.
-
-    `tool_parser` parses tool calls; None: the chat template determines which.
-    """
+    """Parses the requests to one model."""
 
     def __init__(
         self, served: ModelInfo, defaults: RequestDefaults, tool_parser: str | None = None
@@ -140,7 +129,6 @@ class RequestParser:
         return self._with_grammar(parsed, body, constraint)
 
     def count_tokens(self, body: ChatRequest) -> int:
-        """The number of tokens of a chat's prompt. Raises ApiError."""
         text = render_chat(self._served, body, offered_tools(body))
         return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
@@ -167,13 +155,11 @@ class RequestParser:
     # --- prompts ------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
         return self._served.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ApiError unless the model has all these tokens."""
         try:
             self._served.check_tokens(tokens, param)
         except PromptError as error:
@@ -248,7 +234,6 @@ class RequestParser:
     def _max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str
     ) -> int:
-        """The limit of an answer to a prompt of so many tokens. Raises ApiError."""
         context = self._served.context
         room = context - num_prompt_tokens
         if wanted is not None and wanted > room:
@@ -296,20 +281,10 @@ class RequestParser:
 
 
 def _sampling_params(body: GenerationRequest, default: SamplingParams) -> SamplingParams:
-    """The sampling parameters of a request, without seed."""
-    given = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "min_tokens",
-        )
-        if (value := getattr(body, name)) is not None
-    }
+    names = ("temperature", "top_p", "min_p", "min_tokens")
+    penalties = (f"{kind}_penalty" for kind in ("presence", "frequency", "repetition"))
+    values = {name: getattr(body, name) for name in (*names, *penalties)}
+    given = {name: value for name, value in values.items() if value is not None}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 means all tokens, as in vLLM
     if body.logit_bias:

@@ -141,8 +141,6 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_
 
 
 class StreamOptions(RequestModel):
-    """What a stream reports beside the text."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -224,7 +222,6 @@ class GenerationRequest(RequestBody):
 
     @property
     def num_prompts(self) -> int:
-        """The number of prompts, each of which gets `n` answers."""
         return 1
 
     @model_validator(mode="after")
@@ -250,8 +247,6 @@ class GenerationRequest(RequestBody):
 
 
 class TemplateFields(RequestModel):
-    """How a chat is rendered."""
-
     tools: Tools = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -20,8 +20,6 @@ DEFINITIONS = ("$defs", "definitions")
 
 
 class JsonSchema(RequestModel):
-    """The schema of a response_format."""
-
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
@@ -39,16 +37,12 @@ class ResponseFormat(RequestModel):
     def _fits(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("is of type 'json_schema', but has no json_schema")
-        if self.type != "json_schema" and self.json_schema is not None:
-            raise ValueError(
-                f"is of type '{self.type}', but has a json_schema, which goes with the type "
-                "'json_schema'"
-            )
-        if self.type != "json_object" and self.schema_ is not None:
-            raise ValueError(
-                f"is of type '{self.type}', but has a schema, which goes with the type "
-                "'json_object'; a json_schema has its own"
-            )
+        for owner, value in (("json_schema", self.json_schema), ("json_object", self.schema_)):
+            if value is not None and self.type != owner:
+                has = "a json_schema" if owner == "json_schema" else "a schema"
+                raise ValueError(
+                    f"is of type '{self.type}', but has {has}, which goes with the type '{owner}'"
+                )
         return self
 
     @property
@@ -87,25 +81,20 @@ class StructuredOutputs(RequestModel):
 
     @property
     def given(self) -> list[str]:
-        """The names of the fields that are set."""
-        names = ("json_", "regex", "choice", "grammar")
-        found = [name for name in names if getattr(self, name) is not None]
-        return [*found, *(["json_object"] if self.json_object else [])]
+        names = ("json_", "regex", "choice", "grammar", "json_object")
+        return [name for name in names if getattr(self, name) not in (None, False)]
 
 
 @dataclass(frozen=True)
 class OutputConstraint:
-    """What an answer must match: `value`, as the field `param` gives it.
-
-    `to_grammar` makes a grammar's text of the value. It may raise GrammarFailed.
-    """
+    """What an answer must match: `value`, as the field `param` gives it. `to_grammar`, which may
+    raise GrammarFailed, makes a grammar's text of it."""
 
     param: str
     to_grammar: Callable[[Any], str]
     value: Any
 
     def grammar(self, grammars: Grammars) -> str:
-        """The text of a grammar that can be followed. Raises ApiError."""
         try:
             if not installed():
                 raise GrammarFailed("the server lacks llguidance; install pipespec[grammar] there")
@@ -151,10 +140,9 @@ def output_constraint(
 def tool_calls_constraint(tools: Sequence[Tool], most: int | None) -> OutputConstraint:
     """A list of calls of these tools: one at least, and `most` at most (None: any number)."""
 
-    def to_grammar(called: Sequence[Tool]) -> str:
-        return grammar_from_json_schema(calls_schema(called, most))
-
-    return OutputConstraint("tools", to_grammar, tools)
+    return OutputConstraint(
+        "tools", lambda called: grammar_from_json_schema(calls_schema(called, most)), tools
+    )
 
 
 def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
@@ -171,13 +159,7 @@ def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
                 if shared.setdefault(key, {}).setdefault(name, schema) != schema:
                     raise GrammarFailed(f"two tools define {key}/{name} in different ways")
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": [*properties],
-                "additionalProperties": False,
-            }
-        )
+        call = {"type": "object", "properties": properties, "required": [*properties]}
+        calls.append(call | {"additionalProperties": False})
     several = {} if most is None else {"maxItems": most}
     return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **several, **shared}

@@ -12,14 +12,10 @@ OMIT_NONE: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class CompletionTokensDetails(BaseModel):
-    """How many tokens of answers are reasoning."""
-
     reasoning_tokens: int
 
 
 class PromptTokensDetails(BaseModel):
-    """How many tokens of prompts were in the prefix cache."""
-
     cached_tokens: int
 
 
@@ -34,22 +30,16 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One of the most probable tokens."""
-
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):
-    """A generated token, and the most probable ones at its position."""
-
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """The log-probabilities of a message's tokens."""
-
     content: list[TokenLogprob]
     refusal: None = None
 
@@ -75,8 +65,6 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a tool."""
-
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -93,8 +81,6 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
-
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -103,8 +89,6 @@ class ChatChoice(BaseModel):
 
 
 class ChatReply(BaseModel):
-    """The reply of POST /v1/chat/completions."""
-
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -127,8 +111,6 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One answer."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -139,8 +121,6 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionReply(BaseModel):
-    """The reply of POST /v1/completions."""
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -163,15 +143,11 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The reply of GET /v1/models."""
-
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeReply(BaseModel):
-    """The reply of POST /tokenize."""
-
     count: int
     max_model_len: int
     tokens: list[int]
@@ -186,8 +162,6 @@ class DetokenizeReply(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The reply of GET /tokenizer_info."""
-
     vocab_size: int
     model_max_length: int
     eos_token_ids: list[int]

@@ -4,15 +4,13 @@ cancellation when the client disconnects. A `ReplyFormat` decides what they look
 from __future__ import annotations
 
 import asyncio
-import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from pydantic import BaseModel
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -20,14 +18,11 @@ from starlette.types import Receive, Scope, Send
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
-from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry
-from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
-from pipespec.server.api_errors import ApiError, api_error_of
-from pipespec.server.dialects.conversations import conversation_name
-from pipespec.server.metric_definitions import ABORTED
-from pipespec.server.metrics import Metrics, RequestTimer
+from pipespec.server.api_errors import api_error_of
+from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
+from pipespec.server.reply_format import OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
 from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
@@ -39,127 +34,24 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True)
-class OutputDelta:
-    """What the cluster adds to one answer: text that is final, and the tokens behind it.
+class RequestOrigin:
+    """Where a request comes from: the client's address and name for itself (`User-Agent`), what it
+    asks and its API key. Only this server knows that: it is in no log."""
 
-    `prompt_logprobs` are those of the prompt's next tokens, from the second on, if the request
-    asks for them. Only the last delta of an answer has a `finish_reason`, the `stop_string` that
-    has ended it, if one has, and, if it is known, the number of prompt tokens that were in the
-    prefix cache.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_string: str | None = None
-    num_cached_tokens: int | None = None
+    client: str
+    agent: str
+    preview: str
+    api_key_digest: bytes
 
 
-class ReplyFormat(ABC):
-    """The replies to one request in one dialect.
-
-    Args:
-        request: the request.
-        tokenizer: of the model.
-        model: the name that the client used for it.
-
-    Attributes:
-        answers: what has arrived of each answer, and `ends` its last delta.
-    """
-
-    media_type = "text/event-stream"
-    # What a stream sends while its request waits; clients ignore it.
-    keepalive = b": waiting\n\n"
-
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
-        self.request = request
-        self.tokenizer = tokenizer
-        self.model = model
-        self.created = int(time.time())
-        choices = request.sampling_params
-        self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
-        self.ends: list[OutputDelta | None] = [None for _ in choices]
-        self.num_tokens = 0
-        self.num_reasoning = 0  # of them
-        self.num_cached: int | None = None
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities of any tokens."""
-        choices = range(len(self.request.sampling_params))
-        return self.request.prompt_logprobs is not None or any(map(self.wants_logprobs, choices))
-
-    def wants_logprobs(self, choice: int) -> bool:
-        """Whether the request asks for log-probabilities of the answer's tokens."""
-        return self.request.sampling_params[choice].logprobs is not None
-
-    def take(self, delta: OutputDelta) -> list[BlockDelta]:
-        """Add a delta to its answer; what is new in the answer's blocks.
-
-        A prompt with several answers counts once, and so do its cached tokens: those of its first
-        answer.
-        """
-        answer, last = self.answers[delta.index], delta.finish_reason is not None
-        self.num_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens is not None and not delta.index % self.request.n:
-            self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
-        if last:
-            self.ends[delta.index] = delta
-        parts = answer.push(delta.text, last=last)
-        if answer.thinking:
-            self.num_reasoning += len(delta.token_ids)
-        return parts
-
-    @property
-    def kept(self) -> tuple[str, bytes] | None:
-        """Once the answer has ended: the id of the response, and the conversation up to it, which
-        a later request may continue; None: none may."""
-        return None
-
-    def add(self, delta: OutputDelta) -> None:
-        """Keep a delta for the whole reply."""
-        self.take(delta)
-
-    @abstractmethod
-    def response(self) -> BaseModel:
-        """The whole reply, of all deltas that were added."""
-
-    @abstractmethod
-    def first_events(self) -> Iterator[bytes]:
-        """The beginning of a stream."""
-
-    @abstractmethod
-    def events(self, delta: OutputDelta) -> Iterator[bytes]:
-        """What a delta adds to a stream."""
-
-    @abstractmethod
-    def last_events(self) -> Iterator[bytes]:
-        """The end of a stream."""
-
-    @abstractmethod
-    def failed(self, error: ApiError) -> Iterator[bytes]:
-        """The end of a stream that fails, after its status was sent."""
-
-
-def sse(data: Any, event: str = "") -> bytes:
-    """A server-sent event whose data are JSON."""
-    name = f"event: {event}\n".encode() if event else b""
-    return b"%bdata: %b\n\n" % (name, to_json(data))
+def kept_name(reply: str, api_key_digest: bytes) -> str:
+    """The name in the log of what is kept of a reply: only the id, which is random and not in the
+    log, and the same API key lead to it."""
+    return hmac.new(reply.encode(), api_key_digest, hashlib.sha256).hexdigest()
 
 
 class ResponseStream:
-    """The answers to one HTTP request, as the cluster decodes them. Close it when done.
-
-    stream = ResponseStream(client, request, queue_entry, metrics, on_closed)
-    try:
-        await stream.submit()
-        async for delta in stream.deltas(heartbeat): ...
-    finally:
-        await stream.close()
-    """
+    """The answers to one HTTP request, as the cluster decodes them. Close it when done."""
 
     def __init__(
         self,
@@ -168,10 +60,10 @@ class ResponseStream:
         queue_entry: QueueEntry,
         metrics: Metrics,
         on_closed: Callable[[ResponseStream], None],
-        api_key_digest: bytes = b"",
+        origin: RequestOrigin,
     ):
         self.request = request
-        self._api_key_digest = api_key_digest
+        self.origin = origin
         self._on_closed = on_closed
         self._client = client
         self._queue_entry = queue_entry
@@ -191,7 +83,6 @@ class ResponseStream:
         return tuple(self._by_number)
 
     async def submit(self) -> None:
-        """Put every answer in the cluster's queue. Raises Unreachable."""
         self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request
         for answer, sampling in zip(self._answers, request.sampling_params, strict=True):
@@ -209,10 +100,7 @@ class ResponseStream:
 
     async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
         """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
-        without an event.
-
-        Raises RankFailed or Unreachable if the cluster is gone.
-        """
+        without an event. Raises RankFailed or Unreachable if the cluster is gone."""
         assert self._events is not None
         while len(self._events):
             events = await self._events.next(heartbeat)
@@ -228,17 +116,15 @@ class ResponseStream:
     async def keep(self, kept: tuple[str, bytes] | None) -> None:
         """Keep what a reply says that a later request may continue. Raises Unreachable."""
         if kept is not None:
-            response, conversation = kept
-            name = conversation_name(response, self._api_key_digest)
-            await self._client.log.keep_conversation(name, conversation)
+            reply, content = kept
+            name = kept_name(reply, self.origin.api_key_digest)
+            await self._client.log.keep_conversation(name, content)
 
     def fail(self, error: PipespecError) -> None:
-        """Let `deltas` raise an error."""
         if self._events is not None:
             self._events.interrupt(error)
 
     async def close(self) -> None:
-        """Cancel answers that have not finished."""
         await self._following.aclose()
         self._queue_entry.release()
         for answer in self._answers:
@@ -258,7 +144,6 @@ class _Answer:
     started: bool = False
 
     def delta(self, event: Event) -> OutputDelta:
-        """What an event adds. Raises what has ended the request without an answer."""
         if isinstance(event, Accepted):
             tokens = event.tokens if self.max_tokens else ()
             self.timer.add_tokens(len(tokens))
@@ -281,7 +166,7 @@ class _Answer:
 
 def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
     """A detokenizer for each answer, which keeps the special tokens that parsers need."""
-    special = request.tool_use.family.special if request.tool_use else ()
+    special = request.tool_use.parser.special if request.tool_use else ()
     special += request.reasoning.special if request.reasoning else ()
     markers = special_markers(tokenizer, special) if special else {}
     texts: list[FinalText] = []

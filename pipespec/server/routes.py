@@ -1,36 +1,22 @@
-"""The routes that take a body: their requests and replies, in every dialect."""
+"""The routes that take a body, and the form of their errors, of OpenAI's interface and of all
+others that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Mapping
+from functools import cache
 
-from pydantic import BaseModel
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute
 
-from pipespec.server.dialects.anthropic import (
-    AnthropicFormat,
-    AnthropicReply,
-    CountTokensRequest,
-    MessagesRequest,
-    TokenCount,
-)
-from pipespec.server.dialects.ollama import (
-    OllamaChatFormat,
-    OllamaChatReply,
-    OllamaChatRequest,
-    OllamaGenerateFormat,
-    OllamaGenerateReply,
-    OllamaGenerateRequest,
-    ShowReply,
-    ShowRequest,
-)
-from pipespec.server.dialects.responses import ResponsesFormat, ResponsesReply, ResponsesRequest
+from pipespec.server.api_errors import ApiError, ErrorReply
+from pipespec.server.dialect import BodyRoute, Dialect, ErrorFormat
 from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    RequestBody,
     TokenizeRequest,
 )
 from pipespec.server.response_schema import (
@@ -39,37 +25,50 @@ from pipespec.server.response_schema import (
     DetokenizeReply,
     TokenizeReply,
 )
-from pipespec.server.response_stream import ReplyFormat
 
-SSE, LINES = "text/event-stream", "application/x-ndjson"
-
-
-@dataclass(frozen=True)
-class BodyRoute:
-    """A route for POST.
-
-    Attributes:
-        body, reply: the models of a request and of a whole reply.
-        format: makes the replies, if text is generated; `stream` is the media type of streams.
-    """
-
-    body: type[RequestBody]
-    reply: type[BaseModel]
-    format: Callable[..., ReplyFormat] | None = None
-    stream: str = ""
-
-
-ROUTES: Mapping[str, BodyRoute] = {
+SSE = "text/event-stream"
+OPENAI: Mapping[str, BodyRoute] = {
     "/v1/chat/completions": BodyRoute(ChatRequest, ChatReply, ChatFormat, SSE),
     "/v1/completions": BodyRoute(CompletionRequest, CompletionReply, CompletionFormat, SSE),
-    "/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat, SSE),
-    "/v1/messages": BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat, SSE),
-    "/v1/messages/count_tokens": BodyRoute(CountTokensRequest, TokenCount),
-    "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaChatFormat, LINES),
-    "/api/generate": BodyRoute(
-        OllamaGenerateRequest, OllamaGenerateReply, OllamaGenerateFormat, LINES
-    ),
-    "/api/show": BodyRoute(ShowRequest, ShowReply),
     "/tokenize": BodyRoute(TokenizeRequest, TokenizeReply),
     "/detokenize": BodyRoute(DetokenizeRequest, DetokenizeReply),
 }
+# The modules that have a `DIALECT`. A server does without those that are not installed.
+MODULES = ("dialects.responses", "dialects.anthropic", "dialects.ollama", "pages.routes")
+
+
+@cache
+def dialects() -> tuple[Dialect, ...]:
+    found = []
+    for name in (f"pipespec.extras.{module}" for module in MODULES):
+        try:
+            found.append(importlib.import_module(name).DIALECT)
+        except ModuleNotFoundError as error:
+            if not error.name or not name.startswith(error.name):
+                raise
+    return tuple(found)
+
+
+@cache
+def body_routes() -> Mapping[str, BodyRoute]:
+    routes = dict(OPENAI)
+    for dialect in dialects():
+        routes |= dialect.routes
+    return routes
+
+
+def public_routes() -> list[BaseRoute]:
+    """The routes that need neither a key nor a cluster, beside /health."""
+    return [route for dialect in dialects() for route in dialect.public_routes]
+
+
+def error_format(path: str) -> ErrorFormat:
+    for dialect in dialects():
+        for beginning, errors in dialect.errors.items():
+            if path.startswith(beginning):
+                return errors
+    return ErrorFormat(ErrorReply, lambda error: error.body)
+
+
+def error_reply(path: str, error: ApiError) -> JSONResponse:
+    return JSONResponse(error_format(path).body(error), error.status, error.headers)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.core import SamplingParams
 from pipespec.server.preparation import PreparedRequest, Preparer
+from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import RequestDefaults
-from pipespec.server.response_stream import OutputDelta
-from pipespec.server.routes import ROUTES
+from pipespec.server.routes import body_routes
 
 DEFAULTS = RequestDefaults(
     SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
@@ -67,6 +67,11 @@ def stream_of(reply_format: Any, answer: Sequence[OutputDelta]) -> list[bytes]:
     return [*events, *reply_format.last_events()]
 
 
+def chunks(events: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The JSON of events without names."""
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
 def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
     """The whole reply, as JSON."""
     for delta in answer:
@@ -76,7 +81,7 @@ def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
 
 def unlisted_fields(path: str, sent: Any) -> set[str]:
     """The fields of an SDK's own type of a request that no table of a dialect has."""
-    dialect: Any = ROUTES[path].body
+    dialect: Any = body_routes()[path].body
     listed = {*dialect.passed, *dialect.ignored, *dialect.refused}
     for name, info in dialect.model_fields.items():
         listed.add(info.alias or name)
@@ -85,7 +90,7 @@ def unlisted_fields(path: str, sent: Any) -> set[str]:
 
 def contradictions(path: str) -> set[str]:
     """The fields that more than one table of a dialect has."""
-    dialect: Any = ROUTES[path].body
+    dialect: Any = body_routes()[path].body
     declared = {*dialect.model_fields, *dialect.passed}
     return {
         *(declared & dialect.ignored),

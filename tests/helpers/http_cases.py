@@ -9,6 +9,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from pipespec.server.request_schema import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest
+
 MODEL = "demo"
 KEY = "a-key-for-these-requests"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,34 +43,12 @@ HOSTILE: tuple[Any, ...] = (
     *(1e308, float("nan"), float("inf"), float("-inf"), "", " ", "a", "0", "\0", "\x7f", "\u202e"),
     *(SURROGATE, f"a{SURROGATE}b", "\udfff\ud800", "😀" * 20, "ﷺ" * 30, "a\u0300" * 40, "\ufeff"),
     *([], {}, [[]], [{}], {"": ""}, {SURROGATE: SURROGATE}, [None], [SURROGATE], ["a"] * 300),
-    *(
-        [0] * 300,
-        [-1],
-        [10**9],
-        [1.5],
-        [True],
-        {"a": {"a": {"a": []}}},
-        "<|endoftext|>",
-        "{{ 1/0 }}",
-    ),
+    *([0] * 300, [-1], [10**9], [1.5], [True], {"a": {"a": []}}, "<|endoftext|>", "{{ 1/0 }}"),
     *("{% for i in range(10**9) %}x{% endfor %}", "/" * 3000, "%s%n%x", "'; DROP TABLE x; --"),
 )
 FIELDS = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop", "n", "echo"),
-    *("stop_token_ids", "ignore_eos", "priority", "prompt_logprobs", "response_format", "stream"),
-    *("structured_outputs", "stream_options", "messages", "max_completion_tokens", "logprobs"),
-    *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "prompt", "best_of", "user"),
-    *(
-        "cache_salt",
-        "guided_json",
-        "guided_regex",
-        "functions",
-        "suffix",
-        "chat_template",
-        "tokens",
-    ),
-    *("content", "add_special_tokens", "return_token_strs", "metadata", "json_schema", "bad_words"),
+    *(ChatRequest.model_fields | CompletionRequest.model_fields | UNSUPPORTED_FIELDS),
+    *("user", "metadata", "tokens", "content", "return_token_strs"),
 )
 # Bodies that are no JSON, or hardly.
 TEXTS: tuple[bytes, ...] = (
@@ -111,15 +91,8 @@ def request(
 def cases(count: int, seed: int) -> Iterator[Case]:
     """So many requests, the most expensive ones (`LARGE`) once each among them."""
     draw = random.Random(seed)
-    makers: list[tuple[Callable[[random.Random], Case], int]] = [
-        (valid, 15),
-        (mutated, 45),
-        (no_json, 8),
-        (odd_route, 10),
-        (odd_headers, 10),
-        (broken_framing, 15),
-    ]
-    kinds, weights = zip(*makers, strict=True)
+    kinds = (valid, mutated, no_json, odd_route, odd_headers, broken_framing)
+    weights = (15, 45, 8, 10, 10, 15)
     # Far apart, and none at the end.
     places = {round((number + 0.5) * count / len(LARGE)): make for number, make in enumerate(LARGE)}
     for number in range(count):
@@ -148,13 +121,11 @@ def body_for(draw: random.Random, path: str) -> dict[str, Any]:
     return body | ({"tools": [TOOL], "tool_choice": "auto"} if draw.random() < 0.3 else {})
 
 
-def blocks(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
-    return {"role": role, "content": [*parts]}
-
-
 # Valid bodies of other dialects, beside what all have.
 _ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
 _RESULT = {"type": "function_call_output", "call_id": "a", "output": "sunny"}
+_BEGUN = {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}
+_DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 _USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bern"}}
 _OLLAMA_CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
 _HELLO = [{"role": "user", "content": "Hello"}]
@@ -169,10 +140,10 @@ DIALECTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     MESSAGES: (
         {"messages": _HELLO},
-        {"messages": [*_HELLO, blocks({"type": "text", "text": "Once"}, role="assistant")]},
-        {"messages": [*_HELLO, blocks(_USE, role="assistant")]}
+        {"messages": [*_HELLO, _BEGUN]},
+        {"messages": [*_HELLO, {"role": "assistant", "content": [_USE]}]}
         | {"tools": [{"name": "weather", "input_schema": {}}], "tool_choice": {"type": "any"}},
-        {"messages": [blocks({"type": "tool_result", "tool_use_id": "a", "content": "sunny"})]},
+        {"messages": [{"role": "user", "content": [_DONE]}]},
     ),
     COUNT: ({"messages": _HELLO, "system": "Be brief."},),
     OLLAMA_CHAT: (

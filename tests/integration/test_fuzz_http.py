@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.http_cases import COMPLETIONS, KEY, LARGE, Case, cases
+from tests.helpers.http_cases import COMPLETIONS, KEY, Case, cases
 from tests.helpers.sandbox import Sandbox
 from tests.helpers.serving import Server
 from tests.helpers.stalls import Stalls, watching
@@ -165,16 +165,6 @@ def stalled(server: Server, stalls: Stalls, made: Fuzzed) -> list[tuple[float, C
 
 def told(items: list[Any]) -> str:
     return "\n".join([f"{len(items)}:", *map(str, items[:SHOWN])])
-
-
-@pytest.mark.long
-def test_cases_are_the_same_in_every_run() -> None:
-    first = [(case.name, case.sent[:1000]) for case in cases(COUNT, SEED)]
-    assert first == [(case.name, case.sent[:1000]) for case in cases(COUNT, SEED)]
-    assert len(first) == COUNT
-    names = [name for name, _ in first]
-    assert sum(name.startswith("large: ") for name in names) == len(LARGE)
-    assert len(set(names)) > COUNT / 2
 
 
 def test_no_request_gets_a_server_error(fuzzed: Fuzzed) -> None:

@@ -8,48 +8,28 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from tests.helpers.calling import HERMES, MISTRAL, WEATHER, calling
+from tests.helpers.calling import MISTRAL, WEATHER, calling
 from tests.helpers.scenes import Scene, play
 
 CHAT = "/v1/chat/completions"
 ARGUMENTS = '{"city": "Zürich {\\"}"}'
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Zürich?"}]
 ASKED: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER], "model": "demo"}
-# A template, its special tokens, what the model says, and what of it is the message.
-STORIES = {
-    "hermes": (
-        HERMES,
-        (),
-        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": '
-        + ARGUMENTS
-        + '}\n</tool_call><tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
-    ),
-    "mistral": (
-        MISTRAL,
-        ("[TOOL_CALLS]", "[ARGS]"),
-        f"I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[ARGS]{{}}",
-    ),
-}
+TEXT = f"I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[ARGS]{{}}"
 CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 
 
-@pytest.fixture(params=STORIES)
-def scripted(request: pytest.FixtureRequest, demo: ModelInfo) -> tuple[ModelInfo, list[int]]:
+@pytest.fixture
+def scripted(demo: ModelInfo) -> tuple[ModelInfo, list[int]]:
     """A model, and the tokens that it says."""
-    template, special, text = STORIES[request.param]
-    served = calling(demo, template, *special)
-    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    served = calling(demo, MISTRAL, "[TOOL_CALLS]", "[ARGS]")
+    ids = served.tokenizer.encode(TEXT, add_special_tokens=False)
     hidden = served.tokenizer.decode(ids, skip_special_tokens=True)
-    assert hidden == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
+    assert hidden == TEXT.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
     return served, ids
-
-
-def strictly(kind: type[BaseModel], data: Any) -> Any:
-    return kind.model_validate(data, strict=True, extra="forbid")
 
 
 async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
@@ -68,7 +48,9 @@ def test_whole_reply_has_tool_calls(
     async def story(scene: Scene) -> None:
         asking = asyncio.ensure_future(scene.http.post(CHAT, json=ASKED))
         await answer(scene, ids)
-        reply = strictly(ChatCompletion, (await asking).raise_for_status().json())
+        reply = ChatCompletion.model_validate(
+            (await asking).raise_for_status().json(), strict=True, extra="forbid"
+        )
         (choice,) = reply.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "I look."
@@ -89,11 +71,9 @@ def test_whole_reply_has_tool_calls(
 
 @pytest.mark.parametrize("without", [{"tools": []}, {"tool_choice": "none"}])
 def test_without_tools_a_call_is_text_without_special_tokens(
-    redis: EmbeddedRedis, demo: ModelInfo, without: dict[str, Any]
+    redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]], without: dict[str, Any]
 ) -> None:
-    template, special, text = STORIES["mistral"]
-    served = calling(demo, template, *special)
-    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    served, ids = scripted
 
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", CHAT, json=ASKED | {"stream": True} | without) as got:

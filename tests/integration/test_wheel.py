@@ -96,7 +96,7 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
         }
         assert tracked, f"{folder}/ is empty"
         assert tracked <= names
-    page = Path("pipespec") / "server" / "page"
+    page = Path("pipespec") / "extras" / "pages" / "page"
     shipped = {str(f.relative_to(ROOT)) for f in (ROOT / page).rglob("*") if f.is_file()}
     assert {f"{page}/index.html", f"{page}/uplot/uPlot.esm.js"} <= shipped <= names
     assert "pipespec/py.typed" in names, "type checkers would ignore the annotations"

@@ -13,13 +13,13 @@ from prometheus_client import Metric
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
-from pipespec.server.metric_definitions import OURS, VLLM, RequestMetrics, cluster_metrics
+from pipespec.server.metrics import OURS, VLLM, RequestMetrics, cluster_metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Written by `python -m tools.docs.metrics` from pipespec/server/metric_definitions.py. -->
+<!-- Written by `python -m tools.docs.metrics` from pipespec/server/metrics.py. -->
 
 `GET /metrics` of `pipespec serve` exports these in Prometheus' text format. Every metric has the
 labels `model_name` and `engine` besides those listed. Where the last column says *yes* the metric

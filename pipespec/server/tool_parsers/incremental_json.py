@@ -30,10 +30,26 @@ def next_nonblank() -> Characters[str]:
 
 
 def expect(characters: str) -> Characters[None]:
-    """Exactly these characters."""
     for expected in characters:
         if (yield) != expected:
             raise NotAToolCall
+
+
+def expect_next(characters: str) -> Characters[None]:
+    """Exactly these characters, after whitespace."""
+    if (yield from next_nonblank()) != characters[0]:
+        raise NotAToolCall
+    yield from expect(characters[1:])
+
+
+def word(first: str, letters: str) -> Characters[tuple[str, str]]:
+    """A word of these letters that begins with `first`, and the character that follows it,
+    whitespace aside."""
+    read, after = "", first
+    while after in letters:
+        read += after
+        after = yield
+    return read, (yield from next_nonblank()) if after in BLANKS else after
 
 
 def until(end: str) -> Characters[str]:
@@ -64,10 +80,8 @@ def string() -> Characters[str]:
 
 
 def container(opening: str, keep: Callable[[str], None]) -> Characters[None]:
-    """A JSON object or list, after its first bracket. Each character goes to `keep`.
-
-    Only brackets and strings are checked; the client parses the JSON.
-    """
+    """A JSON object or list, after its first bracket. Each character goes to `keep`. Only brackets
+    and strings are checked; the client parses the JSON."""
     keep(opening)
     awaited, quoted, escaped = [CLOSING[opening]], False, False
     while awaited:
@@ -86,18 +100,12 @@ def container(opening: str, keep: Callable[[str], None]) -> Characters[None]:
 
 def value(first: str) -> Characters[str]:
     """Any JSON value that begins with `first`; the character that follows it, whitespace aside."""
+    if first in SCALAR:
+        return (yield from word(first, SCALAR))[1]
     if first in CLOSING:
-        yield from container(first, _drop)
+        yield from container(first, lambda _: None)
     elif first == '"':
         yield from string()
-    elif first in SCALAR:
-        while (character := (yield)) in SCALAR:
-            pass
-        return (yield from next_nonblank()) if character in BLANKS else character
     else:
         raise NotAToolCall
     return (yield from next_nonblank())
-
-
-def _drop(_: str) -> None:
-    pass

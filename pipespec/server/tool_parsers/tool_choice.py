@@ -10,24 +10,18 @@ from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Message, NamedTool, Tool, ToolsChoice
 from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_format import OutputConstraint, tool_calls_constraint
-from pipespec.server.tool_parsers.parser_families import (
-    FAMILIES,
-    ParserFamily,
-    family_for_template,
-    forced_json_family,
-)
+from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
+from pipespec.server.tool_parsers.tool_parser import ToolParser
 from pipespec.system.validation import shown
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls are parsed out of an answer; one at most unless `parallel`.
+    """How calls are parsed out of an answer, one at most unless `parallel`; `family` makes their
+    ids. With `named` the client chose the function. `strings` are parameters that are texts."""
 
-    With `named` the client chose the function. `strings` are the parameters that are texts, by
-    function.
-    """
-
-    family: ParserFamily
+    parser: type[ToolParser]
+    family: type[ToolParser]
     parallel: bool
     named: bool = False
     strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -65,13 +59,14 @@ def tool_use_of(
     ApiError."""
     name = parser or family_for_template(served.tokenizer.chat_template or "")
     parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
+    family = ToolParser if name is None else FAMILIES[name]
     if isinstance(choice, NamedTool):
         required = [tool for tool in offered if tool.function.name == choice.function.name]
-        use = ToolUse(forced_json_family(name), False, named=True)
+        use = ToolUse(ForcedJson, family, False, named=True)
         return use, tool_calls_constraint(required, 1)
     mode = choice.allowed_tools.mode if isinstance(choice, ToolsChoice) else choice
     if mode == "required":
-        use = ToolUse(forced_json_family(name), parallel)
+        use = ToolUse(ForcedJson, family, parallel)
         return use, tool_calls_constraint(offered, None if parallel else 1)
     if name is None:
         raise invalid_field(
@@ -80,7 +75,7 @@ def tool_use_of(
             f"call; forms that are known: {', '.join(FAMILIES)}.",
             "unsupported_field",
         )
-    return ToolUse(FAMILIES[name], parallel, strings=string_parameters(offered)), None
+    return ToolUse(family, family, parallel, strings=string_parameters(offered)), None
 
 
 def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:

@@ -49,31 +49,16 @@ def test_anthropic_package_reads_messages_whole_and_streamed(
     told = claude.messages.create(system="Be kind.", extra_body=GREEDY, **ASKED)
     with claude.messages.stream(system="Be kind.", extra_body=GREEDY, **ASKED) as stream:
         text = "".join(stream.text_stream)
-        streamed = stream.get_final_message()
     (block,) = told.content
     assert block.type == "text" and block.text == text
     assert (told.stop_reason, told.usage.output_tokens) == ("max_tokens", 24)
-    assert streamed.content[0].text == text  # type: ignore[union-attr]
-    assert streamed.usage.output_tokens == 24
     # The same as OpenAI's interface has.
-    chat = server.http.post(
-        "/v1/chat/completions",
-        json={
-            "messages": [{"role": "system", "content": "Be kind."}, *HELLO],
-            "max_tokens": 24,
-            "temperature": 0,
-        },
-    ).json()
+    messages = [{"role": "system", "content": "Be kind."}, *HELLO]
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+    chat = server.http.post("/v1/chat/completions", json=body).json()
     assert chat["choices"][0]["message"]["content"] == text
     counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, system="Be kind.")  # type: ignore[arg-type]
     assert counted.input_tokens == chat["usage"]["prompt_tokens"]
-    usage = told.usage
-    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    word = text.split()[2]
-    ended = claude.messages.create(
-        system="Be kind.", stop_sequences=[word], extra_body=GREEDY, **ASKED
-    )
-    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", word)
 
 
 # --- OpenAI's responses -----------------------------------------------------------------------
@@ -83,13 +68,9 @@ def test_openai_package_reads_responses_whole_and_streamed(gpt: openai.OpenAI) -
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
     asked |= {"input": "Tell me a story", "instructions": "Be kind."}
     told = gpt.responses.create(**asked)
-    assert (told.status, told.usage.output_tokens) == ("incomplete", 24)  # type: ignore[union-attr]
-    text = ""
-    for event in gpt.responses.create(stream=True, **asked):
-        if event.type == "response.output_text.delta":
-            text += event.delta
-    assert event.type == "response.incomplete" and event.response.output_text == text
-    assert told.output_text == text
+    events = [*gpt.responses.create(stream=True, **asked)]
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert told.output_text == text == events[-1].response.output_text
 
 
 def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
@@ -122,20 +103,14 @@ def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
 # --- Ollama -----------------------------------------------------------------------------------
 
 
-def test_ollama_package_reads_answers_whole_and_streamed(
-    server: Server, llama: ollama.Client
-) -> None:
+def test_ollama_package_reads_answers_whole_and_streamed(llama: ollama.Client) -> None:
     options = {"temperature": 0, "num_predict": 24}
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "options": options}
     told = llama.chat(**asked)
     assert (told.done_reason, told.eval_count) == ("length", 24)
     pieces = [*llama.chat(stream=True, **asked)]
     assert "".join(piece.message.content or "" for piece in pieces) == told.message.content
-    assert [piece.done for piece in pieces][-2:] == [False, True]
     made = llama.generate(model=MODEL, prompt=HELLO[0]["content"], options=options)
     assert made.response == told.message.content
-    raw = llama.generate(model=MODEL, prompt="Once upon a time", raw=True, options=options)
-    body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
-    same = server.http.post("/v1/completions", json=body).json()
-    assert raw.response == same["choices"][0]["text"]
     assert (llama.show(MODEL).modelinfo or {})["pipespec.context_length"] == 1024
+    assert [each.model for each in llama.list().models] == [MODEL]

@@ -101,45 +101,76 @@ class Read:
     def has(self, name: str) -> bool:
         return any(sample.name == name for f in self.families.values() for sample in f.samples)
 
-    def kind(self, name: str) -> str:
-        return self.families[name].type
+
+def kind(self, name: str) -> str:
+    return self.families[name].type
 
 
-def test_cluster_metrics_are_exported_under_both_prefixes() -> None:
+# By name with its labels; `per_pos` and the like have those of their kind.
+SHARED = {
+    ("num_requests_running",): 3,
+    ("num_requests_waiting",): 3,
+    ("kv_cache_usage_perc",): 0.25,
+    ("cache_config_info", "block_size", "1", "num_gpu_blocks", "200"): 1,
+    ("num_preemptions_total",): 1,
+    ("prefix_cache_queries_total",): 40,
+    ("prefix_cache_hits_total",): 30,
+    ("spec_decode_num_drafts_total",): 4,
+    ("spec_decode_num_draft_tokens_total",): 12,
+    ("spec_decode_num_accepted_tokens_total",): 44,
+    ("spec_decode_num_accepted_tokens_per_pos_total", "position", "0"): 43,
+    ("spec_decode_num_accepted_tokens_per_pos_total", "position", "2"): 1,
+    ("iteration_tokens_total_count",): 110,
+    ("iteration_tokens_total_sum",): 33 + 66,
+    ("iteration_tokens_total_bucket", "le", "1.0"): 5,
+    ("iteration_tokens_total_bucket", "le", "2.0"): 105,
+    ("iteration_tokens_total_bucket", "le", "4.0"): 109,
+    ("iteration_tokens_total_bucket", "le", "4096.0"): 109,
+    ("iteration_tokens_total_bucket", "le", "+Inf"): 110,
+}
+OWN = {
+    ("cluster_up",): 1,
+    ("epoch",): 5,
+    ("ranks",): 3,
+    ("kv_slots",): 200,
+    ("kv_slots_held",): 50,
+    ("kv_slots_retained",): 90,
+    ("steps_total",): 110,
+    ("decided_tokens_total",): 66,
+    ("rows_total", "kind", "decided"): 2,
+    ("rows_total", "kind", "prompt"): 33,
+    ("rows_total", "kind", "draft"): 12,
+    ("draft_rows_total", "depth", "2"): 4,
+    ("draft_hits_total", "depth", "1"): 43,
+    ("stage_busy_share", "stage", "1"): 0.75,
+    ("stage_busy_share", "stage", "2"): 0.25,
+    ("stage_busy_seconds_total", "stage", "1"): 10,
+    ("stage_active_seconds_total", "stage", "2"): 4,
+    ("stage_receive_seconds_total", "stage", "1"): 0.1,
+    ("stage_send_seconds_total", "stage", "1"): 0.01,
+    ("faults_total", "kind", "worker_ended"): 2,
+    ("faults_total", "kind", "redis_gone"): 0,
+    ("recovery_seconds_sum",): 5,
+    ("recovery_seconds_count",): 2,
+    ("resumption_seconds_count",): 0,
+}
+
+
+def test_cluster_metrics_are_exported_under_their_prefixes() -> None:
     read = Read(Metrics("m").prometheus_text(SEEN))
-    for prefix in ("pipespec_", "vllm:"):
-        value_of = lambda name, prefix=prefix, **labels: read.value(prefix + name, **labels)  # noqa: E731
-        assert (value_of("num_requests_running"), value_of("num_requests_waiting")) == (3, 3)
-        assert value_of("kv_cache_usage_perc") == 0.25
-        assert value_of("cache_config_info", block_size="1", num_gpu_blocks="200") == 1
-        assert value_of("num_preemptions_total") == 1
-        assert value_of("prefix_cache_queries_total") == 40
-        assert value_of("prefix_cache_hits_total") == 30
-        assert value_of("spec_decode_num_drafts_total") == 4
-        assert value_of("spec_decode_num_draft_tokens_total") == 12
-        assert value_of("spec_decode_num_accepted_tokens_total") == 44
-        by_position = "spec_decode_num_accepted_tokens_per_pos_total"
-        assert value_of(by_position, position="0") == 43
-        assert value_of(by_position, position="2") == 1
-        assert read.kind(f"{prefix}num_preemptions") == "counter"
-        assert read.kind(f"{prefix}iteration_tokens_total") == "histogram"
-        assert value_of("iteration_tokens_total_count") == 110
-        assert value_of("iteration_tokens_total_sum") == 33 + 66
-        sizes = [("1.0", 5), ("2.0", 105), ("4.0", 109), ("4096.0", 109), ("+Inf", 110)]
-        for most, steps in sizes:
-            assert value_of("iteration_tokens_total_bucket", le=most) == steps
-    assert read.value("pipespec_cluster_up") == 1
-    assert (read.value("pipespec_epoch"), read.value("pipespec_ranks")) == (5, 3)
-    assert (read.value("pipespec_kv_slots"), read.value("pipespec_kv_slots_held")) == (200, 50)
-    assert read.value("pipespec_kv_slots_retained") == 90
-    assert read.value("pipespec_steps_total") == 110
-    assert read.value("pipespec_decided_tokens_total") == 66
-    rows = [read.value("pipespec_rows_total", kind=k) for k in ("decided", "prompt", "draft")]
-    assert rows == [2, 33, 12]
-    assert read.value("pipespec_draft_rows_total", depth="2") == 4
-    assert read.value("pipespec_draft_hits_total", depth="1") == 43
-    assert not read.has("vllm:draft_hits_total")
-    assert not read.has("pipespec_mid_scored_total")
+    rows = [(prefix, SHARED) for prefix in ("pipespec_", "vllm:")] + [("pipespec_", OWN)]
+    for prefix, expected in rows:
+        for (name, *pairs), value in expected.items():
+            labels = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            assert read.value(prefix + name, **labels) == pytest.approx(value), name
+    kinds = {"num_preemptions": "counter", "iteration_tokens_total": "histogram"}
+    kinds["recovery_seconds"] = "summary"
+    assert {name: read.families[f"pipespec_{name}"].type for name in kinds} == kinds
+    graphs = {"attention": "triton", "graph_rows": "16,64", "compiled": "false"}
+    assert read.value("pipespec_rank_info", rank="1", **graphs) == 1
+    plain = {"attention": "sdpa", "graph_rows": "", "compiled": "true"}
+    assert read.value("pipespec_rank_info", rank="2", **plain) == 1
+    assert not read.has("vllm:draft_hits_total") and not read.has("pipespec_mid_scored_total")
 
 
 def test_cascade_exports_metrics_of_its_mid_size_model() -> None:
@@ -147,26 +178,6 @@ def test_cascade_exports_metrics_of_its_mid_size_model() -> None:
     read = Read(Metrics("m").prometheus_text(replace(SEEN, counts=counts)))
     assert read.value("pipespec_mid_passes_total") == 2
     assert read.value("pipespec_mid_scored_total") == 90
-
-
-def test_metrics_of_stages_and_of_the_launcher_are_exported() -> None:
-    read = Read(Metrics("m").prometheus_text(SEEN))
-    assert read.value("pipespec_stage_busy_share", stage="1") == 0.75
-    assert read.value("pipespec_stage_busy_share", stage="2") == 0.25
-    assert read.value("pipespec_stage_busy_seconds_total", stage="1") == pytest.approx(10)
-    assert read.value("pipespec_stage_active_seconds_total", stage="2") == pytest.approx(4)
-    assert read.value("pipespec_stage_receive_seconds_total", stage="1") == pytest.approx(0.1)
-    assert read.value("pipespec_stage_send_seconds_total", stage="1") == pytest.approx(0.01)
-    assert read.value("pipespec_faults_total", kind="worker_ended") == 2
-    graphs = {"attention": "triton", "graph_rows": "16,64", "compiled": "false"}
-    assert read.value("pipespec_rank_info", rank="1", **graphs) == 1
-    plain = {"attention": "sdpa", "graph_rows": "", "compiled": "true"}
-    assert read.value("pipespec_rank_info", rank="2", **plain) == 1
-    assert read.value("pipespec_faults_total", kind="redis_gone") == 0
-    assert read.kind("pipespec_recovery_seconds") == "summary"
-    assert read.value("pipespec_recovery_seconds_sum") == 5
-    assert read.value("pipespec_recovery_seconds_count") == 2
-    assert read.value("pipespec_resumption_seconds_count") == 0
 
 
 def test_unknown_values_are_left_out() -> None:
@@ -219,27 +230,26 @@ def test_times_of_a_request_add_up() -> None:
     third.finished("abort")
     fourth.finished("abort")
     read = Read(metrics.prometheus_text(None))
+    sums = {
+        "time_to_first_token_seconds": (2, 10),
+        "inter_token_latency_seconds": (3, 3),
+        "request_queue_time_seconds": (1, 1),
+        "request_prefill_time_seconds": (1, 4),
+        "request_decode_time_seconds": (2, 6),
+        "request_inference_time_seconds": (1, 4 + 3),
+        "e2e_request_latency_seconds": (4, 32),
+        "request_prompt_tokens": (2, 5),
+        "request_generation_tokens": (4, 6),
+        "request_params_n": (1, 2),
+        "request_params_max_tokens": (2, 23),
+    }
     for prefix in ("pipespec_", "vllm:"):
-
-        def summed(name: str, prefix: str = prefix) -> tuple[float, float]:
-            return read.value(f"{prefix}{name}_count"), read.value(f"{prefix}{name}_sum")
-
-        assert summed("time_to_first_token_seconds") == (2, 10)
-        assert summed("inter_token_latency_seconds") == (3, 3)
-        assert summed("request_queue_time_seconds") == (1, 1)
-        assert summed("request_prefill_time_seconds") == (1, 4)
-        assert summed("request_decode_time_seconds") == (2, 6)
-        assert summed("request_inference_time_seconds") == (1, 4 + 3)
-        assert summed("e2e_request_latency_seconds") == (4, 32)
-        assert summed("request_prompt_tokens") == (2, 5)
-        assert summed("request_generation_tokens") == (4, 6)
-        assert summed("request_params_n") == (1, 2)
-        assert summed("request_params_max_tokens") == (2, 23)
+        for name, counted in sums.items():
+            found = [read.value(f"{prefix}{name}_{part}") for part in ("count", "sum")]
+            assert (*found,) == counted, name
         assert read.value(f"{prefix}prompt_tokens_total") == 5
         assert read.value(f"{prefix}generation_tokens_total") == 6
-        reasons = [
-            read.value(f"{prefix}request_success_total", finished_reason=reason)
-            for reason in ("stop", "length", "abort")
-        ]
-        assert reasons == [1, 1, 2]
+        for reason, count in (("stop", 1), ("length", 1), ("abort", 2)):
+            name = f"{prefix}request_success_total"
+            assert read.value(name, finished_reason=reason) == count
     assert metrics.unfinished == 0

@@ -3,7 +3,6 @@ begin after it."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
-from pipespec.server.answer_blocks import AnswerBlocks
 from pipespec.server.api_errors import ApiError
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
-from pipespec.server.tool_parsers.parser_families import FAMILIES
+from pipespec.server.reply_format import AnswerBlocks
+from pipespec.server.tool_parsers.families import FAMILIES
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER, calling, fits
@@ -84,7 +83,7 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
 def split(family: Family, begun: bool, pieces: list[str]) -> tuple[str, str, list[str]]:
     """The reasoning, the text and the calls of an answer that comes in pieces."""
     tools = FAMILIES["openai" if family == "gpt_oss" else "hermes"]
-    answer = AnswerBlocks(ToolUse(tools, True), ReasoningUse(family, begun))
+    answer = AnswerBlocks(ToolUse(tools, tools, True), ReasoningUse(family, begun))
     shown = {"reasoning": "", "text": "", "call": ""}
     for number, piece in enumerate(pieces, 1):
         for delta in answer.push(piece, last=number == len(pieces)):
@@ -226,7 +225,6 @@ def test_chats_have_reasoning_content(demo: ModelInfo) -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm, so.", "I look.")
     assert message["tool_calls"][0]["function"]["name"] == "f"
     assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    deltas = [chunk["choices"][0]["delta"] for chunk in dialects.chunks(events[:-1])]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, so."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."

@@ -15,9 +15,9 @@ from pipespec.client.registry import RunningCluster
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.openai_format import DONE, ChatFormat, CompletionFormat
+from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest, CompletionRequest
-from pipespec.server.response_stream import OutputDelta
 from pipespec.text import token_text
 from tests.helpers import dialects
 
@@ -184,7 +184,7 @@ def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running: Runn
     assert logprobs["top_logprobs"] == [{"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}]
 
     other = ChatFormat(chat(running, logprobs=True, top_logprobs=1), tokenizer, "demo")
-    chunk, end = other.chunks(piece)
+    chunk, end = dialects.chunks(other.events(piece))
     content = chunk["choices"][0]["logprobs"]["content"]
     assert [token["bytes"] for token in content] == [[0xC3], [0xA9]]
     assert chunk["choices"][0]["delta"] == {"content": "é"}
@@ -219,13 +219,12 @@ def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running: Runni
     shape = CompletionFormat(
         completion(running, prompt=[5, 6], echo=True, logprobs=1), tokenizer, "demo"
     )
-    assert not [*shape.first_chunks()]
-    (shown,) = shape.chunks(OutputDelta(0, "", prompt_logprobs=(scores,)))
+    assert not [*shape.first_events()]
+    (shown,) = dialects.chunks(shape.events(OutputDelta(0, "", prompt_logprobs=(scores,))))
     assert shown["choices"][0]["text"] == tokenizer.decode([5, 6])
     assert shown["choices"][0]["logprobs"]["token_logprobs"] == [None, -3.0]
-    (alone,) = CompletionFormat(
-        completion(running, prompt=[5], echo=True, logprobs=1), tokenizer, "demo"
-    ).first_chunks()
+    ask = completion(running, prompt=[5], echo=True, logprobs=1)
+    (alone,) = dialects.chunks(CompletionFormat(ask, tokenizer, "demo").first_events())
     assert alone["choices"][0]["logprobs"]["token_logprobs"] == [None]
 
 
@@ -248,9 +247,9 @@ def test_token_ids_and_fingerprint_are_reported(
         OutputDelta(0, "", finish_reason="stop"),
     ]
     stream = kind(ask, running.served.tokenizer, "demo", **options)
-    chunks = [*stream.first_chunks()]
+    chunks = dialects.chunks(stream.first_events())
     for piece in pieces:
-        chunks += stream.chunks(piece)
+        chunks += dialects.chunks(stream.events(piece))
     assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp_1"}
     ids = [id_ for chunk in chunks for id_ in chunk["choices"][0].get("token_ids", ())]
     assert ids == [5, 6, 7]
@@ -282,12 +281,27 @@ def test_cached_tokens_count_once_for_a_prompt_with_several_answers(
     assert shape.usage["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_stream_keeps_no_text_that_it_has_sent(
+    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
+) -> None:
+    ask = chat(running) if kind is ChatFormat else completion(running)
+    shape = kind(ask, running.served.tokenizer, "demo")
+    texts = ("a\n", '"\0é\u2028', "<b>")
+    deltas = [OutputDelta(0, text, (5,)) for text in texts]
+    sent = dialects.chunks([*shape.first_events(), *(e for d in deltas for e in shape.events(d))])
+    (*_, first, second, third) = (chunk["choices"][0] for chunk in sent)
+    found = [each.get("text") or each["delta"]["content"] for each in (first, second, third)]
+    assert found == [*texts]
+    assert shape.answers[0].text_of("text") == ""
+
+
 def test_usage_is_reported_at_the_end_or_in_every_chunk(running: RunningCluster) -> None:
     ask = chat(running)
     for continuous in (False, True):
         shape = ChatFormat(ask, running.served.tokenizer, "demo", usage=True, continuous=continuous)
         first, second = (
-            next(iter(shape.chunks(OutputDelta(0, text, ids))))["usage"]
+            dialects.chunks(shape.events(OutputDelta(0, text, ids)))[0]["usage"]
             for text, ids in (("a", (5,)), ("b", (6, 7)))
         )
         sent, _done = shape.last_events()

@@ -17,9 +17,9 @@ from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
 from pipespec.server.chat_prompt import render_chat
 from pipespec.server.message_schema import Tool
 from pipespec.server.openai_format import ChatFormat
+from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest
-from pipespec.server.response_stream import OutputDelta
 from pipespec.server.tool_parsers.tool_choice import string_parameters
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, WEATHER, calling, fits
@@ -197,7 +197,7 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     ask = chat(running, logprobs=True)
     shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
     end = OutputDelta(0, "", finish_reason="stop")
-    chunks = [chunk for piece in (*pieces, end) for chunk in shape.chunks(piece)]
+    chunks = dialects.chunks(e for piece in (*pieces, end) for e in shape.events(piece))
     for piece in (*pieces, end):
         whole.add(piece)
     reply = whole.response().model_dump()

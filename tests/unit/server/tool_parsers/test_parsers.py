@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta, merge_deltas
-from pipespec.server.tool_parsers.parser_families import (
+from pipespec.server.tool_parsers.families import (
     FAMILIES,
+    ForcedJson,
     family_for_template,
-    forced_json_family,
 )
+from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta, merge_deltas
 
 Call = tuple[str, str]
-PARSERS = {**FAMILIES, "required": forced_json_family(None)}
+PARSERS = {**FAMILIES, "required": ForcedJson}
 # Brackets, braces, quotes and markers within strings; letters beyond ASCII; all kinds of values.
 HARD = (
     r'{"a": {"b": [1, -2.5e3, {"c": null}], "d": true}, "e": "}] \"quoted\" \\", '
@@ -279,7 +279,7 @@ CASES = [*CANNED, *((family, text, text, []) for family, text in BROKEN)]
 
 
 def read(family: str, pieces: list[str]) -> list[ParsedDelta]:
-    parser = PARSERS[family].parser({"g": frozenset(("text",)), "g.h": frozenset(("text",))})
+    parser = PARSERS[family]({"g": frozenset(("text",)), "g.h": frozenset(("text",))})
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return merge_deltas([*deltas, *parser.finish()])
 
@@ -401,7 +401,7 @@ SOON: list[tuple[str, list[tuple[str, list[ParsedDelta]]]]] = [
 def test_text_is_returned_as_soon_as_it_is_certain(
     family: str, story: list[tuple[str, list[ParsedDelta]]]
 ) -> None:
-    parser = FAMILIES[family].parser()
+    parser = FAMILIES[family]()
     for piece, expected in story:
         assert parser.push(piece) == expected
     assert parser.finish() == []

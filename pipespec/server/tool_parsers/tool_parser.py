@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import json
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -36,19 +37,30 @@ class CallDelta:
 ParsedDelta = str | CallDelta
 
 
-class ToolParser(ABC):
+class ToolParser:
     """Parses one answer, character by character, and never takes back what it has returned.
 
     Text that begins like a call is held back until its name and the beginning of its arguments are
-    known. Then it is a call, and its arguments are returned as they arrive, in the model's own
-    spelling. Text that turns out to be no call is returned as text. Each character is looked at
-    once or twice.
+    known, and is returned as text if it turns out to be none. Arguments are returned as they
+    arrive, in the model's own spelling. Each character is looked at once or twice.
     """
 
     # Texts that begin a call, none of which begins another.
-    markers: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]] = ()
     # Texts that are dropped where they follow a call.
     closers: ClassVar[tuple[str, ...]] = ()
+    # Texts of the format that are special tokens in some vocabularies; by default those above.
+    special: ClassVar[tuple[str, ...]] = ()
+
+    # Makes an id of the call of this name and number that the model's template accepts when the
+    # client sends it back.
+    new_id: ClassVar[staticmethod[[str, int], str]] = staticmethod(
+        lambda name, number: f"call_{secrets.token_hex(12)}"
+    )
+
+    def __init_subclass__(cls) -> None:
+        if "special" not in vars(cls):
+            cls.special = (*cls.markers, *cls.closers)
 
     def __init__(self, strings: Mapping[str, frozenset[str]] | None = None) -> None:
         """`strings`: the parameters that are texts, by function, for families that do not write
@@ -56,12 +68,14 @@ class ToolParser(ABC):
         self.strings = strings or {}
         self._deltas: list[ParsedDelta] = []
         self._num_calls = 0
+        self.name = ""  # of the last call
+        self._num_arguments = 0  # of it, where they are returned one by one
         self._prefix = ""  # perhaps the beginning of a marker or a closer
         self._blank = ""  # whitespace that is returned if text follows
         self._after_call = False  # whether only whitespace has come since the last call
         self._call: Characters[None] | None = None  # parses what may be a call
         self._pending: list[str] = []  # what it was sent, and has not been returned
-        self._undecided = False  # whether it may still turn out to be text
+        self.undecided = False  # whether it may still turn out to be text
 
     def push(self, text: str) -> list[ParsedDelta]:
         """Parse the next part of the text; what is certain now."""
@@ -74,22 +88,22 @@ class ToolParser(ABC):
         closing = self._after_call and any(text.startswith(self._prefix) for text in self.closers)
         if self._call is None and not closing:
             self._add_text(self._prefix)
-        elif self._undecided:
+        elif self.undecided:
             self._add_text("".join(self._pending))
         if not self._after_call:
             self._deltas.append(self._blank)
         return self._take()
 
-    @abstractmethod
+    # --- for the families ---------------------------------------------------------------------
+
     def read(self, marker: str) -> Characters[None]:
         """Parse what follows a marker. Raises NotAToolCall."""
-
-    # --- for the families ---------------------------------------------------------------------
+        raise NotImplementedError
 
     def call(self) -> Characters[None]:
         """Parse an object with a name and arguments, after its first bracket; it is a call as soon
         as both are known."""
-        self._undecided = True
+        self.undecided = True
         name: str | None = None
         early: list[str] = []  # arguments that came before the name
         known = False
@@ -145,13 +159,20 @@ class ToolParser(ABC):
         yield from container("{", self._add_arguments)
 
     def begin(self, name: str) -> None:
-        """Return the name: it is a call."""
         if not name or not is_whole(name):
             raise NotAToolCall
-        self._blank = ""
+        self._blank, self.name, self._num_arguments = "", name, 0
         self._deltas.append(CallDelta(self._num_calls, name))
         self._num_calls += 1
-        self._undecided = False
+        self.undecided = False
+
+    def add_argument(self, key: str, value: str) -> None:
+        before = ", " if self._num_arguments else "{"
+        self._num_arguments += 1
+        self._add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+
+    def end_arguments(self) -> None:
+        self._add_arguments("}" if self._num_arguments else "{}")
 
     def _add_arguments(self, text: str) -> None:
         self._deltas.append(CallDelta(self._num_calls - 1, arguments=text))
@@ -170,13 +191,12 @@ class ToolParser(ABC):
             self._call, self._after_call = None, True
         except NotAToolCall:
             self._call = None
-            self._after_call = self._after_call or not self._undecided
+            self._after_call = self._after_call or not self.undecided
             # The last character may begin the next call.
             self._add_text("".join(self._pending[:-1]))
             self._find_marker(character)
 
     def _find_marker(self, character: str) -> None:
-        """Look for a marker in text."""
         self._prefix += character
         texts = (*self.markers, *(self.closers if self._after_call else ()))
         while self._prefix and not any(text.startswith(self._prefix) for text in texts):
@@ -184,7 +204,7 @@ class ToolParser(ABC):
             self._prefix = self._prefix[1:]
         if self._prefix in self.markers:
             marker, self._prefix = self._prefix, ""
-            self._pending, self._undecided = [marker], True
+            self._pending, self.undecided = [marker], True
             self._call = self.read(marker)
             next(self._call)
         elif self._prefix in self.closers:

@@ -1,7 +1,11 @@
-"""Ollama's routes: requests and replies. Streams are lines of JSON."""
+"""Ollama's routes: requests and replies. Streams are lines of JSON.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from abc import abstractmethod
@@ -9,28 +13,23 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.extras.dialects.translation import call_of, schema_format
 from pipespec.limits import MAX_COUNT
 from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
-from pipespec.server.answer_blocks import Block, BlockDelta, arguments_of
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.dialects.translation import (
-    DialectBody,
-    Messages,
-    Translation,
-    call_of,
-    schema_format,
-)
-from pipespec.server.message_schema import RequestModel, Tools
+from pipespec.server.app import failures
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
+from pipespec.server.message_schema import TEXT_PART, RequestModel, Tools
 from pipespec.server.openai_format import scored_tokens, token_logprob
+from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, arguments_of
 from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
 from pipespec.server.response_schema import OMIT_NONE
-from pipespec.server.response_stream import OutputDelta, ReplyFormat
-from pipespec.text import Tokenizer
 from pipespec.timing.clock import monotonic_ns
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
@@ -50,8 +49,6 @@ class ModelDetails(BaseModel):
 
 
 class ListedModel(BaseModel):
-    """A served name."""
-
     name: str
     model: str
     modified_at: str
@@ -59,14 +56,10 @@ class ListedModel(BaseModel):
 
 
 class TagsReply(BaseModel):
-    """The reply of GET /api/tags."""
-
     models: list[ListedModel]
 
 
 class ShowReply(BaseModel):
-    """The reply of POST /api/show."""
-
     template: str
     parameters: str = ""
     details: ModelDetails
@@ -81,38 +74,30 @@ class ShowRequest(DialectBody):
 
     model: Annotated[str, Field(min_length=1)]
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         return Translation({"model": self.model}, reply=_show_reply)
 
 
 def tags_reply(names: Sequence[str], started: float) -> TagsReply:
-    """The served names; the cluster has started at this time."""
-    modified = rfc3339(started)
-    return TagsReply(
-        models=[
-            ListedModel(name=name, model=name, modified_at=modified, details=ModelDetails())
-            for name in names
-        ]
-    )
+    at, details = rfc3339(started), ModelDetails()
+    listed = [ListedModel(name=n, model=n, modified_at=at, details=details) for n in names]
+    return TagsReply(models=listed)
 
 
 def _show_reply(served: ModelInfo) -> bytes:
     template = served.tokenizer.chat_template or ""
     able = {"tools": "tools" in template, "thinking": reasoning_use(template, "") is not None}
+    known = {"general.architecture": ARCHITECTURE}
     reply = ShowReply(
         template=template,
         details=ModelDetails(),
-        model_info={
-            "general.architecture": ARCHITECTURE,
-            f"{ARCHITECTURE}.context_length": served.context,
-        },
+        model_info=known | {f"{ARCHITECTURE}.context_length": served.context},
         capabilities=["completion", *(name for name, is_able in able.items() if is_able)],
     )
     return reply.model_dump_json().encode()
 
 
 def rfc3339(seconds: float) -> str:
-    """A time since 1970 as Ollama writes it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -135,8 +120,6 @@ REFUSED_OPTIONS: Refused = {
 
 
 class OllamaOptions(RequestModel):
-    """How tokens are drawn, and when the answer ends."""
-
     temperature: Annotated[FiniteFloat | None, Field(ge=0)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
     top_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
@@ -150,21 +133,15 @@ class OllamaOptions(RequestModel):
 
 
 class CalledFunction(RequestModel):
-    """The function that was called."""
-
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaCall(RequestModel):
-    """A call in an earlier message of the model."""
-
     function: CalledFunction
 
 
 class OllamaMessage(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -175,14 +152,12 @@ class OllamaMessage(RequestModel):
     @model_validator(mode="after")
     def _fits(self) -> OllamaMessage:
         if self.images:
-            raise ValueError(
-                "has images, but they are not read: of a multimodal model the text part alone is "
-                "loaded"
-            )
+            raise ValueError(f"has images, but they are not read{TEXT_PART}")
         return self
 
 
-IGNORED = frozenset(("keep_alive",))
+# Options that have our names.
+SAME_OPTIONS = ("temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
 REFUSED: Refused = {
     "template": (FIXED, ()),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
@@ -197,20 +172,12 @@ NAMES = {
     "response_format": "format",
     "repetition_penalty": "options.repeat_penalty",
     "reasoning_effort": "think",
-    **{
-        name: f"options.{name}"
-        for name in (
-            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
-            *("presence_penalty", "frequency_penalty"),
-        )
-    },
+    **{name: f"options.{name}" for name in (*SAME_OPTIONS, "top_p", "stop")},
 }
 
 
 class OllamaRequest(DialectBody):
-    """The fields that both kinds of requests share. A reply is a stream unless it is declined."""
-
-    ignored, refused, names = IGNORED, REFUSED, NAMES
+    ignored, refused, names = frozenset(("keep_alive",)), REFUSED, NAMES
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
@@ -227,7 +194,7 @@ class OllamaChatRequest(OllamaRequest):
     messages: list[OllamaMessage] | None = None
     tools: Tools = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         if not self.messages:
             return _load_reply(self.model, {"message": {"role": "assistant", "content": ""}})
         fields = shared_fields(self) | chat_only_fields(self)
@@ -243,7 +210,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
+    def translate(self, kept: bytes) -> Translation:
         if not self.prompt:
             return _load_reply(self.model, {"response": ""})
         fields = shared_fields(self)
@@ -252,9 +219,8 @@ class OllamaGenerateRequest(OllamaRequest):
             fields |= {"messages": [*system, {"role": "user", "content": self.prompt}]}
             fields |= chat_only_fields(self)
         elif self.system:
-            raise invalid_field(
-                "system", "system is given, but raw is true, so no template is used; leave one out."
-            )
+            why = "system is given, but raw is true, so no template is used; leave one out."
+            raise invalid_field("system", why)
         else:
             fields["prompt"] = self.prompt
             fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
@@ -272,15 +238,11 @@ def shared_fields(body: OllamaRequest) -> dict[str, Any]:
     except ApiError as error:
         name = f"options.{error.param}"
         raise invalid_field(name, f"options.{error.message}", error.code) from None
-    names = ("temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
-    fields: dict[str, Any] = {name: getattr(options, name) for name in names}
-    fields["model"] = body.model
-    if options.top_p == 0:  # the most probable token remains
-        fields["top_k"] = 1
-    else:
-        fields["top_p"] = options.top_p
+    fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_OPTIONS}
+    fields |= {"model": body.model, "stop": options.stop}
     fields["repetition_penalty"] = options.repeat_penalty
-    fields["stop"] = options.stop
+    # With 0 the most probable token remains.
+    fields |= {"top_k": 1} if options.top_p == 0 else {"top_p": options.top_p}
     if options.num_predict is not None and options.num_predict > 0:  # others: no limit
         fields["max_tokens"] = options.num_predict
     if body.format == "json":
@@ -291,7 +253,6 @@ def shared_fields(body: OllamaRequest) -> dict[str, Any]:
 
 
 def chat_only_fields(body: OllamaRequest) -> dict[str, Any]:
-    """The fields of a prompt in the chat template, as ours."""
     fields: dict[str, Any] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     if body.think is not None:
         switched = "medium" if body.think else "none"
@@ -303,19 +264,19 @@ def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI has them, in which calls have ids and results name them."""
     made: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []  # id and name of those without a result
-    count = 0
+    numbers = itertools.count()
     for message in messages:
         translated: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
             translated["reasoning_content"] = message.thinking
         if message.tool_calls:
-            translated["tool_calls"] = []
-            open_calls = []
-            for call in message.tool_calls:
-                id_, count = call_id(count), count + 1
-                open_calls.append((id_, call.function.name))
-                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-                translated["tool_calls"].append(call_of(id_, call.function.name, arguments))
+            calls = [call.function for call in message.tool_calls]
+            # Nine letters and digits, which all templates accept.
+            open_calls = [(f"call{next(numbers):05d}", call.name) for call in calls]
+            translated["tool_calls"] = [
+                call_of(id_, call.name, json.dumps(call.arguments, ensure_ascii=False))
+                for (id_, _), call in zip(open_calls, calls, strict=True)
+            ]
         if message.role == "tool":
             found = [each for each in open_calls if message.tool_name in (None, each[1])]
             if not found:
@@ -328,11 +289,6 @@ def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     return made
 
 
-def call_id(number: int) -> str:
-    """The id of a call: nine letters and digits, which all templates accept."""
-    return f"call{number:05d}"
-
-
 def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     """The reply to a request without a prompt, with which clients have a model loaded."""
     made = {"model": model, "created_at": rfc3339(time.time()), **empty}
@@ -340,29 +296,11 @@ def _load_reply(model: str, empty: dict[str, Any]) -> Translation:
     return Translation({"model": model}, reply=lambda _: reply)
 
 
-_ASCII = json.JSONEncoder(separators=(",", ":"))
-
-
-class OllamaFunction(BaseModel):
-    """The function to call."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class OllamaToolCall(BaseModel):
-    """A call of a tool."""
-
-    function: OllamaFunction
-
-
 class OllamaAnswer(BaseModel):
-    """An answer of the model."""
-
     role: Literal["assistant"] = "assistant"
     content: str
     thinking: str | None = OMIT_NONE
-    tool_calls: list[OllamaToolCall] | None = OMIT_NONE
+    tool_calls: list[OllamaCall] | None = OMIT_NONE
 
 
 class OllamaReply(BaseModel):
@@ -383,27 +321,30 @@ class OllamaReply(BaseModel):
 
 
 class OllamaChatReply(OllamaReply):
-    """The reply of POST /api/chat."""
-
     message: OllamaAnswer
 
 
 class OllamaGenerateReply(OllamaReply):
-    """The reply of POST /api/generate."""
-
     response: str
     thinking: str | None = OMIT_NONE
 
 
-class OllamaFormat(ReplyFormat):
-    """What the replies of both routes share."""
+# In ASCII: the clients split lines at separators of Unicode too.
+_ASCII = json.JSONEncoder(separators=(",", ":"))
 
+
+def _json(value: Any) -> bytes:
+    return _ASCII.encode(value).encode()
+
+
+class OllamaFormat(ReplyFormat):
     media_type = "application/x-ndjson"
+    encode = staticmethod(_json)
     reply: ClassVar[type[OllamaReply]]
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
-        super().__init__(request, tokenizer, model)
-        self._shared = {"model": model, "created_at": rfc3339(time.time())}
+    def __init__(self, *answered: Any):
+        super().__init__(*answered)
+        self._shared = {"model": self.model, "created_at": rfc3339(time.time())}
         self._logprobs: list[dict[str, Any]] = []
         self._num_sent = 0  # log-probabilities that lines have had
         self._began_ns = monotonic_ns()
@@ -427,16 +368,22 @@ class OllamaFormat(ReplyFormat):
         return self.reply.model_validate(self._shared | whole | self._end())
 
     def first_events(self) -> Iterator[bytes]:
+        self.answers[0].keeps = False
         return iter(())
 
     def events(self, delta: OutputDelta) -> Iterator[bytes]:
         for part in self.take(delta):
             if part.begins and part.index:
                 yield from self._whole_call(part.index - 1)
-            if part.block.kind == "reasoning":
-                yield self._line(self.part("", thought=part.text))
-            elif part.block.kind == "text":
-                yield self._line(self.part(part.text) | self._new_logprobs())
+            kind, text = part.block.kind, part.text
+            if kind == "reasoning":
+                yield self.framed(
+                    kind, text, lambda thought: self._line(self.part("", (), thought))
+                )
+            elif kind == "text" and (logprobs := self._new_logprobs()):
+                yield self._line(self.part(text) | logprobs)
+            elif kind == "text":
+                yield self.framed(kind, text, lambda text: self._line(self.part(text)))
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self.answers[0].blocks:
@@ -444,7 +391,7 @@ class OllamaFormat(ReplyFormat):
         yield self._line(self.part("") | self._end())
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        yield _json({"error": error.message})
+        yield _json({"error": error.message}) + b"\n"
 
     def _whole_call(self, index: int) -> Iterator[bytes]:
         block = self.answers[0].blocks[index]
@@ -452,7 +399,6 @@ class OllamaFormat(ReplyFormat):
             yield self._line(self.part("", [block]))
 
     def _new_logprobs(self) -> dict[str, Any]:
-        """The log-probabilities that no line has had."""
         new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
         return {"logprobs": new} if new else {}
 
@@ -472,12 +418,10 @@ class OllamaFormat(ReplyFormat):
         }
 
     def _line(self, fields: dict[str, Any]) -> bytes:
-        return _json({**self._shared, "done": False, **fields})
+        return _json({**self._shared, "done": False, **fields}) + b"\n"
 
 
 class OllamaChatFormat(OllamaFormat):
-    """The replies of /api/chat."""
-
     reply = OllamaChatReply
 
     def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
@@ -485,20 +429,39 @@ class OllamaChatFormat(OllamaFormat):
         if thought:
             message["thinking"] = thought
         if calls:
-            made = [{"name": call.name, "arguments": arguments_of(call)} for call in calls]
-            message["tool_calls"] = [{"function": function} for function in made]
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": arguments_of(call)}} for call in calls
+            ]
         return {"message": message}
 
 
 class OllamaGenerateFormat(OllamaFormat):
-    """The replies of /api/generate."""
-
     reply = OllamaGenerateReply
 
     def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
         return {"response": text} | ({"thinking": thought} if thought else {})
 
 
-def _json(fields: dict[str, Any]) -> bytes:
-    # In ASCII: the clients split lines at separators of Unicode too.
-    return _ASCII.encode(fields).encode() + b"\n"
+class OllamaError(BaseModel):
+    error: str
+
+
+def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    @app.get("/api/tags", responses=failures("/api/tags"))
+    async def tags() -> TagsReply:
+        """The names under which the model is served, for Ollama's clients."""
+        return tags_reply(serving.options.names, serving.client.running.started)
+
+
+LINES = OllamaFormat.media_type
+DIALECT = Dialect(
+    routes={
+        "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaChatFormat, LINES),
+        "/api/generate": BodyRoute(
+            OllamaGenerateRequest, OllamaGenerateReply, OllamaGenerateFormat, LINES
+        ),
+        "/api/show": BodyRoute(ShowRequest, ShowReply),
+    },
+    errors={"/api/": ErrorFormat(OllamaError, lambda error: {"error": error.message})},
+    mount=mount,
+)

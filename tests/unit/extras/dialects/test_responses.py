@@ -11,10 +11,10 @@ from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
+from pipespec.extras.dialects.responses import ResponsesFormat, ResponsesRequest
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.conversations import KeptResponse, conversation_name
-from pipespec.server.dialects.responses import ResponsesFormat, ResponsesRequest
-from pipespec.server.preparation import ConversationWanted, Preparer
+from pipespec.server.preparation import KeptWanted, Preparer
+from pipespec.server.response_stream import kept_name
 from tests.helpers import dialects
 
 PATH = "/v1/responses"
@@ -29,8 +29,8 @@ ARGUMENTS = '{"city": "Zürich"}'
 CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
 
 
-def fields(earlier: Any = (), **body: Any) -> dict[str, Any]:
-    return ResponsesRequest.model_validate(ASKED | body).translated(earlier).fields
+def fields(kept: bytes = b"", **body: Any) -> dict[str, Any]:
+    return ResponsesRequest.model_validate(ASKED | body).translated(kept).fields
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
@@ -122,7 +122,8 @@ def test_items_become_messages() -> None:
 
 def test_earlier_conversation_comes_first_without_its_instructions() -> None:
     earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    made = fields(earlier, instructions="Be kind.")["messages"]
+    kept = b"{}\n" + json.dumps(earlier).encode()
+    made = fields(kept, instructions="Be kind.")["messages"]
     hello = {"role": "user", "content": "Hello"}
     assert made == [{"role": "system", "content": "Be kind."}, *earlier, hello]
 
@@ -158,14 +159,13 @@ def test_conversation_is_continued_with_what_was_kept(
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
     reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
     assert shape.kept is not None
-    response, packed = shape.kept
-    kept = KeptResponse.unpacked(packed)
+    response, kept = shape.kept
     assert response == shape.id
-    assert json.loads(kept.response) == reply
+    assert json.loads(kept.partition(b"\n")[0]) == reply
     output = {"type": "function_call_output", "call_id": "a", "output": "Sunny."}
     body = json.dumps(ASKED | {"previous_response_id": response, "input": [output]}).encode()
-    assert preparer.prepare(PATH, body) == ConversationWanted(response)
-    request = preparer.prepare(PATH, body, kept.messages)
+    assert preparer.prepare(PATH, body) == KeptWanted(response)
+    request = preparer.prepare(PATH, body, kept)
     prompt = dialects.prompt_of(served, request)  # type: ignore[arg-type]
     assert prompt.startswith("user: Helloassistant: I look.<tool_call>{")
     assert "Zürich" in prompt and "Be kind" not in prompt
@@ -177,14 +177,13 @@ def test_conversation_without_input_is_continued(served: ModelInfo, preparer: Pr
     shape = shape_of(served, preparer, input=[], instructions="Greet the user.")
     dialects.whole_of(shape, dialects.deltas("Hello."))
     assert shape.kept is not None
-    kept = KeptResponse.unpacked(shape.kept[1])
     body = json.dumps(ASKED | {"previous_response_id": shape.id, "input": "Hi"}).encode()
-    request = preparer.prepare(PATH, body, kept.messages)
+    request = preparer.prepare(PATH, body, shape.kept[1])
     assert dialects.prompt_of(served, request).startswith("assistant: Hello.user: Hi")  # type: ignore[arg-type]
 
 
 def test_name_of_a_conversation_depends_on_id_and_key() -> None:
-    names = {conversation_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
+    names = {kept_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
     assert len(names) == 6
     assert all(len(name) == 64 for name in names)
 

@@ -1,4 +1,7 @@
-"""OpenAI's /v1/responses: requests and replies."""
+"""OpenAI's /v1/responses: requests and replies.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,27 @@ from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, Discriminator, Field, FiniteFloat, Tag, model_validator
 from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
 
-from pipespec.limits import MAX_COUNT
-from pipespec.sampling.params import MAX_LOGPROBS
-from pipespec.server.answer_blocks import Block, BlockDelta
-from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.conversations import KeptResponse
-from pipespec.server.dialects.translation import (
-    OWN_FIELDS,
+from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
     TEXT_OR_PARTS,
-    DialectBody,
-    Messages,
-    Translation,
     add_turn,
     call_of,
     named_function,
     schema_format,
     tool_of,
 )
+from pipespec.limits import MAX_COUNT
+from pipespec.sampling.params import MAX_LOGPROBS
+from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.server.app import failures
+from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -40,10 +42,11 @@ from pipespec.server.message_schema import (
     contents,
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.openai_serving import JSON, OpenAIServing
+from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
-from pipespec.text import Tokenizer
+from pipespec.server.response_schema import CompletionTokensDetails
+from pipespec.server.routes import SSE
 
 NO_SERVICE = "is not supported: this server has no such service"
 LOGPROBS = "message.output_text.logprobs"
@@ -56,8 +59,6 @@ MAX_METADATA = 16
 
 
 class InputText(RequestModel):
-    """Text of a message, of a result or of reasoning."""
-
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
 
@@ -66,16 +67,12 @@ Contents = Annotated[str, contents(str | list[InputText], "'input_text' and the 
 
 
 class InputMessage(RequestModel):
-    """A message of the conversation."""
-
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Contents
 
 
 class FunctionCallItem(RequestModel):
-    """A call in an earlier answer of the model."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -83,16 +80,12 @@ class FunctionCallItem(RequestModel):
 
 
 class FunctionOutputItem(RequestModel):
-    """The result of a call."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: Contents
 
 
 class ReasoningItem(RequestModel):
-    """What the model has thought before an earlier answer."""
-
     type: Literal["reasoning"]
     content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
 
@@ -151,28 +144,20 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """How the text of the answer is written."""
-
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(RequestModel):
-    """How much the model thinks. It is not summarised."""
-
     effort: ReasoningEffort | None = None
 
 
 class NamedFunction(RequestModel):
-    """A function that must or may be called."""
-
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(RequestModel):
-    """The functions of which one may or must be called."""
-
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Field(min_length=1)]
@@ -244,8 +229,15 @@ class ResponsesRequest(DialectBody):
     def continues(self) -> str | None:
         return self.previous_response_id
 
-    def translate(self, earlier: Messages) -> Translation:
-        conversation = [*earlier]
+    def translate(self, kept: bytes) -> Translation:
+        conversation: list[dict[str, Any]] = json.loads(kept.partition(b"\n")[2] or b"[]")
+        if self.previous_response_id is not None and not kept:
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST,
+                f"{missing(self.previous_response_id)}; send the conversation as input.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         items = self.input
         if isinstance(items, str):
             items = [InputMessage(role="user", content=items)]
@@ -254,23 +246,21 @@ class ResponsesRequest(DialectBody):
         # Those of the response that is continued are not carried over.
         rules = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
-        fields: dict[str, Any] = {
-            "model": self.model,
+        names = ("model", "temperature", "top_p", "parallel_tool_calls")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names} | {
             "messages": [*rules, *conversation],
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool_of(t.name, t.parameters, t.description) for t in self.tools or ()],
             "tool_choice": choice_of(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": format_of(self.text.format if self.text else None),
             "logprobs": wanted,
             "top_logprobs": self.top_logprobs if wanted else None,
         }
         # The messages to which the answer is added for a later request.
-        kept = None if self.store is False else to_json(conversation)
-        return Translation(fields, bool(self.stream), {"echo": echo_of(self), "conversation": kept})
+        stored = None if self.store is False else to_json(conversation)
+        options = {"echo": echo_of(self), "conversation": stored}
+        return Translation(fields, bool(self.stream), options)
 
 
 # --- translation ------------------------------------------------------------------------------
@@ -304,7 +294,6 @@ def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
 
 
 def echo_of(body: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a request that its response repeats."""
     tools = [
         {"type": "function", "strict": None, "parameters": None}
         | tool.model_dump(exclude_unset=True)
@@ -313,17 +302,14 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
     text = body.text or TextConfig(format=TextFormat(type="text"))
     effort = body.reasoning.effort if body.reasoning else None
     choice = body.tool_choice or "auto"
-    return {
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+    names = ("instructions", "max_output_tokens", "previous_response_id", "top_logprobs")
+    return {name: getattr(body, name) for name in names} | {
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": effort},
         "text": text.model_dump(exclude_none=True, by_alias=True),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": tools,
-        "top_logprobs": body.top_logprobs,
     }
 
 
@@ -339,31 +325,19 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputTokensDetails(BaseModel):
-    """How many tokens of the prompt were in the prefix cache."""
-
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(BaseModel):
-    """How many tokens of the answer are reasoning."""
-
-    reasoning_tokens: int
-
-
 class ResponsesUsage(BaseModel):
-    """Token counts."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
 class ResponseFailure(BaseModel):
-    """Why a response failed."""
-
     code: str
     message: str
 
@@ -407,16 +381,8 @@ class ResponsesFormat(ReplyFormat):
             continue this one.
     """
 
-    def __init__(
-        self,
-        request: ParsedRequest,
-        tokenizer: Tokenizer,
-        model: str,
-        *,
-        echo: Mapping[str, Any],
-        conversation: bytes | None,
-    ):
-        super().__init__(request, tokenizer, model)
+    def __init__(self, *answered: Any, echo: Mapping[str, Any], conversation: bytes | None):
+        super().__init__(*answered)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._echo = echo
         self._conversation = conversation
@@ -434,7 +400,8 @@ class ResponsesFormat(ReplyFormat):
         answer = json.dumps(self.answers[0].message(), ensure_ascii=False).encode()
         earlier = self._conversation.removesuffix(b"]")
         messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
-        return self.id, KeptResponse(to_json(self.response()), messages).packed()
+        # Neither has line breaks.
+        return self.id, to_json(self.response()) + b"\n" + messages
 
     def response(self) -> BaseModel:
         return self._reply(self._end_status)
@@ -485,7 +452,6 @@ class ResponsesFormat(ReplyFormat):
         return parts
 
     def _place(self, index: int, block: Block) -> dict[str, Any]:
-        """The fields by which events name an item."""
         place = {"item_id": self._ids[index], "output_index": index}
         return place if block.kind == "call" else place | {"content_index": 0}
 
@@ -566,7 +532,7 @@ class ResponsesFormat(ReplyFormat):
             input_tokens=prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
             output_tokens=self.num_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning),
+            output_tokens_details=CompletionTokensDetails(reasoning_tokens=self.num_reasoning),
             total_tokens=prompt + self.num_tokens,
         )
 
@@ -587,3 +553,45 @@ def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
         {"token": each["token"], "logprob": each["logprob"]} for each in reported["top_logprobs"]
     ]
     return {"token": reported["token"], "logprob": reported["logprob"], "top_logprobs": top}
+
+
+# --- responses that are kept ------------------------------------------------------------------
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+def missing(response: str) -> str:
+    return f"There is no response {response[:100]!r}, or it is not kept any more"
+
+
+def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    path = "/v1/responses/{response}"
+    replies = failures(path)
+
+    @app.get(path, response_model=None, responses=replies | {200: {"model": ResponsesReply}})
+    async def retrieve_response(request: Request, response: str, stream: bool = False) -> Response:
+        """A response that was made before, for as long as it can be continued."""
+        if stream:
+            why = "stream is true, but a response that is kept is whole; leave stream out."
+            raise invalid_field("stream", why)
+        found = await serving.kept(request, response)
+        if found is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
+        return Response(found.partition(b"\n")[0], media_type=JSON)
+
+    @app.delete(path, responses=replies)
+    async def delete_response(request: Request, response: str) -> DeletedResponse:
+        """Keep a response no longer: it cannot be fetched or continued."""
+        if not await serving.kept(request, response, forget=True):
+            raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
+        return DeletedResponse(id=response)
+
+
+DIALECT = Dialect(
+    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat, SSE)},
+    mount=mount,
+)

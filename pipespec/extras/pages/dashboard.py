@@ -8,25 +8,24 @@ shows. Each page has a Redis connection of its own, and the server keeps no stat
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
-from pipespec.client.async_client import AsyncClient
 from pipespec.config.compose import compose_sections
-from pipespec.controller.cluster_status import ClusterStatus, Unfinished
 from pipespec.controller.task_graph import Layout
 from pipespec.controller.telemetry_store import TelemetryReader
-from pipespec.errors import ControllerError, UnknownRequest, Unreachable
+from pipespec.errors import Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
-from pipespec.server.api_errors import ApiError, api_error_of, cluster_unavailable
-from pipespec.server.metrics import Metrics
-from pipespec.server.open_requests import OpenRequests, RequestOrigin
-from pipespec.server.response_stream import EventStream, sse
+from pipespec.server.api_errors import ApiError
+from pipespec.server.openai_serving import OpenAIServing
+from pipespec.server.reply_format import sse
+from pipespec.server.response_stream import EventStream
 from pipespec.text import token_text
 
 MAX_PAGES = 32  # that are open at a time
@@ -37,33 +36,22 @@ SNAPSHOT_S = 1.0
 GATHER_S = 0.05
 # How soon a server that is about to end is noticed.
 LOOK_S = 0.25
-# The largest number of a request: integers in JSON are exact up to here.
-MAX_REQUEST = 2**53 - 1
 
 # The fields of a step's entry in Redis.
 StepEntry = dict[bytes, bytes]
 
 
 class Dashboard:
-    """Streams the state of a server's cluster to dashboard pages."""
+    """Streams the state of a server's cluster to dashboard pages.
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        metrics: Metrics,
-        cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
-        open_requests: OpenRequests,
-    ):
-        self._client = client
-        self._metrics = metrics
-        self._cluster_status = cluster_status
-        self._open = open_requests
+    A request and its tokens are shown only to clients that send the API key with which it came.
+    """
+
+    def __init__(self, serving: OpenAIServing):
+        self._serving = serving
+        self._client = serving.client
         self._num_pages = 0
-        self._ending = False
         self._texts: dict[int, str] = {}  # of tokens that were shown
-
-    def end(self) -> None:
-        self._ending = True
 
     def watch(self, request: int | None, api_key_digest: bytes) -> EventStream:
         """GET /events, for a page with the API key of this digest. Raises ApiError."""
@@ -72,7 +60,7 @@ class Dashboard:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{MAX_PAGES} pages are watching, and no more may; close one.",
             )
-        if request is not None and not self._open.may_watch(request, api_key_digest):
+        if request is not None and not self.may_watch(request, api_key_digest):
             raise ApiError(
                 HTTPStatus.NOT_FOUND,
                 f"This server has no open request {request} with your API key.",
@@ -81,28 +69,32 @@ class Dashboard:
         events = self._events(request, api_key_digest)
         return EventStream(events, headers={"Cache-Control": "no-store"})
 
-    async def cancel(self, request: int) -> None:
-        """POST /requests/{request}/cancel. Raises ApiError."""
-        if self._client.away:
-            raise cluster_unavailable()
-        try:
-            await self._client.log.cancel(request)
-        except UnknownRequest:
-            raise ApiError(
-                HTTPStatus.NOT_FOUND, f"There is no request {request}.", param="request"
-            ) from None
-        except ControllerError as error:
-            raise api_error_of(error) from None
+    def origins(self, api_key_digest: bytes) -> dict[int, dict[str, str]]:
+        """What is shown of the requests with an API key, by their numbers in the cluster's log."""
+        return {
+            number: {
+                "client": stream.origin.client,
+                "agent": stream.origin.agent,
+                "preview": stream.origin.preview,
+            }
+            for stream in self._serving.open
+            if hmac.compare_digest(stream.origin.api_key_digest, api_key_digest)
+            for number in stream.numbers
+        }
+
+    def may_watch(self, number: int, api_key_digest: bytes) -> bool:
+        """If the server asks for keys, only open requests that came here with the same one."""
+        return not api_key_digest or number in self.origins(api_key_digest)
 
     async def _events(self, request: int | None, api_key_digest: bytes) -> AsyncIterator[bytes]:
         running = self._client.running
         watch = self._client.watch(request)
         self._num_pages += 1
         try:
-            while not self._ending:
+            while not self._serving.ending:
                 if running is not self._client.running:  # the name belongs to another cluster now
                     await watch.close()
-                    if request is not None and not self._open.may_watch(request, api_key_digest):
+                    if request is not None and not self.may_watch(request, api_key_digest):
                         request = None
                     running, watch = self._client.running, self._client.watch(request)
                     self._texts.clear()
@@ -116,7 +108,7 @@ class Dashboard:
 
     async def _until(self, due: float, watch: TelemetryReader) -> AsyncIterator[list[StepEntry]]:
         """The steps that arrive until `due`, in groups that arrive together."""
-        while not self._ending and (left := due - time.monotonic()) > 0:
+        while not self._serving.ending and (left := due - time.monotonic()) > 0:
             try:
                 if steps := await watch.next(min(left, LOOK_S)):
                     await asyncio.sleep(GATHER_S)
@@ -125,23 +117,26 @@ class Dashboard:
                 await asyncio.sleep(min(left, LOOK_S))
 
     async def _snapshot(self, api_key_digest: bytes) -> dict[str, Any]:
-        status = await self._cluster_status()
+        status = await self._serving.cluster_status()
         requests: list[dict[str, Any]] = []
         if status is not None:
             with suppress(Unreachable):
                 unfinished = await self._client.log.unfinished(MAX_LISTED)
-                origins = self._open.origins(api_key_digest)
-                for each in unfinished:
-                    watchable = self._open.may_watch(each.request, api_key_digest)
-                    requests.append(_listed(each, origins.get(each.request), watchable))
+                origins = self.origins(api_key_digest)
+                requests = [
+                    asdict(each)
+                    | {"watchable": not api_key_digest or each.request in origins}
+                    | origins.get(each.request, {})
+                    for each in unfinished
+                ]
         running = self._client.running
         served = running.served
         return {
             "at": time.monotonic(),
-            "model": self._metrics.model,
+            "model": self._serving.metrics.model,
             "time_scale": served.time_scale,
             "synthetic": served.synthetic,
-            "figures": self._metrics.samples_by_name(status),
+            "figures": self._serving.metrics.samples_by_name(status),
             "last_fault": status and status.last_fault,
             "requests": requests,
             "group_of": group_of_ranks(running.num_ranks, running.overrides),
@@ -200,8 +195,3 @@ def steps_event(
         "accepted_texts": [text(token) for token in accepted],
     }
     return {"steps": rows, "tree": shown}
-
-
-def _listed(request: Unfinished, origin: RequestOrigin | None, watchable: bool) -> dict[str, Any]:
-    """A request in the list; `origin` None: it came from elsewhere, or with another API key."""
-    return asdict(request) | {"watchable": watchable} | (origin.shown if origin else {})

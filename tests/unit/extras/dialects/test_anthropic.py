@@ -12,8 +12,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.extras.dialects.anthropic import AnthropicFormat, MessagesRequest
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.anthropic import AnthropicFormat, MessagesRequest
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, calling

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +20,12 @@ from pipespec.controller.cluster_status import (
     unfinished_commands,
 )
 from pipespec.controller.redis_keys import RedisKeys
+from pipespec.extras.pages.dashboard import Dashboard, StepEntry, group_of_ranks, steps_event
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.app import make_loading_app
-from pipespec.server.dashboard import StepEntry, group_of_ranks, steps_event
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions
+from pipespec.server.response_stream import RequestOrigin
 from tests.unit.server.test_metrics import COMPUTING, COUNTS, LABELS, PAST, STATE
 
 ASSIGNED = RankAssignment(("a/0", "a/1", "b/0"), (range(4), range(4, 6))).encode()
@@ -121,6 +124,23 @@ def test_steps_event_has_the_newest_tree_and_all_accepted_tokens() -> None:
         "accepted_texts": ["<1>", "<2>", "<3>"],
     }
     assert steps_event(came, None, str)["tree"] is None
+
+
+def stream(digest: bytes, *numbers: int, agent: str = "") -> SimpleNamespace:
+    """A reply with answers of these numbers, to a request with an API key of this digest."""
+    origin = RequestOrigin("10.0.0.7", agent, "Hello", digest)
+    return SimpleNamespace(origin=origin, numbers=numbers)
+
+
+def test_origin_is_shown_to_the_key_of_its_request_alone() -> None:
+    mine, others = stream(b"a", 1, 2, agent="tool/1"), stream(b"b", 3)
+    requests = Dashboard(cast(Any, SimpleNamespace(client=None, open=[mine, others])))
+    shown = {"client": "10.0.0.7", "agent": "tool/1", "preview": "Hello"}
+    assert requests.origins(b"a") == {1: shown, 2: shown}
+    assert [*requests.origins(b"b")] == [3]
+    assert requests.origins(b"") == {}
+    watched = [requests.may_watch(number, key) for key in (b"a", b"") for number in (1, 3, 4)]
+    assert watched == [True, False, False, True, True, True]
 
 
 def test_loading_server_serves_the_page_without_events() -> None:

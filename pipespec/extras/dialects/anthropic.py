@@ -1,31 +1,32 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens: requests and replies."""
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: requests and replies.
+
+Above 350 lines, as a request is read with its reply.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Iterator
+from functools import partial
+from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from pipespec.limits import MAX_COUNT
-from pipespec.server.answer_blocks import Block, arguments_of
-from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.error_replies import anthropic_error
-from pipespec.server.dialects.translation import (
+from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
     TEXT_OR_PARTS,
-    DialectBody,
-    Messages,
-    Translation,
     add_turn,
     call_of,
     named_function,
     schema_format,
     tool_of,
 )
+from pipespec.limits import MAX_COUNT
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
 from pipespec.server.message_schema import (
     FUNCTION_NAME,
     MAX_TOOLS,
@@ -34,10 +35,9 @@ from pipespec.server.message_schema import (
     TextPart,
     contents,
 )
-from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.reply_format import Block, OutputDelta, ReplyFormat, arguments_of, sse
 from pipespec.server.request_schema import LATER, Refused, Texts
-from pipespec.server.response_stream import OutputDelta, ReplyFormat, sse
-from pipespec.text import Tokenizer
+from pipespec.server.routes import SSE
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
 ELSEWHERE = "is not supported: this server has no such service"
@@ -46,8 +46,6 @@ ELSEWHERE = "is not supported: this server has no such service"
 
 
 class ThinkingBlock(RequestModel):
-    """What the model has thought before an answer."""
-
     type: Literal["thinking"]
     thinking: str
 
@@ -59,8 +57,6 @@ class RedactedThinkingBlock(RequestModel):
 
 
 class ToolUseBlock(RequestModel):
-    """A call in an earlier message of the model."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -71,8 +67,6 @@ Contents = Annotated[str, contents(str | list[TextPart], "'text'"), READABLE]
 
 
 class ToolResultBlock(RequestModel):
-    """The result of a call."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: Contents | None = None
@@ -85,8 +79,6 @@ AnyBlock = Annotated[
 
 
 class AnthropicMessage(RequestModel):
-    """One message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         Annotated[str, TEXT] | Annotated[list[AnyBlock], PARTS], TEXT_OR_PARTS, READABLE
@@ -137,8 +129,6 @@ class AnthropicTool(RequestModel):
 
 
 class AnthropicToolChoice(RequestModel):
-    """Whether a tool may, must or must not be called."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -153,21 +143,15 @@ class AnthropicToolChoice(RequestModel):
 
 
 class Thinking(RequestModel):
-    """Whether the model thinks before it answers."""
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
 
 
 class OutputFormat(RequestModel):
-    """The schema that the answer must match."""
-
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(RequestModel):
-    """How much the model thinks, and what its answer must match."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -184,8 +168,10 @@ class CountTokensRequest(DialectBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
-        return Translation(chat_fields(self), counts=_count_reply)
+    def translate(self, kept: bytes) -> Translation:
+        return Translation(
+            chat_fields(self), counts=lambda count: json.dumps({"input_tokens": count}).encode()
+        )
 
 
 class MessagesRequest(CountTokensRequest):
@@ -198,14 +184,10 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts = Field(default_factory=list)
     stream: bool | None = None
 
-    def translate(self, earlier: Messages) -> Translation:
-        fields = chat_fields(self) | {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
+    def translate(self, kept: bytes) -> Translation:
+        names = ("max_tokens", "temperature", "top_p", "top_k")
+        fields = chat_fields(self) | {name: getattr(self, name) for name in names}
+        fields["stop"] = self.stop_sequences
         # Clients send the most tokens that Anthropic's own models write.
         options = {"max_tokens": self.max_tokens}
         return Translation(fields, bool(self.stream), options, clamps=True)
@@ -215,7 +197,6 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """The fields that decide the prompt."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": body.system})
@@ -248,9 +229,7 @@ def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    thoughts: list[str] = []
+    texts, calls, thoughts = [], [], []
     for block in message.content:
         if isinstance(block, TextPart):
             texts.append(block.text)
@@ -263,16 +242,9 @@ def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
             made.append({"role": "tool", **result})
     if texts or calls or not made:
         spoken: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-        if calls:
-            spoken["tool_calls"] = calls
-        if thoughts:
-            spoken["reasoning_content"] = "\n".join(thoughts)
-        made.append(spoken)
+        spoken |= {"tool_calls": calls} if calls else {}
+        made.append(spoken | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
     return made
-
-
-def _count_reply(num_tokens: int) -> bytes:
-    return json.dumps({"input_tokens": num_tokens}).encode()
 
 
 StopReason = Literal[
@@ -287,8 +259,6 @@ DELTAS = {
 
 
 class TextContent(BaseModel):
-    """Text of an answer."""
-
     type: Literal["text"] = "text"
     text: str
 
@@ -302,12 +272,13 @@ class ThinkingContent(BaseModel):
 
 
 class ToolUseContent(BaseModel):
-    """A call."""
-
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any]
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class AnthropicUsage(BaseModel):
@@ -320,23 +291,17 @@ class AnthropicUsage(BaseModel):
 
 
 class AnthropicReply(BaseModel):
-    """The reply of POST /v1/messages."""
-
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[
-        Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
-    ]
+    content: list[Annotated[Content, Field(discriminator="type")]]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
 
 
 class TokenCount(BaseModel):
-    """The reply of POST /v1/messages/count_tokens."""
-
     input_tokens: int
 
 
@@ -348,25 +313,20 @@ class AnthropicFormat(ReplyFormat):
 
     keepalive = sse({"type": "ping"}, "ping")
 
-    def __init__(
-        self, request: ParsedRequest, tokenizer: Tokenizer, model: str, *, max_tokens: int
-    ):
-        super().__init__(request, tokenizer, model)
+    def __init__(self, *answered: Any, max_tokens: int):
+        super().__init__(*answered)
         self.id = f"msg_{secrets.token_hex(12)}"
         self._asked = max_tokens
         # Without a grammar the model may write arguments that no client can read.
-        self._holds_calls = not request.sampling_params[0].grammar
+        self._holds_calls = not self.request.sampling_params[0].grammar
 
     def response(self) -> BaseModel:
-        reply = {
-            "id": self.id,
-            "model": self.model,
-            "content": [_content(block, whole=True) for block in self.answers[0].blocks],
-            "usage": self._usage(),
-        }
+        content = [_content(block, whole=True) for block in self.answers[0].blocks]
+        reply = {"id": self.id, "model": self.model, "content": content, "usage": self._usage()}
         return AnthropicReply.model_validate(reply | self._end())
 
     def first_events(self) -> Iterator[bytes]:
+        self.answers[0].keeps = False
         message = self.response().model_dump() | {"stop_reason": None}
         yield _event("message_start", message=message)
 
@@ -381,7 +341,7 @@ class AnthropicFormat(ReplyFormat):
             if part.text and block.kind == "call" and self._holds_calls:
                 yield self.keepalive
             elif part.text:
-                yield _piece(index, block, part.text)
+                yield self.framed(index, part.text, partial(_piece, index, block))
 
     def last_events(self) -> Iterator[bytes]:
         if blocks := self.answers[0].blocks:
@@ -390,7 +350,7 @@ class AnthropicFormat(ReplyFormat):
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
-        body = anthropic_error(error)
+        body = error_body(error)
         yield _event(body["type"], error=body["error"])
 
     def _close(self, index: int) -> Iterator[bytes]:
@@ -420,14 +380,14 @@ class AnthropicFormat(ReplyFormat):
         }
 
 
-def _content(block: Block, *, whole: bool = False) -> dict[str, Any]:
+def _content(block: Block, *, whole: bool = False) -> Content:
     """A block as a reply has it; the arguments of a call only if it is whole."""
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return ThinkingContent(thinking=block.text)
     if block.kind == "call":
         arguments = arguments_of(block) if whole else {}
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
-    return {"type": "text", "text": block.text}
+        return ToolUseContent(id=block.id, name=block.name, input=arguments)
+    return TextContent(text=block.text)
 
 
 def _piece(index: int, block: Block, text: str) -> bytes:
@@ -437,3 +397,42 @@ def _piece(index: int, block: Block, text: str) -> bytes:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    failed = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    usual = "api_error" if failed else "invalid_request_error"
+    kind = ERROR_TYPES.get(HTTPStatus(error.status), usual)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+MESSAGES = "/v1/messages"
+DIALECT = Dialect(
+    routes={
+        MESSAGES: BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat, SSE),
+        f"{MESSAGES}/count_tokens": BodyRoute(CountTokensRequest, TokenCount),
+    },
+    errors={MESSAGES: ErrorFormat(AnthropicError, error_body)},
+)

@@ -1,19 +1,24 @@
-"""What the schemas of all dialects share: which fields a request may have, and what it becomes."""
+"""What a server needs of an interface that it adds to OpenAI's: paths, requests that translate
+themselves into chats or completions, and formats of replies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Discriminator, Tag
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.routing import BaseRoute
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
+from pipespec.server.reply_format import ReplyFormat
 from pipespec.server.request_schema import Refused, RequestBody
 
-# Messages of a conversation, as OpenAI's chats have them.
-Messages: TypeAlias = Sequence[dict[str, Any]]
+if TYPE_CHECKING:
+    from pipespec.server.openai_serving import OpenAIServing
+
 # Fields of ours that no dialect but OpenAI's has, and that mean the same in every one.
 OWN_FIELDS = frozenset(
     (
@@ -62,17 +67,18 @@ class DialectBody(RequestBody):
 
     @property
     def continues(self) -> str | None:
-        """The id of the response that it continues."""
+        """The id of the reply that it continues."""
         return None
 
-    def translate(self, earlier: Messages) -> Translation:
-        """The request without `passed` fields, which continues these messages."""
+    def translate(self, kept: bytes) -> Translation:
+        """The request without `passed` fields; `kept` is what `ReplyFormat.kept` was of the reply
+        that it continues, or empty. Raises ApiError."""
         raise NotImplementedError
 
-    def translated(self, earlier: Messages = ()) -> Translation:
+    def translated(self, kept: bytes = b"") -> Translation:
         """The request in OpenAI's words. Raises ApiError."""
         extra = self.model_extra or {}
-        made = self.translate(earlier)
+        made = self.translate(kept)
         passed = {name: extra[name] for name in self.passed if name in extra}
         translated = {name: value for name, value in made.fields.items() if value is not None}
         return replace(made, fields=passed | translated)
@@ -88,40 +94,37 @@ class DialectBody(RequestBody):
         return error
 
 
-def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a message of the model, whose arguments are JSON."""
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+@dataclass(frozen=True)
+class BodyRoute:
+    """A route for POST: the models of a request and of a whole reply, what makes the replies if
+    text is generated, and the media type of streams."""
+
+    body: type[RequestBody]
+    reply: type[BaseModel]
+    format: Callable[..., ReplyFormat] | None = None
+    stream: str = ""
 
 
-def tool_of(name: str, parameters: dict[str, Any] | None, description: str | None) -> Any:
-    given = {"name": name, "parameters": parameters, "description": description}
-    function = {field: value for field, value in given.items() if value is not None}
-    return {"type": "function", "function": function}
+@dataclass(frozen=True)
+class ErrorFormat:
+    """The model of errors, and what makes the body of one."""
+
+    model: type[BaseModel]
+    body: Callable[[ApiError], dict[str, Any]]
 
 
-def named_function(name: str | None) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+@dataclass(frozen=True)
+class Dialect:
+    """What a server has beside OpenAI's interface: the `DIALECT` of a module of extras.
 
+    Attributes:
+        routes: those that take a body, by their paths.
+        errors: how errors are written, by the beginning of the path.
+        public_routes: need no key and no cluster, and so are there while it loads.
+        mount: adds further routes to a server whose cluster is ready.
+    """
 
-def schema_format(schema: dict[str, Any] | None, name: str = "output") -> dict[str, Any]:
-    """What an answer of this schema must match, as OpenAI's chats have it."""
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-
-
-def add_turn(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Add a message to a conversation, as part of the last one if that is of the same user or
-    model: templates may demand that they take turns."""
-    last = messages[-1] if messages else {}
-    if last.get("role") != message["role"] or message["role"] not in ("user", "assistant"):
-        messages.append(message)
-        return
-    for name in ("content", "reasoning_content"):
-        if parts := [part for part in (last.get(name), message.get(name)) if part]:
-            last[name] = "\n".join(parts)
-    if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-        last["tool_calls"] = calls
-
-
-# For fields that hold a text or a list of parts, so that an error is about what is there.
-TEXT, PARTS = Tag("text"), Tag("parts")
-TEXT_OR_PARTS = Discriminator(lambda value: "parts" if isinstance(value, list) else "text")
+    routes: Mapping[str, BodyRoute] = field(default_factory=dict)
+    errors: Mapping[str, ErrorFormat] = field(default_factory=dict)
+    public_routes: Sequence[BaseRoute] = ()
+    mount: Callable[[FastAPI, OpenAIServing], None] | None = None

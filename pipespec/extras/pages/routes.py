@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Annotated
 
+from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+
+from pipespec.extras.pages.dashboard import Dashboard
+from pipespec.server.app import MAX_REQUEST
+from pipespec.server.dialect import Dialect
+from pipespec.server.openai_serving import OpenAIServing
 
 FOLDER = Path(__file__).parent / "page"
 PAGES = {"/": "index.html", "/chat": "chat.html"}
@@ -28,11 +35,6 @@ HEADERS = {
 }
 
 
-def page_routes() -> list[BaseRoute]:
-    pages = [Route(path, _page(file)) for path, file in PAGES.items()]
-    return [*pages, Mount("/page", _Files(directory=FOLDER))]
-
-
 def _page(file: str) -> Callable[[Request], Awaitable[Response]]:
     async def page(_: Request) -> Response:
         return FileResponse(FOLDER / file, headers=HEADERS)
@@ -45,3 +47,23 @@ class _Files(StaticFiles):
         response = super().file_response(*args, **options)  # type: ignore[arg-type]
         response.headers.update(HEADERS)
         return response
+
+
+def mount(app: FastAPI, serving: OpenAIServing) -> None:
+    dashboard = Dashboard(serving)
+
+    @app.get("/events", include_in_schema=False, response_model=None)
+    async def events(
+        http: Request,
+        request: Annotated[int | None, Query(ge=1, le=MAX_REQUEST)] = None,
+    ) -> Response:
+        return dashboard.watch(request, http.state.api_key_digest)
+
+
+DIALECT = Dialect(
+    public_routes=[
+        *(Route(path, _page(file)) for path, file in PAGES.items()),
+        Mount("/page", _Files(directory=FOLDER)),
+    ],
+    mount=mount,
+)

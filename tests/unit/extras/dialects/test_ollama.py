@@ -11,7 +11,7 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
-from pipespec.server.dialects.ollama import (
+from pipespec.extras.dialects.ollama import (
     OllamaChatFormat,
     OllamaChatRequest,
     OllamaGenerateFormat,

@@ -12,11 +12,11 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from ollama._types import ChatRequest, GenerateRequest, Options
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
+from pipespec.extras.dialects import ollama
+from pipespec.extras.dialects.ollama import OllamaOptions
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects import ollama
-from pipespec.server.dialects.error_replies import error_reply
-from pipespec.server.dialects.ollama import OllamaOptions
 from pipespec.server.preparation import Preparer
+from pipespec.server.routes import error_reply
 from tests.helpers import dialects
 
 MESSAGES, RESPONSES, CHAT, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
