@@ -52,7 +52,7 @@ class DraftFigures(TypedDict):
 
 
 class DeviceFigures(TypedDict):
-    """A device with its measured times (`extras.diagnostics.measure_devices`).
+    """A device with its measured times (`cluster.diagnostics.measure_devices`).
 
     None: the device had no room for that model.
     """
@@ -66,7 +66,7 @@ class DeviceFigures(TypedDict):
 
 
 class HostFigures(TypedDict):
-    """What `pipespec.extras.diagnostics.measure_devices` answers on one host."""
+    """What `pipespec.cluster.diagnostics.measure_devices` answers on one host."""
 
     target: ModelSizes
     draft: ModelSizes | None

@@ -1,6 +1,6 @@
 """From measured figures to who does what on the hosts of a hosts file.
 
-`pipespec.extras.diagnostics.measure_hosts` measures, `plan_slices` decides; here the one
+`pipespec.cluster.diagnostics.measure_hosts` measures, `plan_slices` decides; here the one
 becomes what the other takes, with what the configuration asks of memory.
 """
 

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from pipespec.cli.main import main
-from pipespec.extras.diagnostics import examine_hosts, link_probe, probe
-from pipespec.extras.diagnostics.link_probe import (
+from pipespec.cluster.diagnostics import examine_hosts, link_probe, probe
+from pipespec.cluster.diagnostics.link_probe import (
     Endpoint,
     NotReached,
     PeerConnection,
@@ -353,7 +353,7 @@ def test_the_rate_leaves_out_how_a_burst_begins() -> None:
 
 def test_a_probe_ends_with_its_standard_input() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipespec.extras.diagnostics.probe"],
+        [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"],
         input=b'{"id": 7, "do": "hello"}\n',
         capture_output=True,
         timeout=60,

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from pipespec.cli.main import main
+from pipespec.cluster.diagnostics.examine_hosts import measure_links
+from pipespec.cluster.diagnostics.measure_devices import main as run_measure
+from pipespec.cluster.diagnostics.measure_devices import measure
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
+from pipespec.cluster.diagnostics.measure_request import MeasureRequest
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.extras.diagnostics.examine_hosts import measure_links
-from pipespec.extras.diagnostics.measure_devices import main as run_measure
-from pipespec.extras.diagnostics.measure_devices import measure
-from pipespec.extras.diagnostics.measure_hosts import measure_hosts
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
@@ -51,7 +51,7 @@ def wish(**changes):
 
 def measured(wish):
     return subprocess.run(
-        [sys.executable, "-m", "pipespec.extras.diagnostics.measure_devices"],
+        [sys.executable, "-m", "pipespec.cluster.diagnostics.measure_devices"],
         input=json.dumps(wish),
         capture_output=True,
         text=True,

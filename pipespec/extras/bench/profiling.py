@@ -16,6 +16,7 @@ from operator import add
 from typing import Any
 
 from pipespec.cluster.decide import decide
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
@@ -24,7 +25,6 @@ from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.draft_reader import read_answers
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
-from pipespec.extras.diagnostics.measure_hosts import measure_hosts
 from pipespec.extras.plan.machine_profile import Profile
 from pipespec.extras.plan.recorded_draft import DraftRecord
 from pipespec.extras.plan.simulation import simulate_texts

@@ -19,9 +19,9 @@ from pipespec.system.devices import num_cuda
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pipespec.cluster.diagnostics.examine_hosts import Report
+    from pipespec.cluster.diagnostics.findings import HostReport
     from pipespec.console.arguments import Commands
-    from pipespec.extras.diagnostics.examine_hosts import Report
-    from pipespec.extras.diagnostics.findings import HostReport
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
 JSON_FILE, TEXT_FILE = "pipespec-check.json", "pipespec-check.txt"
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if settings:
         return _examine(settings, as_json=arguments.json)
 
-    from pipespec.extras.diagnostics.machine_check import check_machine, table
+    from pipespec.extras.device_check.machine_check import check_machine, table
 
     findings = check_machine()
     if arguments.json:
@@ -121,9 +121,9 @@ def _require_device(device: str) -> None:
 
 def _examine(settings: list[str], *, as_json: bool) -> int:
     """Look at the hosts of a hosts file."""
+    from pipespec.cluster.diagnostics.examine_hosts import examine_hosts
     from pipespec.config.compose import compose_sections
     from pipespec.config.hosts import load_hosts
-    from pipespec.extras.diagnostics.examine_hosts import examine_hosts
 
     cluster, model, proposer = compose_sections(["cluster", "model", "proposer"], settings)
     if cluster.hosts is None:

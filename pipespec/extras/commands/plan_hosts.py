@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     """Measure, plan, and print the plan with its reasons."""
+    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
-    from pipespec.extras.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.host_figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices

@@ -16,7 +16,7 @@ from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
 from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.extras.diagnostics.machine_check import cuda_devices
+from pipespec.extras.device_check.machine_check import cuda_devices
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from pipespec.cluster.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
 from pipespec.engine.slice.autotune import median_ms
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.extras.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl

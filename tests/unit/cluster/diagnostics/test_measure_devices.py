@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.extras.diagnostics.measure_devices import measure
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.measure_devices import measure
+from pipespec.cluster.diagnostics.measure_request import MeasureRequest
 from tests.helpers.models import shared
 
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipespec.cluster.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.timing import all_reduce_ms, round_ms
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
 from pipespec.engine.checkpoint.parts.folder import Repository
@@ -31,8 +33,6 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.autotune import median_ms
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
-from pipespec.extras.diagnostics.timing import all_reduce_ms, round_ms
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.device_copy import make_current
 from pipespec.system.devices import num_cuda

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.diagnostics.examine_hosts import examine_hosts, measure_links
+from pipespec.cluster.diagnostics.measure_request import MeasureRequest
 from pipespec.cluster.host_link import programs
-from pipespec.cluster.join.host_changes import MeasuredHost
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.extras.diagnostics.examine_hosts import examine_hosts, measure_links
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.costs import Route, Worker
 from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
 from pipespec.placement.measurements import choose_dtype
 from pipespec.system.validation import Unreadable, parse_json, typed
 
-MODULE = "pipespec.extras.diagnostics.measure_devices"
+MODULE = "pipespec.cluster.diagnostics.measure_devices"
 # Loading some layers and the whole draft takes minutes where the disk is slow.
 TIMEOUT_S = 900.0
 # Tokens of text that a batch attends to while it is timed.
 LENGTH = 1024
+
+
+class MeasuredHost(NamedTuple):
+    """The workers of a host, and its links to and from other hosts."""
+
+    workers: tuple[Worker, ...]
+    routes: Mapping[tuple[str, str], Route]
 
 
 def measure_hosts(

@@ -1,4 +1,4 @@
-"""`python -m pipespec.extras.diagnostics.probe`: what `pipespec doctor` runs on a host.
+"""`python -m pipespec.cluster.diagnostics.probe`: what `pipespec doctor` runs on a host.
 
 One JSON object per line: requests on standard input, answers on standard output.
 
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, BinaryIO
 
-from pipespec.extras.diagnostics.inventory import take_inventory
-from pipespec.extras.diagnostics.link_probe import (
+from pipespec.cluster.diagnostics.inventory import take_inventory
+from pipespec.cluster.diagnostics.link_probe import (
     Endpoint,
     NotReached,
     PeerConnection,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.extras.diagnostics import measure_request
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics import measure_request
+from pipespec.cluster.diagnostics.measure_request import MeasureRequest
 
 STAGE, EITHER, DRAFT = ("stage",), ("stage", "draft"), ("draft",)
 

@@ -15,7 +15,7 @@ from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 from pipespec.system.validation import Unreadable, parse_json
 
-MODULE = "pipespec.extras.diagnostics.probe"
+MODULE = "pipespec.cluster.diagnostics.probe"
 ANSWER_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 3.0
 

@@ -13,19 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from pipespec.config.hosts import HostsFile
-from pipespec.engine.checkpoint.model_path import can_be_fetched
-from pipespec.engine.model_settings import ModelConfig
-from pipespec.errors import HostFailed
-from pipespec.extras.diagnostics.diagnosis import diagnose, required_models
-from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
-from pipespec.extras.diagnostics.inventory import Inventory
-from pipespec.extras.diagnostics.probe import (
+from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
+from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.inventory import Inventory
+from pipespec.cluster.diagnostics.probe import (
     PROTOCOL,
     Link,
     Listening,
 )
-from pipespec.extras.diagnostics.probe_process import ProbeProcess
+from pipespec.cluster.diagnostics.probe_process import ProbeProcess
+from pipespec.config.hosts import HostsFile
+from pipespec.engine.checkpoint.model_path import can_be_fetched
+from pipespec.engine.model_settings import ModelConfig
+from pipespec.errors import HostFailed
 from pipespec.system.validation import Unreadable, from_fields, home_expanded
 
 HELLO_TIMEOUT_S = 15.0

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
+from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.inventory import PACKAGES, Inventory
+from pipespec.cluster.diagnostics.model_findings import model_findings
+from pipespec.cluster.diagnostics.probe import Listening, Reachability
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.formats.slice_tensors import listed
-from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
-from pipespec.extras.diagnostics.inventory import PACKAGES, Inventory
-from pipespec.extras.diagnostics.model_findings import model_findings
-from pipespec.extras.diagnostics.probe import Listening, Reachability
 from pipespec.system.network_interfaces import Interface, interface_with
 
 # A link slower than this share of its interfaces' stated rate has a fault or is in use; a single

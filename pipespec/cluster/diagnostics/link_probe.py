@@ -50,7 +50,7 @@ class Endpoint:
 
 
 class NotReached(Exception):
-    """Why a peer does not answer; see `pipespec.extras.diagnostics.probe.Reachability`."""
+    """Why a peer does not answer; see `pipespec.cluster.diagnostics.probe.Reachability`."""
 
     def __init__(self, problem: str, who: str | None = None):
         super().__init__(problem)

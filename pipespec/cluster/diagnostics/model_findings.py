@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
+from pipespec.cluster.diagnostics.findings import Finding
+from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX
 from pipespec.engine.formats.slice_tensors import described, listed, parts_of
 from pipespec.errors import ConfigError
-from pipespec.extras.diagnostics.findings import Finding
-from pipespec.extras.diagnostics.inventory import Inventory
 from pipespec.placement.slices import split_evenly
 
 COMES = "the host gets what it computes when the cluster starts, or by `pipespec cache fetch`"

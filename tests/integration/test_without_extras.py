@@ -1,0 +1,75 @@
+"""`generate` and `serve` run on one host without the satellites of the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+
+ROOT = Path(__file__).parents[2]
+# A folder, and a command that does not run without it.
+FOLDERS = {
+    "extras": ["bench"],
+    "extras/bench": ["bench"],
+    "extras/commands": ["doctor"],
+    "extras/device_check": ["doctor"],
+    "extras/emulation": ["generate", "--prompt", "a", "emulate=fixed"],
+    "extras/plan": ["plan", "stages=2"],
+}
+SMALL = ["cluster.stages=2", "decode.max_new_tokens=2"]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, beside what belongs to it."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "pipespec", folder / "pipespec")
+    for name in ("conf", "demo", "lua"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_generate_and_serve_need_no_satellite(package: Path, missing: str, tmp_path: Path) -> None:
+    gone = package / "pipespec" / missing
+    gone.rename(tmp_path / "gone")
+    with Sandbox(tmp_path) as sandbox:
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pipespec", *arguments],
+                cwd=tmp_path,
+                env=sandbox.environment | {"PYTHONPATH": str(package)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+        process = start(*FOLDERS[missing])
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, said.count("\n")) == (2, 1), said
+
+        process = start("generate", "--prompt", "Once", *SMALL)
+        text, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+        assert text.strip()
+
+        process = start("serve", "--port", "0", "--json", *SMALL)
+        assert process.stdout is not None
+        announced = process.stdout.readline()
+        assert announced, process.communicate(timeout=PATIENCE_S)[1]
+        url = json.loads(announced)["url"]
+        asked = {"prompt": "Once", "max_tokens": 2}
+        reply = httpx2.post(f"{url}/completions", json=asked, timeout=PATIENCE_S)
+        assert reply.json()["usage"]["completion_tokens"] == 2
+        process.terminate()
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+    (tmp_path / "gone").rename(gone)
