@@ -69,10 +69,10 @@ def measure_hosts(
         if sums:
             request = replace(request, groups=(len(host.devices),))
         asked.append((host, json.dumps(asdict(request)).encode()))
-    done, count = itertools.count(1), len(asked)
+    done = itertools.count(1)
 
     def answered() -> None:
-        on_host(next(done), count)
+        on_host(next(done), len(asked))
 
     answers: dict[str, HostFigures] = {}
     # Hosts that are this machine would slow one another down.
@@ -86,9 +86,8 @@ def measure_hosts(
         answers[host.name] = _figures(host, answer)
     if sums:
         for figures in answers.values():
-            of_all = figures["devices"][0]["sum_ms"]
             for device in figures["devices"]:
-                device["sum_ms"] = of_all
+                device["sum_ms"] = figures["devices"][0]["sum_ms"]
     first = answers[hosts_file.hosts[0].name]
     return Figures(
         rows=rows,
@@ -193,17 +192,13 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
         if hosts_file.draft is not None and worker in hosts_file.members_of(hosts_file.draft):
             return ("draft",)
         free = hosts_file.draft is None and worker not in hosts_file.spare_workers
-        can_draft = free and worker in hosts_file.heads
-        return ("stage", "draft") if can_draft else ("stage",)
+        return ("stage", "draft") if free and worker in hosts_file.heads else ("stage",)
 
-    draft = None
-    if config.proposer.needs_draft:
-        draft = host.draft or config.model.draft
     return _request(
         host,
         config,
         target=host.target or config.model.target,
-        draft=draft,
+        draft=(host.draft or config.model.draft) if config.proposer.needs_draft else None,
         roles=tuple(map(roles, host.workers)),
         groups=host.groups,
         dtype=dtype,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipespec.config.cluster import AUTO
-from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.engine.inspection.inspection import CheckpointInfo, Sizes
 from pipespec.engine.precision import KV_PLAIN
+from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.cores import num_cores, share_cores
 
 
@@ -62,6 +63,14 @@ class MeasureRequest:
         return info.weight_format(
             self.quantization[role == "draft"], self.keep_quantized, self.dtype_of(info)
         )
+
+    def sizes(self, info: CheckpointInfo, role: str) -> Sizes:
+        """The bytes of a model in memory."""
+        return info.loaded(self.dtype_of(info), self.weight_format(info, role))
+
+    def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
+        """The kind of each layer of the target."""
+        return layer_kinds(info, self.sizes(info, "stage").layers)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
         """The type in which target or draft computes."""

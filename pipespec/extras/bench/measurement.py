@@ -18,7 +18,7 @@ from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
-from pipespec.extras.bench.arrivals import Arrivals, Load
+from pipespec.extras.bench.arrivals import Load
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
@@ -44,18 +44,14 @@ def bench(
     """Decode all samples on one cluster, started for them.
 
     Args:
-        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`): as many
-            as `concurrency` are unfinished as long as there are, unless the rate brings fewer.
-            One that is held back is handed in when another finishes, and its times count from
-            then. The head decodes `scheduler.max_num_seqs` at once; what the others wait is
-            part of their TTFT.
+        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`); the times
+            of one that is held back count from when it is handed in. The head decodes
+            `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.
 
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything is wrong.
-        RankFailed: a rank died; the others have been ended.
+    Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """
     load = Load.of(concurrency, request_rate, arrival_seed)
     with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:

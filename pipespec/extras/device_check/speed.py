@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from pipespec.cluster.diagnostics.timing import read_bytes_per_ms, round_ms
+from pipespec.cluster.diagnostics.measure_devices import round_ms
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
 from pipespec.engine.slice.autotune import median_ms
@@ -29,17 +29,14 @@ with silence_warnings():
 ROWS = (1, 16, 64)
 CHILDREN = 8
 HOPS, WARM_UP_HOPS = 60, 10
+# More bytes than fit caches, to measure how fast a device reads.
+COPIED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed: a stage of some layers, and a draft model.
-
-    Attributes:
-        stage, draft: configs of Llama; a stage has all layers but the first and the last.
-        stage_name, draft_name: of the published models that have such layers.
-        contexts: tokens before the rows of a batch.
-    """
+    """What is timed, with the names of the published models: a stage of all layers of a Llama but
+    the first and the last, and a draft, behind `contexts` tokens."""
 
     stage_name: str
     stage: PretrainedConfig
@@ -84,6 +81,13 @@ def _llama(
         max_position_embeddings=16384,
         tie_word_embeddings=True,
     )
+
+
+def read_bytes_per_ms(device: torch.device) -> float:
+    """How fast a device reads its memory, by how fast it copies within it."""
+    source = torch.ones(COPIED_BYTES // 2, dtype=torch.uint8, device=device)
+    # What is copied is read and written.
+    return COPIED_BYTES / median_ms(device, torch.empty_like(source).copy_, source)
 
 
 def time_hops(device: torch.device) -> dict[str, Any]:
