@@ -131,7 +131,6 @@ class Figures:
 
 
 def _numbers(value: Any) -> Iterator[Number]:
-    """Every number in plain values."""
     if isinstance(value, Number):
         yield value
     elif isinstance(value, Mapping | list | tuple):

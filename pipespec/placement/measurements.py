@@ -34,7 +34,6 @@ def dtype_of(info: CheckpointInfo, hosts_file: HostsFile, config: Config) -> str
 
 
 def _stage_devices(hosts_file: HostsFile) -> list[str]:
-    """The devices that stages can be on."""
     stages = set(hosts_file.workers) - {hosts_file.draft, *hosts_file.spare_workers}
     return [hosts_file.device_of(worker) for worker in stages]
 

@@ -53,7 +53,6 @@ class Report:
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
         return {
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
@@ -165,7 +164,6 @@ class _Probe:
         raise programs.failure(self._host, MODULE, code, self._stderr.read())
 
     def close_input(self) -> None:
-        """Close its standard input, which ends it."""
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended already
             self._process.stdin.close()
@@ -219,7 +217,6 @@ class _Examination(ExitStack):
         return whole and not os.path.lexists(home_expanded(name))
 
     def start_probe(self, name: str) -> None:
-        """Start the probe and have it listen."""
         host, seen = self._hosts.host(name), self.seen[name]
         probe = self._probes[name] = _Probe(host, self)
         if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
@@ -230,7 +227,6 @@ class _Examination(ExitStack):
         seen.listening = from_fields(Listening, probe.ask("listen", token=self._token, **listen))
 
     def take_inventory(self, name: str) -> None:
-        """Ask what the host has."""
         host = self._hosts.host(name)
         own = {"target": host.target, "draft": host.draft, "mid": host.mid}
         folders = {

@@ -103,7 +103,6 @@ def _sizes(request: MeasureRequest, info: CheckpointInfo, role: str) -> ModelSiz
 
 
 def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
-    """Whether several devices can compute a model together."""
     try:
         info.check_tensor_parallel(2, quantization)
     except ModelError:
@@ -216,12 +215,10 @@ class _DeviceBenchmark:
         return range(start, min(start + timed, best.stop))
 
     def holds(self, info: CheckpointInfo, layers: range) -> bool:
-        """Whether this host has the files of a slice."""
         return not missing(info.path, parts_of(layers, info.num_layers, tied=info.tied))
 
     @torch.inference_mode()
     def random_head_ms(self, info: CheckpointInfo) -> float:
-        """An LM head of this size."""
         dtype = getattr(torch, self.request.dtype_of(info))
         head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
         return median_ms(self.device, head, self.hidden(info.hidden_size, dtype))
@@ -251,22 +248,18 @@ class _DeviceBenchmark:
         )
 
     def length(self, info: CheckpointInfo) -> int:
-        """How much text a batch attends to."""
         return max(0, min(self.request.length, info.context - self.request.rows))
 
     def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Hidden states of a batch."""
         return torch.randn(self.request.rows, size, device=self.device).to(dtype)
 
     def forward_ms(self, model: ModelSlice) -> float:
-        """One batch behind a text through a slice."""
         rows = self.request.rows
         batch = model.example_batch(rows, model.num_slots - rows)
         return median_ms(self.device, model.forward, *batch)
 
 
 def round_ms(model: ModelSlice, rows: int, context: int, children: int) -> float:
-    """How long a draft takes to expand so many nodes."""
 
     def expand(inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         logits = model.logits(model.forward(inputs, positions, plan)).float()
@@ -321,7 +314,6 @@ def _processor() -> str:
 
 
 def main() -> int:
-    """Measure what standard input asks for."""
     try:
         fields = json.load(sys.stdin)
         roles = tuple(map(tuple, fields.pop("roles")))

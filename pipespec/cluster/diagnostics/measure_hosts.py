@@ -207,7 +207,6 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
 
 
 def _request(host: Host, config: Config, **fields: Any) -> MeasureRequest:
-    """With what follows from the settings of a cluster."""
     return MeasureRequest(
         devices=host.devices,
         rows=config.policy.max_rows,

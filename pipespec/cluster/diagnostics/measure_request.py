@@ -65,11 +65,9 @@ class MeasureRequest:
         )
 
     def sizes(self, info: CheckpointInfo, role: str) -> Sizes:
-        """The bytes of a model in memory."""
         return info.loaded(self.dtype_of(info), self.weight_format(info, role))
 
     def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
-        """The kind of each layer of the target."""
         return layer_kinds(info, self.sizes(info, "stage").layers)
 
     def dtype_of(self, info: CheckpointInfo) -> str:

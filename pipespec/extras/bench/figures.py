@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -111,7 +111,6 @@ class BenchResult:
 
 
 def _latencies(requests: Sequence[RequestResult]) -> dict[str, float | None]:
-    """All measures of every kind of latency."""
     several = [request.token_ms for request in requests if len(request.token_ms) > 1]
     kinds = {
         "ttft": [request.ttft_ms for request in requests],
@@ -120,7 +119,7 @@ def _latencies(requests: Sequence[RequestResult]) -> dict[str, float | None]:
         "tbt": [gap for times in several for gap in gaps(times)],
         "e2el": [request.token_ms[-1] for request in requests],
     }
-    measures = {
+    measures: dict[str, Callable[..., Any]] = {
         "mean": np.mean,
         "median": np.median,
         "std": np.std,
@@ -197,5 +196,4 @@ def arrivals(times: Sequence[float]) -> list[float]:
 
 
 def gaps(times: Sequence[float]) -> list[float]:
-    """From each moment to the next."""
     return [b - a for a, b in pairwise(times)]

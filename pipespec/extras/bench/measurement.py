@@ -161,23 +161,28 @@ def measure(
     sampling = settings.params(fresh_seed=seed)
     fields = settings.fields(served)
     scale = served.time_scale or 1.0
-    arrivals = Arrivals.of(load, len(samples))
+    due_s = load.due_s(len(samples))
     asked: list[_Submitted] = []
     began = ended = monotonic_ns()
     on_done(0, len(samples))
+
+    def wait_s() -> float | None:
+        """How long until the next is handed in; None: not before one finishes, or never."""
+        full = load.concurrency is not None and len(unfinished) >= load.concurrency
+        if full or len(asked) == len(samples):
+            return None
+        return max(0.0, due_s[len(asked)] - (monotonic_ns() - began) / 1e9 / scale)
+
     with client.follow() as followed:
         unfinished: dict[int, _Submitted] = {}
         finished: deque[_Submitted] = deque()  # whose reports were not read
         while len(asked) < len(samples) or unfinished:
+            wait = wait_s()
             now = monotonic_ns()
-            wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
             if wait == 0:
-                now = monotonic_ns()
-                index = len(asked)
-                number = followed.submit(prompts[index], sampling, **fields)
-                one = _Submitted(index, number, now)
-                asked.append(one)
-                unfinished[one.number] = one
+                number = followed.submit(prompts[len(asked)], sampling, **fields)
+                asked.append(_Submitted(number, now))
+                unfinished[number] = asked[-1]
                 continue
             while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
                 one = finished.popleft()
@@ -193,12 +198,11 @@ def measure(
                     on_done(len(asked) - len(unfinished), len(samples))
     for one in finished:
         one.reports = client.reports(one.number)
-    results = [
-        _result(served, settings, sample, prompt, one, began)
-        for sample, prompt, one in zip(samples, prompts, asked, strict=True)
-    ]
     done = BenchResult(
-        results,
+        [
+            _result(served, settings, sample, prompt, one, began)
+            for sample, prompt, one in zip(samples, prompts, asked, strict=True)
+        ],
         (ended - began) / 1e9 / scale,
         load.concurrency,
         answers.labels(served, sampling),
@@ -210,9 +214,8 @@ def measure(
 
 @dataclass
 class _Submitted:
-    """A request of the run: of which sample, when it was handed in, what came of it."""
+    """A request of the run: when it was handed in, what came of it."""
 
-    index: int
     number: int
     enqueued_ns: int
     events: list[Event] = field(default_factory=list)

@@ -47,7 +47,6 @@ NUMBERS: dict[str, Callable[[str], Any]] = {"stages": int, "spread": float}
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "plan",
         help="predict what a cluster will do, and say how to lay it out and how to decode",
@@ -116,7 +115,6 @@ class Plan:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Predict what is asked for, and advise the best."""
     from pipespec.extras.plan.advice import predict_all, recommend
 
     settings = overrides(rest, arguments.known_options)

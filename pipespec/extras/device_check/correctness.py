@@ -65,7 +65,6 @@ _OF_ALL = {
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions and devices."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -191,3 +190,12 @@ def small_slice(
     return ModelSlice.random(
         config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
     )
+
+
+PARTS = {
+    "machine": describe_machine,
+    "attention": check_attention,
+    "graphs": check_graphs,
+    "packed_weights": check_packed_weights,
+    "compile": check_compile,
+}

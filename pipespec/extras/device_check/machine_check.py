@@ -151,7 +151,6 @@ def _redis(problems: list[str]) -> dict[str, Any] | None:
 
 
 def table(findings: dict[str, Any]) -> Table:
-    """The findings for a terminal."""
     from rich.table import Table
 
     out = Table("", "", title="What this machine can run", show_header=False, title_justify="left")

@@ -206,3 +206,6 @@ def time_draft(device: torch.device) -> dict[str, Any]:
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
     return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}
+
+
+PARTS = {"hops": time_hops, "stage": time_stage, "draft": time_draft}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from itertools import product
+from itertools import count, product
 from operator import add
 
 from pipespec.config.method_registry import default_policy, sized_policy
@@ -60,11 +60,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a decoding method will do on a layout.
-
-    `tokens_per_step` has the standard error `error`. `speedup` is over plain pipeline parallelism
-    on that layout; below 1 speculation loses. `settings` are the overrides for `pipespec generate`
-    that decode by this method, and `texts` the figures of each text, if the draft was recorded.
+    """What a decoding method will do on a layout; `tokens_per_step` has the standard error `error`,
+    `speedup` is over plain pipeline parallelism there, and `texts` are those of a recorded draft.
     """
 
     layout: str
@@ -180,29 +177,23 @@ def predict_all(
     cells = list(product(layouts, methods))
     coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
     found: dict[int, Prediction] = {}
-    done = 0
-
-    def look(place: int, tokens: int) -> None:
-        nonlocal done
+    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
+    closely: set[int] = set()
+    for done in count(1):
+        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
+        left = [place for place in fastest if place not in closely and coarse < num_tokens]
+        if len(found) < len(cells):
+            place, tokens = len(found), coarse
+        elif left:
+            place, tokens = left[0], num_tokens
+            closely.add(place)
+        else:
+            break
         layout, method = cells[place]
         found[place] = predict(
             method, layout.machine, accuracy, num_tokens=tokens, seed=seed, layout=layout
         )
-        done += 1
         on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
-
-    for place in range(len(cells)):
-        look(place, coarse)
-    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
-    closely: set[int] = set()
-    while coarse < num_tokens:
-        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
-        left = [place for place in fastest if place not in closely]
-        if not left:
-            break
-        for place in left:
-            look(place, num_tokens)
-        closely.update(left)
     return sorted(found.values(), key=lambda each: each.tbt_ms)
 
 

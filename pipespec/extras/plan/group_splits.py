@@ -1,21 +1,20 @@
 """How the devices of a host are divided between the draft and the target, from their times.
 
 SwiftSpec (arXiv 2506.11309, 3.1) gives x of k devices to the target and k - x to the draft, each a
-tensor-parallel group. A larger group makes steps or draft rounds shorter, and the other one longer;
-which division is best also depends on how good the draft is. So each is simulated.
+tensor-parallel group. Which division is best also depends on how good the draft is, so each is
+simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from pipespec.extras.plan.advice import Layout
 from pipespec.extras.plan.pipeline_times import Machine
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """So many devices for the draft, and so many stages of so many devices each."""
 
     draft: int
@@ -25,7 +24,7 @@ class Division:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the groups, the draft's first."""
-        return (self.draft, *(self.members for _ in range(self.stages)))
+        return (self.draft, *[self.members] * self.stages)
 
     def layout(self, machine: Machine) -> Layout:
         """With its times, for `advice.predict_all`."""
@@ -44,13 +43,3 @@ def divisions(count: int) -> Iterator[Division]:
         for members in range(1, left + 1):
             if left % members == 0:
                 yield Division(draft, left // members, members)
-
-
-def layouts_of(
-    found: Iterator[Division], machine_of: Callable[[Division], Machine | None]
-) -> dict[str, tuple[Division, Layout]]:
-    """The divisions by the labels of their layouts. `machine_of`: the times of one; None: it does
-    not fit."""
-    fitting = ((each, made) for each in found if (made := machine_of(each)) is not None)
-    pairs = ((each, each.layout(made)) for each, made in fitting)
-    return {layout.label: (each, layout) for each, layout in pairs}

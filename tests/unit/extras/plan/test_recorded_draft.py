@@ -80,7 +80,6 @@ def test_curve_of_a_record_counts_its_ranks():
     curve = Accuracy.parse(record.curve(), record.spread())
     assert curve.hit_rate(1) == pytest.approx(5 / 8)
     assert curve.hit_rate(4) == pytest.approx(7 / 8)
-    assert record.hit_rate(2) == pytest.approx(6 / 8)
     assert record.confidence() == pytest.approx(0.7)
 
 
