@@ -1,11 +1,5 @@
 """What a layout of the pipeline costs: time and memory of every rank, from measured figures.
 
-A rank's time is its computation and then its message to the next rank:
-
-    head          rounds × draft round            + the rows' headers to the first stage's host
-    stage         its layers (+ embedding)        + rows of hidden states to the next host
-    last stage    its layers + head               + half a round trip to the head's host (verdict)
-
 Everything here is arithmetic; milliseconds and bytes.
 """
 

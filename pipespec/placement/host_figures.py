@@ -112,12 +112,14 @@ class Figures:
                 if not 0 <= number < LARGEST_FIGURE:
                     raise Unreadable(f"it holds {number:g}, which cannot be a measurement")
             kinds = found.target["kinds"]
-            stages = [each.get("stage") for each in found.members.values()]
-            of_kinds = [stage.get("kind_ms", ()) for stage in stages if stage]
-            lacking = any(each and len(each) <= max(kinds, default=-1) for each in of_kinds)
-            unlike = len(kinds) != len(found.target["layer_bytes"])
-            no_link = any(not link["gbit_s"] for link in found.links)
-            if len(found.quantization) != 2 or lacking or unlike or no_link:
+            stages = [stage for each in found.members.values() if (stage := each.get("stage"))]
+            of_kinds = [times for stage in stages if (times := stage.get("kind_ms"))]
+            if (
+                len(found.quantization) != 2
+                or len(kinds) != len(found.target["layer_bytes"])
+                or any(len(each) <= max(kinds, default=-1) for each in of_kinds)
+                or not all(link["gbit_s"] for link in found.links)
+            ):
                 raise Unreadable("it lacks a figure")
         except Unreadable as error:
             raise ConfigError(

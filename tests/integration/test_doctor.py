@@ -156,20 +156,6 @@ def test_a_model_that_differs_and_one_that_is_missing(
     assert "warning: The draft /no/such/draft on gamma is missing" in warning
 
 
-@pytest.mark.long
-def test_the_models_may_be_given_as_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [hosts_file(tmp_path), "model.target=/no/such/target", "model.draft=null"]
-    report, lines = examined(capsys, *argv, code=1)
-    assert [line.partition(" is missing")[0] for line in lines] == [
-        f"pipespec: The target /no/such/target on {name}" for name in HOSTS
-    ]
-    assert all(
-        host["inventory"]["models"].keys() == {"target"} for host in report["hosts"].values()
-    )
-
-
 def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),

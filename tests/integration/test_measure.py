@@ -18,7 +18,6 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.folders import resource_dir
@@ -233,14 +232,6 @@ def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path,
     assert [row["member"] for row in again["ranks"]] == [row["member"] for row in first["ranks"]]
     assert again["spares"] == first["spares"]
     assert again["hosts"] == first["hosts"]
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])
-def test_a_file_without_figures_is_refused(text, tmp_path):
-    file = tmp_path / "figures.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"figures\.json'"):
-        Figures.read(str(file))
 
 
 def test_a_link_to_an_address_that_the_host_does_not_have_is_refused():

@@ -18,13 +18,16 @@ from pipespec.system.cores import num_cores, share_cores
 class MeasureRequest:
     """What to measure.
 
-    `roles` has one entry per device: "stage" and "draft", or one of them. `rows` is the width of
-    a batch, `length` how many tokens of text it attends to; `children` are the draft's
-    candidates. `dtype` is that of plain weights, and if it was asked for, of weights of few bits
-    too. `quantization` is that of target and draft. `groups` are the sizes of those
-    devices, in order, that compute together; nothing: each by itself. `threads` is
-    `cluster.threads`. `shared` is the target's name in the parts cache of a host that got these
-    `parts` of it from others (`Repository`); None: it is at `target`.
+    Attributes:
+        roles: of each device, "stage" and "draft", or one of them.
+        rows, length: the width of a batch, and how many tokens of text it attends to.
+        children: the draft's candidates.
+        dtype: of plain weights, and if it was asked for, of weights of few bits too.
+        quantization: of target and draft.
+        groups: the sizes of those devices, in order, that compute together; nothing: none do.
+        threads: `cluster.threads`.
+        shared: the target's name in the parts cache of a host that got these `parts` of it from
+            others (`Repository`); None: it is at `target`.
     """
 
     target: str

@@ -36,11 +36,10 @@ LIFETIME_S = 300
 class Listening:
     """The endpoints at which a host accepts probes of the others, and its interfaces.
 
-    `number` is its IP address. `places` are the endpoints at that address and, if it is another,
-    at the address of the interface that carries its batches, which comes last. `carrier` is that
-    interface's name. `problem`: "unknown" (its address cannot be resolved), "absent" (no interface
-    has it), "no interface" (the one that the hosts file names does not exist, is down or has no
-    address of the same family), or None.
+    `places` are at its address (`number`) and, last, at that of the interface that carries its
+    batches (`carrier`) if it is another. `problem`: "unknown" (the address cannot be resolved),
+    "absent" (no interface has it), "no interface" (none of that name is up with an address of the
+    same family), or None.
     """
 
     number: str | None
@@ -52,11 +51,8 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Whether a peer answers.
-
-    `interface` leads to the address that carries the peer's batches. `problem`: "refused",
-    "silent", "no route", "stranger" (something else answers), or None; `place` is the endpoint
-    where it occurred, `who` the host that answered in place of the peer.
+    """Whether a peer answers; `interface` leads to the address that carries its batches. `problem`:
+    "refused", "silent", "no route", "stranger" (something else answers: the host `who`), or None.
     """
 
     interface: str | None

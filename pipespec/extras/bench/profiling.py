@@ -1,9 +1,4 @@
-"""Measures a pair of models on a cluster and a user's own prompts, for `pipespec bench --profile`.
-
-Devices and links of a hosts file are measured first, as `pipespec plan HOSTS.yaml` does. The
-prompts are decoded twice on the cluster, plainly and with its policy; the stages and the head
-report how long their batches and draft rounds took. Then the draft reads the answers.
-"""
+"""Measures a pair of models on a cluster and a user's prompts, for `pipespec bench --profile`."""
 
 from __future__ import annotations
 

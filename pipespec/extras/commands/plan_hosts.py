@@ -79,23 +79,22 @@ def hosts_lines(hosts_file: HostsFile, placement: Placement) -> dict[str, Any]:
 def rows(placement: Placement, figures: Figures) -> list[dict[str, Any]]:
     from pipespec.placement.slices import GIB, reason
 
-    found = []
-    for rank, worker in enumerate(placement.workers_by_rank):
-        piece = placement.layers[rank - 1] if rank else None
-        found.append(
-            {
-                "rank": rank,
-                "member": worker,
-                "device": figures.members[worker]["model"],
-                "layers": None if piece is None else [piece.start, piece.stop - 1],
-                "compute_ms": placement.compute_ms[rank],
-                "link_ms": placement.link_ms[rank],
-                "gib": placement.bytes_by_rank[rank] / GIB,
-                "of_gib": placement.problem.worker(worker).memory_bytes / GIB,
-                "why": reason(placement, rank),
-            }
-        )
-    return found
+    return [
+        {
+            "rank": rank,
+            "member": worker,
+            "device": figures.members[worker]["model"],
+            "layers": [placement.layers[rank - 1][0], placement.layers[rank - 1][-1]]
+            if rank
+            else None,
+            "compute_ms": placement.compute_ms[rank],
+            "link_ms": placement.link_ms[rank],
+            "gib": placement.bytes_by_rank[rank] / GIB,
+            "of_gib": placement.problem.worker(worker).memory_bytes / GIB,
+            "why": reason(placement, rank),
+        }
+        for rank, worker in enumerate(placement.workers_by_rank)
+    ]
 
 
 def table(placement: Placement, figures: Figures) -> Table:

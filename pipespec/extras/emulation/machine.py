@@ -1,9 +1,4 @@
-"""Emulated machines: ranks held to the times of another machine after their real computation.
-
-It exists so that nine processes on two cores can show what the runtime does on nine GPUs.
-Results under a pace are emulated and are labelled so everywhere. A rank that needs longer than
-its pace over-runs it; over-runs are counted and shown, never hidden.
-"""
+"""Emulated machines: ranks held to the times of another machine after their real computation."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy.
-
-A published accuracy curve can be reproduced without the models behind it: the proposer reads the
-target's answer from a file and places each of its tokens at a rank drawn by the curve, among wrong
-tokens. All measurements with it are labelled synthetic.
-"""
+"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Which layers which GPU would hold, and how fast that would be, from a model's config alone.
-
-Times are those of reading weights and of arithmetic (`hardware`) and what a layer takes beside, so
-they are ASSUMED. What a plan is for is the difference between clusters, and what does not fit;
-`pipespec plan --profile` takes measured times.
-"""
+"""Which layers which GPU would hold, and how fast that would be, from a model's config alone."""
 
 from __future__ import annotations
 
