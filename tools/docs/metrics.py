@@ -14,7 +14,6 @@ from prometheus_client import Metric
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metric_definitions import OURS, VLLM, RequestMetrics, cluster_metrics
-from tools.docs.stored_results import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 HEAD = """\
@@ -83,20 +82,16 @@ def page() -> str:
         "The whole cluster": cluster_rows(),
     }
     for title, rows in sections.items():
-        cells = [
-            [
-                f"`{row.name}`",
-                row.kind,
-                ", ".join(f"`{label}`" for label in row.labels),
-                row.text,
-                "yes" if row.vllm else "",
-            ]
-            for row in rows
+        lines = [
+            f"\n## {title}\n",
+            "| metric | type | labels | meaning | vLLM |",
+            "|---|---|---|---|---|",
         ]
-        parts += [
-            f"\n## {title}\n\n",
-            table(("metric", "type", "labels", "meaning", "vLLM"), cells),
-        ]
+        for row in rows:
+            labels = ", ".join(f"`{label}`" for label in row.labels)
+            also = "yes" if row.vllm else ""
+            lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.text} | {also} |")
+        parts.append("\n".join(lines) + "\n")
     return "".join(parts)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from pipespec.limits import MAX_COUNT, MAX_SEED, check_number, check_whole
+from pipespec.limits import MAX_COUNT, check_number, check_whole
 
 # Requests per second: one in some days.
 MIN_RATE = 1e-6
@@ -21,17 +21,14 @@ class Load:
         concurrency: how many are handed in and not yet finished, at most; None: any number.
         request_rate: per second (of the emulated machine, if there is one), as a Poisson
             process; inf: each as soon as `concurrency` allows.
-        arrival_seed: of that process.
     """
 
     concurrency: int | None
     request_rate: float = math.inf
-    arrival_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.concurrency is not None:
             check_whole("concurrency", self.concurrency, 1, MAX_COUNT)
-        check_whole("arrival_seed", self.arrival_seed, 0, MAX_SEED)
         if self.request_rate != math.inf:
             check_number("request_rate", self.request_rate, MIN_RATE, MAX_COUNT, hint=", or inf")
 
@@ -40,22 +37,21 @@ class Load:
         cls,
         concurrency: int | None = None,
         request_rate: float | None = None,
-        arrival_seed: int = 0,
     ) -> Load:
         """What is meant by what was given: without anything, one request after another; with a
         rate alone, any number at once."""
         if request_rate is None:
-            return cls(1 if concurrency is None else concurrency, math.inf, arrival_seed)
-        return cls(concurrency, request_rate, arrival_seed)
+            return cls(1 if concurrency is None else concurrency, math.inf)
+        return cls(concurrency, request_rate)
 
     def due_s(self, count: int) -> list[float]:
         """When so many requests come, in seconds since the start.
 
         A Poisson process as in `vllm bench serve`, and scaled as there: the last one comes after
-        `count` / rate seconds, so that the rate is exact for every seed.
+        `count` / rate seconds, so that the rate is exact.
         """
         if self.request_rate == math.inf:
             return [0.0] * count
-        chance = Random(self.arrival_seed)
+        chance = Random(0)
         came = list(accumulate(chance.expovariate(1.0) for _ in range(count)))
         return [at / came[-1] * count / self.request_rate for at in came]

@@ -59,7 +59,7 @@ class RequestResult:
 class BenchResult:
     """All requests, in the order of the samples, and how long they took together.
 
-    `concurrency`, `request_rate` and `arrival_seed` are those of `arrivals.Load`. `labels`
+    `concurrency` and `request_rate` are those of `arrivals.Load`. `labels`
     (`answers.labels`) say whether times are emulated, draft tokens synthetic, the text lossy.
     """
 
@@ -68,7 +68,6 @@ class BenchResult:
     concurrency: int | None
     labels: dict[str, Any]
     request_rate: float = math.inf
-    arrival_seed: int = 0
 
     def summary(self) -> dict[str, Any]:
         """One figure per name; None where there is nothing to take it from."""
@@ -79,7 +78,6 @@ class BenchResult:
             "completed": len(self.requests),
             "max_concurrency": self.concurrency,
             "request_rate": "inf" if math.isinf(self.request_rate) else self.request_rate,
-            "arrival_seed": self.arrival_seed,
             "duration": self.duration_s,
             "total_input_tokens": tokens_in,
             "total_output_tokens": tokens_out,

@@ -36,7 +36,6 @@ def bench(
     *,
     concurrency: int | None = None,
     request_rate: float | None = None,
-    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
@@ -44,7 +43,7 @@ def bench(
     """Decode all samples on one cluster, started for them.
 
     Args:
-        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`); the times
+        concurrency, request_rate: when requests are handed in (`Load.of`); the times
             of one that is held back count from when it is handed in. The head decodes
             `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
@@ -53,7 +52,7 @@ def bench(
 
     Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """
-    load = Load.of(concurrency, request_rate, arrival_seed)
+    load = Load.of(concurrency, request_rate)
     with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
         result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
         run.reports += reports
@@ -103,12 +102,11 @@ def bench_on(
     *,
     concurrency: int | None = None,
     request_rate: float | None = None,
-    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> BenchResult:
     """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
-    load = Load.of(concurrency, request_rate, arrival_seed)
+    load = Load.of(concurrency, request_rate)
     check(samples, prompt_tokens)
     prompts = encode(client.served, settings, samples, prompt_tokens)
     return measure(client, settings, samples, prompts, load, on_done)[0]
@@ -207,7 +205,6 @@ def measure(
         load.concurrency,
         answers.labels(served, sampling),
         load.request_rate,
-        load.arrival_seed,
     )
     return done, [report for one in asked for report in one.reports]
 

@@ -6,9 +6,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ HOPS, WARM_UP_HOPS = 60, 10
 COPIED_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What is timed, with the names of the published models: a stage of all layers of a Llama but
     the first and the last, and a draft, behind `contexts` tokens."""
 
@@ -49,22 +47,11 @@ class Sizes:
 def sizes(device: torch.device) -> Sizes:
     """Those of published models on a GPU, and small ones on a CPU, where speeds say little."""
     if device.type == "cpu":
-        return Sizes(
-            "a small model",
-            _llama(256, 4, 2, 512, 4, 1024),
-            "a small draft",
-            _llama(128, 4, 2, 256, 2, 1024),
-            torch.float32,
-            (128, 512),
-        )
-    return Sizes(
-        "4 layers of Llama 3.1 8B",
-        _llama(4096, 32, 8, 14336, 6, 128256),
-        "Llama 3.2 1B",
-        _llama(2048, 32, 8, 8192, 16, 128256),
-        torch.bfloat16,
-        (128, 2048, 8192),
-    )
+        stage, draft = _llama(256, 4, 2, 512, 4, 1024), _llama(128, 4, 2, 256, 2, 1024)
+        return Sizes("a small model", stage, "a small draft", draft, torch.float32, (128, 512))
+    stage, draft = _llama(4096, 32, 8, 14336, 6, 128256), _llama(2048, 32, 8, 8192, 16, 128256)
+    names = ("4 layers of Llama 3.1 8B", "Llama 3.2 1B")
+    return Sizes(names[0], stage, names[1], draft, torch.bfloat16, (128, 2048, 8192))
 
 
 def _llama(

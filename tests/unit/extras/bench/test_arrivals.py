@@ -15,16 +15,11 @@ def test_without_a_rate_all_are_due_at_once() -> None:
     assert Load(None).due_s(3) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rate_is_exact_over_all_requests_whatever_the_seed(seed: int) -> None:
-    due = Load(None, 4.0, seed).due_s(50)
+def test_a_rate_is_exact_over_all_requests() -> None:
+    due = Load(None, 4.0).due_s(50)
     assert due == sorted(due)
     assert due[0] > 0
     assert due[-1] == pytest.approx(50 / 4)
-
-
-def test_a_seed_chooses_the_moments() -> None:
-    assert Load(None, 2.0, 1).due_s(9) == Load(None, 2.0, 1).due_s(9) != Load(None, 2.0, 2).due_s(9)
 
 
 def test_gaps_are_those_of_a_poisson_process() -> None:
@@ -58,7 +53,6 @@ def test_one_at_a_time_unless_more_is_said(given, meant) -> None:
         ({"request_rate": -1}, "request_rate is -1"),
         ({"request_rate": math.nan}, "request_rate is nan"),
         ({"request_rate": -math.inf}, "1000000000, or inf"),
-        ({"arrival_seed": -1}, "arrival_seed is -1"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(given, part: str) -> None:
