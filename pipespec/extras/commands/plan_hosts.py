@@ -220,8 +220,8 @@ def _divisible(model: ModelSizes | None) -> bool:
 
 
 def _can_compute(division: Division, figures: Figures) -> bool:
-    target = division.members == 1 or _divisible(figures.target)
-    return target and (division.draft == 1 or _divisible(figures.draft))
+    groups = ((division.members, figures.target), (division.draft, figures.draft))
+    return all(size == 1 or _divisible(model) for size, model in groups)
 
 
 def _machine(

@@ -16,7 +16,7 @@ from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
 from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.extras.device_check.machine_check import cuda_devices
+from pipespec.extras.device_check import machine_check
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version
 
@@ -70,7 +70,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
         "cuda": torch.version.cuda or "not in this torch",
-        "devices": list(cuda_devices()) if device.type == "cuda" else [],
+        "devices": list(machine_check.cuda_devices()) if device.type == "cuda" else [],
     }
     for each in found["devices"]:
         properties = torch.cuda.get_device_properties(each["name"])
@@ -97,7 +97,7 @@ def check_attention(device: torch.device) -> dict[str, Any]:
                 continue
             found[backend][name] = errors = {
                 _shape_name(shape): select.backend_error(
-                    backend, device, [_layer(shape, dtype, device)]
+                    backend, device, [layer_of(shape, dtype, device)]
                 )
                 for shape in SHAPES
             }
@@ -105,7 +105,7 @@ def check_attention(device: torch.device) -> dict[str, Any]:
     return {"backends": found, "wrong": wrong}
 
 
-def _layer(
+def layer_of(
     shape: tuple[int, int, int, bool, bool], dtype: torch.dtype, device: torch.device
 ) -> AttentionLayer:
     heads, kv_heads, size, bounded, sinks = shape

@@ -98,17 +98,15 @@ def attention_faults(cuda: bool) -> dict[str, str | None]:
     import torch
 
     from pipespec.engine.attention import select
-    from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
-    from pipespec.engine.attention.self_test import AttentionLayer
+    from pipespec.extras.device_check.correctness import BACKENDS, SHAPES, layer_of
 
     device = torch.device("cuda" if cuda else "cpu")
-    like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
-    layer = AttentionLayer(32, LayerOptions(128**-0.5), LayerPool(like, like))
+    layer = layer_of(SHAPES[0], torch.bfloat16 if cuda else torch.float32, device)
     with torch.inference_mode():
         others = {
             name: select.missing_requirement(name, device.type)
             or select.backend_error(name, device, [layer])
-            for name in (select.STATIC, select.TRITON, select.FLASHINFER)
+            for name in BACKENDS
         }
     return {select.SDPA: None, **others}
 

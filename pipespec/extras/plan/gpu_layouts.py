@@ -14,7 +14,7 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.plan.advice import Layout
 from pipespec.extras.plan.hardware import GPU
 from pipespec.extras.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, published
-from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.pipeline_times import NO_HOP, Machine
 from pipespec.extras.plan.simulation import level_equation
 from pipespec.system.sizes import size_text
 
@@ -213,9 +213,9 @@ def known_that_fit(gpus: Sequence[GPU], weights: str, context: int) -> list[str]
 
 
 def round_ms(draft: ModelShape, gpu: GPU) -> float:
-    read = draft.num_layers * draft.read_bytes("bfloat16", DRAFT_NODES) + draft.head_bytes
-    flops = draft.num_layers * draft.layer_flops(DRAFT_NODES) + draft.head_flops(DRAFT_NODES)
-    return gpu.ms(read, flops) + draft.num_layers * LAYER_MS + ROUND_MS
+    """A draft round, in milliseconds."""
+    whole = Target(draft, "bfloat16", context=0)
+    return whole.ms(gpu, draft.num_layers, DRAFT_NODES, has_head=True) + ROUND_MS
 
 
 def _draft_gpus(
@@ -233,7 +233,7 @@ def _draft_gpus(
 
 
 def _draft_bytes(draft: ModelShape, target: Target) -> float:
-    kept = draft.kv_bytes(target.context) + draft.state_bytes(target.nodes)
+    kept = sum(replace(target, shape=draft).kept_bytes)
     return draft.parameters * ITEM + draft.num_layers * kept
 
 
@@ -283,9 +283,9 @@ def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
 def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
     """Between two stages, by rows of hidden states in bfloat16."""
     if link is None:
-        return TimeCurve(((1, 0.0),))
-    ms = link.gbit_per_s and target.hidden_size * ITEM * 8 / (link.gbit_per_s * 1e6)
-    return TimeCurve(tuple((rows, link.latency_ms + rows * ms) for rows in (1, ROWS[-1])))
+        return NO_HOP
+    of_rows = replace(link, row_bytes=target.hidden_size * ITEM)
+    return TimeCurve(tuple((rows, of_rows.ms(rows)) for rows in (1, ROWS[-1])))
 
 
 def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
