@@ -12,8 +12,7 @@ from pipespec.cli.main import main
 from pipespec.cluster.diagnostics.examine_hosts import measure_links
 from pipespec.cluster.diagnostics.measure_devices import main as run_measure
 from pipespec.cluster.diagnostics.measure_devices import measure
-from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
-from pipespec.cluster.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest, measure_hosts
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.inspection.inspection import inspect

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from pipespec.cluster.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
-    from pipespec.extras.plan.group_splits import Division
+    from pipespec.extras.plan.advice import Division
     from pipespec.extras.plan.pipeline_times import Machine
     from pipespec.placement.host_figures import Figures, ModelSizes
     from pipespec.placement.slices import Placement
@@ -145,8 +145,7 @@ def _divided(
     """The divisions of a host's devices, the fastest first, by their measured times."""
     from pipespec.extras.commands.plan import RANGE, SPREAD, predictions_table
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import DecodingMethod, predict_all
-    from pipespec.extras.plan.group_splits import divisions
+    from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
     from pipespec.head.policies.draft_rounds import AUTO
 
     (host,) = hosts_file.hosts

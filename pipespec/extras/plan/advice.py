@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import count, product
 from operator import add
+from typing import NamedTuple
 
 from pipespec.config.method_registry import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
@@ -56,6 +57,38 @@ class Layout:
     machine: Machine
     num_devices: int = 0
     settings: tuple[str, ...] = ()
+
+
+class Division(NamedTuple):
+    """So many devices of a host for the draft, and so many stages of so many devices each, all
+    tensor-parallel groups: SwiftSpec (arXiv 2506.11309, 3.1) gives x of k to the target."""
+
+    draft: int
+    stages: int
+    members: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the groups, the draft's first."""
+        return (self.draft, *[self.members] * self.stages)
+
+    def layout(self, machine: Machine) -> Layout:
+        """With its times, for `advice.predict_all`."""
+        settings = (
+            f"cluster.tensor_parallel={self.members}",
+            f"cluster.draft_tensor_parallel={self.draft}",
+            f"cluster.stages={self.stages}",
+        )
+        return Layout(f"{self.draft} + {self.stages} x {self.members}", machine, settings=settings)
+
+
+def divisions(count: int) -> Iterator[Division]:
+    """All ways to use `count` devices, of which every stage has as many as the others."""
+    for draft in range(1, count):
+        left = count - draft
+        for members in range(1, left + 1):
+            if left % members == 0:
+                yield Division(draft, left // members, members)
 
 
 @dataclass(frozen=True)

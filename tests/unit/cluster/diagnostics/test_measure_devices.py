@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.diagnostics import measure_request
+from pipespec.cluster.diagnostics import measure_hosts
 from pipespec.cluster.diagnostics.measure_devices import measure
-from pipespec.cluster.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from tests.helpers.models import shared
 
 
@@ -50,7 +50,7 @@ def threads(*workers: tuple[str, ...], device: str = "cpu", **settings: object) 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_request, "num_cores", lambda: 8)
+    monkeypatch.setattr(measure_hosts, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
 
 

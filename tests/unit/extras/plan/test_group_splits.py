@@ -6,8 +6,7 @@ import pytest
 
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan.advice import DecodingMethod, predict_all
-from pipespec.extras.plan.group_splits import Division, divisions
+from pipespec.extras.plan.advice import DecodingMethod, Division, divisions, predict_all
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.head.policies.best_first import BestFirst
 
