@@ -1,9 +1,6 @@
 """The runtime's own work per step beside its budgets: the head's tree, a stage's verdict.
 
-    python -m benchmarks.budgets.head_and_stage [--json FILE]
-
-Medians of many repeats on one core. No model runs: only the runtime's own Python is measured,
-beside the budget that the design states for it.
+python -m benchmarks.budgets.head_and_stage [--json FILE]
 """
 
 from __future__ import annotations

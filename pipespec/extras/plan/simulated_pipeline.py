@@ -1,7 +1,4 @@
-"""A pipeline that is only times: the head's own scheduler before imagined stages.
-
-`pipespec.extras.plan.simulation` drives it. Everything here is pure.
-"""
+"""A pipeline that is only times: the head's own scheduler before imagined stages. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
-from pipespec.extras.emulation.synthetic_proposer import (
-    DrawnDraft,
-    SyntheticProposer,
-)
+from pipespec.extras.emulation.synthetic_proposer import DrawnDraft, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
@@ -51,6 +45,13 @@ class TokenArrival(NamedTuple):
     hit: bool
 
 
+Arrived = Callable[[TokenArrival], None]
+
+
+def ignored(arrival: TokenArrival) -> None:
+    """Make nothing of a token."""
+
+
 @dataclass
 class Simulation:
     """Counts between the first decided token and the last.
@@ -67,7 +68,6 @@ class Simulation:
     ms: float = 0.0
 
     def __add__(self, other: Simulation) -> Simulation:
-        """Both together."""
         return Simulation(
             *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
         )
@@ -113,7 +113,7 @@ class SimulatedPipeline:
         max_rows: int = 0,
         *,
         calibration: Calibration | None = None,
-        on_token: Callable[[TokenArrival], None] = lambda arrival: None,
+        on_token: Arrived = ignored,
     ):
         self.machine = machine
         self.on_token = on_token
@@ -187,7 +187,7 @@ class SimulatedPipeline:
 
     def receive_verdicts(self) -> None:
         in_flight = self.in_flight()
-        stage_ms = self.machine.stage_ms(*in_flight)
+        stage_ms = self.machine.stage_ms(in_flight[0])
         for ms, rows, slots in zip(stage_ms, *in_flight, strict=True):
             if rows:
                 self.times.add(rows, ms, slots)
@@ -208,13 +208,11 @@ class SimulatedPipeline:
         self.arriving.clear()
 
     def apply(self, verdict: Verdict) -> None:
-        """A verdict arrives at the head."""
         progress = self.scheduler.apply(verdict, now=0)
         if progress is not None:
             self.proposer.accept_verdict(progress.accepted)
 
     def end(self) -> None:
-        """The requests end, whatever they have left to decode."""
         for number in self.scheduler.sequences:
             self.proposer.end_sequence(number)
 

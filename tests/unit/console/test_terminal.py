@@ -11,13 +11,13 @@ from pipespec.cli import status
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.client.single_generation import Result
+from pipespec.cluster.diagnostics.examine_hosts import Report
+from pipespec.cluster.diagnostics.findings import HostReport, LinkReport
+from pipespec.cluster.diagnostics.probe import Reachability
 from pipespec.console.terminal import show
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.commands import bench, doctor
-from pipespec.extras.diagnostics.examine_hosts import Report
-from pipespec.extras.diagnostics.findings import HostReport, LinkReport
-from pipespec.extras.diagnostics.machine_check import QUANTIZE, table
-from pipespec.extras.diagnostics.probe import Reachability
+from pipespec.extras.device_check.machine_check import QUANTIZE, table
 
 NASTY = "[/red] [bold]x[/bold] :smile: [link=a]"
 PLAIN = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
