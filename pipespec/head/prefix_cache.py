@@ -156,11 +156,6 @@ class PrefixCache:
         self._known: dict[int, TextKey] = {}  # of running texts, as in `running_texts`
         self._unsent: dict[int, int] = {}  # retained tokens that the stages do not know of
 
-    @property
-    def retained_tokens(self) -> dict[int, int]:
-        """The length of each retained text, by the number of its sequence."""
-        return {number: num_tokens(key) for number, key in self._keys.items()}
-
     def start(self, number: int, key: TextKey, parent: int, shared: int) -> None:
         """A sequence starts and holds the first `shared` tokens of another."""
         if not self.max_retained:

@@ -19,11 +19,6 @@ def check_rounds(rounds: int | str) -> None:
         check_whole("proposer.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
 
 
-def min_rounds(rounds: int | str) -> int:
-    """The rounds that every step has, whatever time they take."""
-    return 1 if rounds == AUTO else int(rounds)
-
-
 def may_delay_batch(rounds: int | str, state: PipelineState) -> bool:
     """Whether a round that delays the next batch is allowed: a number of rounds counts it too."""
     return rounds == AUTO or state.rounds < int(rounds)

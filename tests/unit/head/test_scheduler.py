@@ -32,6 +32,7 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence
 from tests.helpers.policies import small_policies
+from tests.helpers.trees import check_tree
 
 NUM_STEPS = 3
 POLICIES = small_policies(width=8)
@@ -44,7 +45,9 @@ def scheduler(
 
 
 def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, ...] = ()):
-    sequence = on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
+    sequence = on.admission.add(
+        Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer
+    )
     assert list(on.admit()) == ([] if sequence.ended else [sequence])
     return sequence
 
@@ -72,11 +75,12 @@ def step(on: Scheduler, *tokens: int):
     grow(on)
     progress = None
     if tokens:
-        base = len(on.sequences[0].context.tokens)
+        base = len(on.admission.sequences[0].context.tokens)
         progress = on.apply(Verdict(0, base, tokens), now=on.step)
     on.end_verdicts(0.0, 1.0)
-    while isinstance(batch := on.next_batch(0.0), ProposalBatch):
-        on.add_proposals(batch, candidates(batch), 1.0)
+    while work := (plan := on.plan_batch(0.0)).refill:
+        on.add_proposals(work, candidates(work), 1.0)
+    batch = on.next_batch(plan)
     on.end_step(1.0)
     return batch, progress
 
@@ -103,12 +107,17 @@ def test_rows_are_those_of_the_tree_after_grammars_have_changed_it(
     sequence = opened(on)
     step(on)
 
-    def determined(*_: object) -> None:
-        tree = sequence.tree
-        leaves = np.flatnonzero(~tree.expanded)
-        tree.append_path(int(leaves[0]), [5, 6, 7])
+    round_of = on._draft_round
 
-    monkeypatch.setattr("pipespec.head.scheduler.next_refill", determined)
+    def determined(sequences: list[Sequence], select: object):
+        if select != "refill":
+            return round_of(sequences, select)
+        leaves = np.flatnonzero(~sequence.tree.expanded)
+        sequence.tree.append_path(int(leaves[0]), [5, 6, 7])
+        return None, False
+
+    monkeypatch.setattr("pipespec.head.scheduler.worthwhile_refill", lambda *_: "refill")
+    monkeypatch.setattr(on, "_draft_round", determined)
     seen: set[int] = set()
     for _ in range(6):
         batch, _ = step(on)
@@ -201,7 +210,7 @@ def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
     assert progress.accepted.tokens == (4, 5, 6)
     assert progress.reason == "length"
     assert batch.finished == (0,) and not len(batch)
-    assert on.idle and on.draining
+    assert on.admission.idle and on.draining
     assert on.apply(Verdict(0, 4, (7,)), now=0) is None, "late word of a closed request"
     for _ in range(NUM_STEPS):
         batch, _ = step(on)
@@ -212,7 +221,7 @@ def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
 def test_complete_answer_of_an_earlier_epoch_never_enters_the_pipeline():
     on = scheduler(Root())
     sequence = opened(on, tokens=2, answer=(3, 4))
-    assert sequence.ended == "length" and on.idle
+    assert sequence.ended == "length" and on.admission.idle
     batch, _ = step(on)
     assert batch.finished == batch.started == () and not len(batch)
 
@@ -221,10 +230,10 @@ def test_cancelled_request_is_freed_once():
     on = scheduler(Level(8, 2))
     sequence = opened(on)
     step(on)
-    assert on.cancel(8) is None and not on.idle
-    assert on.cancel(7) is sequence and on.idle
+    assert on.admission.cancel(8) is None and not on.admission.idle
+    assert on.admission.cancel(7) is sequence and on.admission.idle
     assert step(on)[0].finished == (0,)
-    assert on.cancel(7) is None
+    assert on.admission.cancel(7) is None
 
 
 def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
@@ -237,7 +246,7 @@ def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     on.begin_step()
     on.apply(Verdict(0, 2, (9,)), now=0)
     assert on.has_work(0.0), "a root that was not fed"
-    on.cancel(7)
+    on.admission.cancel(7)
     assert on.has_work(0.0), "the stages must be told"
 
 
@@ -262,4 +271,4 @@ def test_no_row_is_fed_twice_or_before_its_parent(
             fed[int(row[NODE])] = batch.step
         if progress and progress.reason:
             break
-        sequence.tree.check()
+        check_tree(sequence.tree)

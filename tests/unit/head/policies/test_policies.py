@@ -27,6 +27,7 @@ from pipespec.head.row_budget import RequestCandidates, select_rows, target_batc
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT, Tree
 from pipespec.timing.batch_times import BatchTimes
+from tests.helpers.trees import check_tree
 
 VOCABULARY = 6
 STATE = PipelineState(num_stages=4, step=0)
@@ -153,7 +154,7 @@ def test_batch_has_new_nodes_parents_first_within_the_row_limit(pipeline):
             assert node == ROOT or tree.fed[parent] or parent in here
             assert node not in here
             here.add(node)
-        tree.check()
+        check_tree(tree)
 
 
 @given(pipelines)

@@ -25,6 +25,7 @@ from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import check_tree
 
 
 def started(proposer, tokens: Sequence[int]) -> tuple[Context, Tree]:
@@ -68,7 +69,7 @@ def test_tree_accepts_proposal_rows_of_different_lengths():
     tree.add_children(
         *_columns(Proposal.from_lists(np.array([1, 2]), [[(3, 0.5)], [(3, 0.5), (4, 0.1)]]))
     )
-    tree.check()
+    check_tree(tree)
     assert sorted(tree.token.tolist()) == [1, 2, 3, 3, 4, 5]
     assert tree.add_children(*_columns(Proposal.from_lists(np.array([3, 4]), [[], []]))) == 0
     assert tree.expanded[[3, 4]].all()

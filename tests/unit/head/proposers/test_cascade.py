@@ -17,9 +17,9 @@ from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
-from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from tests.helpers.trees import check_tree
 
 VOCABULARY = 5
 Text = tuple[int, ...]
@@ -60,7 +60,7 @@ def scheduler_with(
 ) -> Scheduler:
     draft = SyntheticProposer(Accuracy({1: 0.5}, spread=0.5), [[1]], VOCABULARY, 0)
     config = SchedulerConfig(policy, 3, rounds=rounds, prefill_chunk=1, context_limit=context_limit)
-    return Scheduler(config, CascadeProposer(draft, mid, Scoring(3, context_limit)))
+    return Scheduler(config, CascadeProposer(draft, mid, 3, context_limit))
 
 
 class Plain:
@@ -116,7 +116,9 @@ class Story:
         policy = BestFirst(width=4, children=VOCABULARY, capacity=capacity, row_cost=0.0)
         self.mid = Mid()
         self.scheduler = scheduler_with(self.mid, policy, 1000, 60)
-        self.scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
+        self.scheduler.admission.add(
+            Request(0, (1,), max_new_tokens=50), lambda token: False, now=0
+        )
         (self.sequence,) = self.scheduler.admit()
         self.plain = Plain()
         self.batch = self.fed()
@@ -132,7 +134,7 @@ class Story:
         return found
 
     def fed(self) -> Batch:
-        batch = self.scheduler.next_batch(0.0)
+        batch = self.scheduler.next_batch(self.scheduler.plan_batch(0.0))
         assert isinstance(batch, Batch)
         return batch
 
@@ -209,7 +211,7 @@ class Story:
         self.scheduler.apply(Verdict(self.sequence.number, base, (token,)), now=0)
 
     def check(self) -> None:
-        self.tree.check()
+        check_tree(self.tree)
         here = self.texts()
         assert here.keys() <= self.plain.logp.keys()
         # What is missing was trimmed: it had been neither fed nor expanded.
@@ -245,7 +247,7 @@ def test_scores_of_a_cancelled_request_are_dropped():
     story.draft()
     asked = requested(story.scheduler, story.mid, story.sequence)
     found, _ = answer(asked, asked.nodes, story.rng)
-    story.scheduler.cancel(0)
+    story.scheduler.admission.cancel(0)
     before = len(story.tree)
     story.mid.answer(found)
     story.scheduler.take_scores()
@@ -259,7 +261,7 @@ def test_scores_are_used_while_the_mid_size_model_predicts_better():
     policy = BestFirst(width=4, children=2, row_cost=0.0)
     mid = Mid()
     scheduler = scheduler_with(mid, policy, 1, 200)
-    scheduler.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
+    scheduler.admission.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
     (sequence,) = scheduler.admit()
 
     def taken(chance: float) -> bool:
@@ -274,7 +276,7 @@ def test_scores_are_used_while_the_mid_size_model_predicts_better():
         before = scheduler.totals.scored
         mid.answer(found)
         scheduler.take_scores()
-        scheduler.next_batch(0.0)
+        scheduler.next_batch(scheduler.plan_batch(0.0))
         base = len(sequence.context.tokens)
         scheduler.apply(Verdict(sequence.number, base, (1,)), now=0)
         return scheduler.totals.scored > before
@@ -289,7 +291,7 @@ def test_level_policy_requests_no_scores():
     """Its nodes are fed level by level: children of what was fed would come too late."""
     mid = Mid()
     scheduler = scheduler_with(mid, Level(4, 4), 1, 60)
-    scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
+    scheduler.admission.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
     list(scheduler.admit())
     scheduler.refine()
     assert not mid.requests
