@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipespec.head.policies.draft_rounds import AUTO
+from pipespec.head.policies.policy import AUTO
 from pipespec.head.step_times import LearntTimes, SizeTrials
 from pipespec.timing.batch_times import Points, size_bucket
 

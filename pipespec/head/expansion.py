@@ -9,7 +9,7 @@ from pipespec.head.policies.policy import Expansion, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, split_expansion
 from pipespec.head.scheduler_types import ProposalPart
 from pipespec.head.sequence import Sequence as TreeSequence
-from pipespec.head.structured_output import add_ahead
+from pipespec.head.structured_output import LookAhead, add_ahead
 
 # The nodes of a request that a round expands.
 Select = Callable[[TreeSequence], Expansion]
@@ -37,16 +37,17 @@ def plan_expansion(
         if not len(nodes):
             continue
         guide, tree = sequence.guide, sequence.tree
-        part = ProposalPart(sequence, nodes, limit)
+        num_path_tokens, allowed = 0, None
+        ahead: tuple[LookAhead, ...] = ()
         if guide is None:
             # A policy that takes level by level or a tree of fixed shape has no use for paths.
             if policy.keeps_unfed and not policy.whole:
-                part = replace(part, max_path_tokens=policy.children * len(nodes))
+                num_path_tokens = policy.children * len(nodes)
         elif policy.keeps_unfed:
-            part = replace(part, ahead=guide.look_ahead(tree, nodes, sequence.last_position))
+            ahead = guide.look_ahead(tree, nodes, sequence.last_position)
         else:  # the draft keeps to one level
-            part = replace(part, allowed=guide.allowed(tree, nodes))
-        parts.append(part)
+            allowed = guide.allowed(tree, nodes)
+        parts.append(ProposalPart(sequence, nodes, limit, allowed, num_path_tokens, ahead))
     return parts, urgent
 
 

@@ -77,6 +77,7 @@ class HeadLoop:
         timeline: Timeline,
     ):
         self.scheduler = scheduler
+        self.admission = scheduler.admission
         self.proposer = proposer
         self.link = link
         self.controller = controller
@@ -112,7 +113,7 @@ class HeadLoop:
         Waits for a request only while the pipeline is empty: batches on their way need further
         steps.
         """
-        while (room := self.scheduler.admission.room - len(self._compiling)) > 0:
+        while (room := self.admission.room - len(self._compiling)) > 0:
             busy = not self.idle or bool(self._compiling)
             if not busy:
                 self.publish(now=True)  # the next step may be far off
@@ -137,12 +138,10 @@ class HeadLoop:
     ) -> None:
         """Add a request to the scheduler, with the answer that an earlier epoch decided."""
         stops = self.settings.stop_check(request)
-        if self.scheduler.admission.idle:
+        if self.admission.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        sequence = self.scheduler.admission.add(
-            request, stops, self.timeline.clock(), answer, guide
-        )
+        sequence = self.admission.add(request, stops, self.timeline.clock(), answer, guide)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
 
@@ -167,7 +166,7 @@ class HeadLoop:
     @property
     def idle(self) -> bool:
         """Whether there is no request, and no batch on its way."""
-        return self.scheduler.admission.idle and not self.scheduler.draining
+        return self.admission.idle and not self.scheduler.draining
 
     def start_sequence(self, sequence: Sequence) -> None:
         """See `Pipeline`, as for the other methods that `run_step` calls."""
@@ -222,7 +221,7 @@ class HeadLoop:
             self.controller.complete(done)
         due = None
         if self.layout.asks_for_link(0, step):
-            taken, running = self.receiver.link(step), self.scheduler.admission.sequences.values()
+            taken, running = self.receiver.link(step), self.admission.sequences.values()
             misses = sum(each.misses_per_step for each in running) / max(len(running), 1)
             due = self.timing.deadline(step, taken, self.timeline.clock(), misses)
         while self.receiver.num_received <= step:
@@ -247,13 +246,13 @@ class HeadLoop:
         self._done.append(prune(0, self.receiver.num_received - 1))
 
     def drop_cancelled(self) -> None:
-        for sequence in self.scheduler.admission.requests:
+        for sequence in self.admission.requests:
             if self.controller.cancelled(sequence.request.id):
                 self.end_request(sequence.request.id, CANCELLED)
 
     def end_request(self, request: int, reason: str) -> None:
         """End a request before its text is complete."""
-        sequence = self.scheduler.admission.cancel(request)
+        sequence = self.admission.cancel(request)
         if sequence is not None:
             self.finish(sequence, reason)
 
@@ -291,7 +290,7 @@ class HeadLoop:
 
     def send_draft_tokens(self, batch: Batch) -> None:
         """Send the draft tokens of lossy requests ahead: the last stage prefers them."""
-        for number, sequence in self.scheduler.admission.sequences.items():
+        for number, sequence in self.admission.sequences.items():
             if sequence.request.sampling.lossy:
                 with self.timeline("control"):
                     self.controller.publish_draft_tokens(number, sequence.draft_tokens(batch))
@@ -318,7 +317,7 @@ class HeadLoop:
             with self.timeline("control"):
                 sent, totals = scheduler.step - 1, scheduler.totals
                 self.controller.publish_step(
-                    self.telemetry.snapshot(sent, totals, scheduler.admission.sequences)
+                    self.telemetry.snapshot(sent, totals, self.admission.sequences)
                 )
 
     def publish(self, *, now: bool = False) -> None:
@@ -331,7 +330,7 @@ class HeadLoop:
                 self.controller.publish_statistics(self.scheduler.gauges(), self.scheduler.counts())
                 of_stage = merge_times(self.controller.row_times())
                 self.scheduler.update_stage_times(of_stage.scaled(self.layout.largest_group))
-                requests = [each.request.id for each in self.scheduler.admission.sequences.values()]
+                requests = [each.request.id for each in self.admission.sequences.values()]
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals
                 )

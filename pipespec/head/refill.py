@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.head.expansion import Select
-from pipespec.head.policies.draft_rounds import may_delay_batch
-from pipespec.head.policies.policy import Expansion, PipelineState, SpeculationPolicy
+from pipespec.head.policies.policy import (
+    Expansion,
+    PipelineState,
+    SpeculationPolicy,
+    may_delay_batch,
+)
 from pipespec.head.row_budget import lost_by_waiting, step_ms_of, token_ms
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.sequence import Sequence

@@ -22,8 +22,13 @@ from pipespec.core import DRAFT, KIND, POSITION, Batch, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
 from pipespec.head.expansion import Select, add_determined, plan_expansion
-from pipespec.head.policies.draft_rounds import AUTO, has_time_for_round
-from pipespec.head.policies.policy import Expansion, PipelineState, TargetBatch
+from pipespec.head.policies.policy import (
+    AUTO,
+    Expansion,
+    PipelineState,
+    TargetBatch,
+    has_time_for_round,
+)
 from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.refill import worthwhile_refill
 from pipespec.head.row_budget import target_batch

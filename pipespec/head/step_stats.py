@@ -25,6 +25,7 @@ from pipespec.timing.batch_times import (
     LinearTimes,
     Points,
     RowTimes,
+    ms_at,
     size_bucket,
 )
 
@@ -226,7 +227,7 @@ class StepStats:
         if now.rows:
             self._by_rows.add(now.rows, ms)
             if self._stages.points:
-                self._overhead.add(max(ms - _at(self._stages.with_slots(), now.rows), 0.0))
+                self._overhead.add(max(ms - ms_at(self._stages.with_slots(), now.rows), 0.0))
 
     def set_stage_times(self, measured: BatchTimes) -> None:
         self._stages = measured
@@ -255,7 +256,7 @@ class StepStats:
         curve = self._curve(self._stages.with_slots())
         if self._without_prompts.value is None or not curve:
             return None
-        most_ms = stretch * max(self._without_prompts.value, _at(curve, roots))
+        most_ms = stretch * max(self._without_prompts.value, ms_at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]
         if len(fits) == len(curve):
             return 2 * round(curve[-1][0])
@@ -340,9 +341,4 @@ class StepStats:
 
 @lru_cache(maxsize=8)  # asked several times per step, and measured once a second
 def _stage_ms(stages: BatchTimes, rows: float) -> float:
-    return _at(stages.with_slots(), rows)
-
-
-def _at(points: Points, rows: float) -> float:
-    known, ms = np.array(points).T
-    return float(np.interp(rows, known, ms))
+    return ms_at(stages.with_slots(), rows)

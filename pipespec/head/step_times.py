@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.timing.batch_times import Ema, Points, rising
+from pipespec.timing.batch_times import Ema, Points, ms_at, rising
 
 # Steps that a size remembers; of their times, this share at either end counts as chance.
 SAMPLES, TRIMMED = 32, 1 / 8
@@ -95,8 +95,7 @@ class SizeTimes:
 
     def at(self, rows: float) -> float:
         """Milliseconds of a step with so many rows."""
-        known, ms = np.array(self.points).T
-        return float(np.interp(rows, known, ms))
+        return ms_at(self.points, rows)
 
     def samples(self, rows: float) -> int:
         """Steps of about so many rows."""
@@ -143,7 +142,7 @@ class SizeTimes:
         for size, (rows, ms) in self._means.items():
             samples = len(self._sizes[size])
             if base:
-                prior = float(np.interp(rows, *np.array(sorted(base.items())).T))
+                prior = ms_at(tuple(sorted(base.items())), rows)
                 ms = (PRIOR_WEIGHT * prior + samples * ms) / (PRIOR_WEIGHT + samples)
             points.append((rows, max(ms, 1e-3), PRIOR_WEIGHT + samples))
         sizes = set(self._means)

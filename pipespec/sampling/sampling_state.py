@@ -48,13 +48,11 @@ class SamplingState:
 
     @property
     def needs_text(self) -> bool:
-        """Whether `set_text` must be called before the first decision; if not, the length of the
-        text is enough."""
+        """Whether `set_text` must be called before the first decision."""
         sampling = self.sampling
         return bool(sampling.has_penalties or sampling.grammar) and self._text is None
 
     def set_text(self, text: Sequence[int]) -> None:
-        """Set the text before the first token to decide."""
         self._text = text
 
     @property
@@ -147,7 +145,6 @@ class SamplingState:
         return None
 
     def append(self, token: int) -> None:
-        """Append a token to the text."""
         if self._counts is not None:
             self._counts.append(token)
         if self._matcher is not None and token not in self.eos:

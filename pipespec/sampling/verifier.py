@@ -40,11 +40,8 @@ class AcceptedPath:
     def __init__(
         self, tip: int, nodes: Sequence[int], parents: Sequence[int], row_tokens: Sequence[int]
     ):
-        """
-        Args:
-            tip: node id of the last committed row.
-            nodes, parents, row_tokens: the sequence's rows of the batch, `[rows]`.
-        """
+        """`tip`: node id of the last committed row; the others are of the sequence's rows of the
+        batch, `[rows]`."""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.failure: str | None = None

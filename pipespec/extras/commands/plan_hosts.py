@@ -151,7 +151,7 @@ def _divided(
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, predict_all
     from pipespec.extras.plan.group_splits import divisions, layouts_of
-    from pipespec.head.policies.draft_rounds import AUTO
+    from pipespec.head.policies.policy import AUTO
 
     (host,) = hosts_file.hosts
     measured = figures.members.get(host.workers[0])

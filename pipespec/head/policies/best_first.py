@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.head.policies.policy import (
+    AUTO,
     CHILDREN,
     NO_NODES,
     WIDTH,
@@ -59,6 +59,8 @@ class BestFirst(SpeculationPolicy):
     (`pipespec.head.decoding_modes.Modes`).
     """
 
+    shared = True
+
     width: int | str = setting(AUTO, WIDTH, "rows")
     children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
     capacity: int = setting(
@@ -94,10 +96,6 @@ class BestFirst(SpeculationPolicy):
     @property
     def max_nodes(self) -> int:
         return self.capacity or max(SMALLEST_TREE, NODES_PER_ROW * self.max_rows)
-
-    @property
-    def shared(self) -> bool:
-        return True
 
     @property
     def refills(self) -> bool:

@@ -40,9 +40,7 @@ if TYPE_CHECKING:  # the runner imports models, which reading settings does not 
 class DraftModelConfig(ProposerConfig):
     """Settings of the draft model."""
 
-    @property
-    def needs_draft(self) -> bool:
-        return True
+    needs_draft = True
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         assert draft is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
-from pipespec.head.policies.draft_rounds import AUTO
+from pipespec.head.policies.policy import AUTO
 from pipespec.head.proposers.calibration import CalibratedProposer, from_odds, log_odds
 from pipespec.head.proposers.node_records import NodeRecords
 from pipespec.head.proposers.proposer import (
@@ -36,11 +36,9 @@ from pipespec.settings import setting
 class HybridConfig(SuffixConfig):
     """Settings of a mixture of the draft model and the suffix proposer."""
 
-    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
+    needs_draft = True
 
-    @property
-    def needs_draft(self) -> bool:
-        return True
+    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         assert draft is not None

@@ -30,7 +30,7 @@ from pipespec.core import (
     Verdict,
 )
 from pipespec.head.paths import DraftPaths
-from pipespec.head.policies.draft_rounds import AUTO, check_rounds
+from pipespec.head.policies.policy import AUTO, check_rounds
 from pipespec.head.tree import Tree
 from pipespec.settings import check_settings, setting
 

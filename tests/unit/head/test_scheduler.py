@@ -7,8 +7,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipespec.core import (
     COMMITTED,
@@ -32,7 +30,6 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence
 from tests.helpers.policies import small_policies
-from tests.helpers.trees import check_tree
 
 NUM_STEPS = 3
 POLICIES = small_policies(width=8)
@@ -226,16 +223,6 @@ def test_complete_answer_of_an_earlier_epoch_never_enters_the_pipeline():
     assert batch.finished == batch.started == () and not len(batch)
 
 
-def test_cancelled_request_is_freed_once():
-    on = scheduler(Level(8, 2))
-    sequence = opened(on)
-    step(on)
-    assert on.admission.cancel(8) is None and not on.admission.idle
-    assert on.admission.cancel(7) is sequence and on.admission.idle
-    assert step(on)[0].finished == (0,)
-    assert on.admission.cancel(7) is None
-
-
 def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     on = scheduler(Root())
     assert not on.has_work(0.0)
@@ -248,27 +235,3 @@ def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     assert on.has_work(0.0), "a root that was not fed"
     on.admission.cancel(7)
     assert on.has_work(0.0), "the stages must be told"
-
-
-@given(st.data(), st.sampled_from(POLICIES), st.integers(1, 3))
-def test_no_row_is_fed_twice_or_before_its_parent(
-    data: st.DataObject, policy: SpeculationPolicy, rounds: int
-):
-    on = scheduler(policy, rounds=rounds, chunk=2)
-    sequence: Sequence = opened(on, length=data.draw(st.integers(1, 5)), tokens=30)
-    fed: dict[int, int] = {}  # node: the step in which it was fed
-    for _ in range(30):
-        # A verdict follows the row of the newest token, once that has passed the pipeline.
-        tip = sequence.context.nodes[-1]
-        tokens = []
-        if tip in fed and fed[tip] <= on.step - NUM_STEPS:
-            tokens = [data.draw(st.integers(1, 3))]
-        batch, progress = step(on, *tokens)
-        assert len(batch) <= max(policy.max_rows, 2)
-        for row in batch.rows:
-            assert int(row[NODE]) not in fed
-            assert int(row[PARENT]) in fed or row[PARENT] == -1
-            fed[int(row[NODE])] = batch.step
-        if progress and progress.reason:
-            break
-        check_tree(sequence.tree)

@@ -18,11 +18,10 @@ from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
-from tests.helpers.trees import check_tree
+from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import Text, TextTree, check_tree, texts_of
 
 VOCABULARY = 5
-Text = tuple[int, ...]
 # What a model says follows a text.
 Said = dict[Text, dict[int, float]]
 
@@ -63,24 +62,13 @@ def scheduler_with(
     return Scheduler(config, CascadeProposer(draft, mid, 3, context_limit))
 
 
-class Plain:
-    """What a tree is to hold, by text below the root."""
+class Plain(TextTree):
+    """What a tree is to hold."""
 
     def __init__(self) -> None:
-        self.logp: dict[Text, float] = {(): 0.0}
+        super().__init__()
         self.fed: set[Text] = {()}
         self.scored: set[Text] = set()
-
-    def said(self, said: Said) -> None:
-        for above, row in said.items():
-            left = max(1 - sum(np.exp([*row.values()])), MIN_PROBABILITY)
-            bound = min([*row.values(), float(np.log(left))])
-            for text in [text for text in self.logp if text and text[:-1] == above]:
-                self.logp[text] = min(self.logp[text], bound)
-            self.logp |= {(*above, token): logp for token, logp in row.items()}
-
-    def cum(self, text: Text) -> float:
-        return sum(self.logp[text[:end]] for end in range(len(text) + 1))
 
     def advance(self, token: int) -> None:
         def below(texts: set[Text]) -> set[Text]:
@@ -128,11 +116,6 @@ class Story:
     def tree(self) -> Tree:
         return self.sequence.tree
 
-    def texts(self) -> dict[Text, int]:
-        found = {text_of(self.tree, i): i for i in range(len(self.tree))}
-        assert len(found) == len(self.tree), "a text stands twice"
-        return found
-
     def fed(self) -> Batch:
         batch = self.scheduler.next_batch(self.scheduler.plan_batch(0.0))
         assert isinstance(batch, Batch)
@@ -142,12 +125,12 @@ class Story:
         if work := self.scheduler.next_expansion(0.0):
             (asked,) = work.requests
             found, said = answer(asked, asked.nodes, self.rng)
-            self.plain.said(said)
+            self.plain.expand(said)
             self.scheduler.add_proposals(work, [found], 1.0)
 
     def feed(self) -> None:
         """Of all that is not fed, what is likeliest is."""
-        here = self.texts()
+        here = texts_of(self.tree)
         unfed = sorted(
             (text for text in here if text not in self.plain.fed), key=self.plain.cum, reverse=True
         )
@@ -182,7 +165,9 @@ class Story:
         (asked,) = self.mid.requests
         count = int(self.rng.integers(0, len(asked.nodes) + 2))
         ids = asked.tree.id
-        now = {node: text for text, i in self.texts().items() for node in [int(self.tree.id[i])]}
+        now = {
+            node: text for text, i in texts_of(self.tree).items() for node in [int(self.tree.id[i])]
+        }
         if count > len(asked.nodes):
             found, said, nodes = None, {}, asked.nodes[:0]
         else:
@@ -201,7 +186,7 @@ class Story:
         count = self.scheduler.totals.scored - before
         assert count in (0, len(said)), "a part of an answer was taken"
         if count:  # else the mid-size model has been wrong too often to be believed
-            self.plain.said(said)
+            self.plain.expand(said)
 
     def decide(self) -> None:
         children = self.tree.token[1:][self.tree.parent[1:] == ROOT].tolist()
@@ -212,7 +197,7 @@ class Story:
 
     def check(self) -> None:
         check_tree(self.tree)
-        here = self.texts()
+        here = texts_of(self.tree)
         assert here.keys() <= self.plain.logp.keys()
         # What is missing was trimmed: it had been neither fed nor expanded.
         assert self.plain.fed <= here.keys() | {()}
