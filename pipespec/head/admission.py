@@ -57,7 +57,6 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running or waiting."""
         return not self.sequences and not self.waiting
 
     @property
@@ -275,6 +274,5 @@ class Admission:
 
 
 def _common_len(some: list[int], others: list[int]) -> int:
-    """The length of the common prefix of two lists."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -101,7 +101,6 @@ class Modes:
             self._since[way] = 0 if way == self.mode else self._since[way] + 1
 
     def next_mode(self, least_plain_ms: float | None) -> str:
-        """The mode of the next step."""
         if self._left > 0 and not self._loses(least_plain_ms):
             return self.mode
         cost = self.costs[self.mode]
@@ -215,7 +214,6 @@ class LearntSteps:
         return Modes(self.num_stages, ways, known)
 
     def set_stage_times(self, stages: Points) -> None:
-        """Take over what a stage takes: the first guess."""
         for times in self._times.values():
             times.set_stage_times(stages)
 
@@ -240,7 +238,6 @@ class LearntSteps:
 
     @property
     def times(self) -> LearntTimes:
-        """Those in the present mode."""
         mode = self.modes.mode
         return self._times[BETWEEN if mode == PLAIN else mode]
 

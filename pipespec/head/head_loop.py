@@ -192,7 +192,6 @@ class HeadLoop:
         return self._ms_since(self._step_started_ns)
 
     def _ms_since(self, start: int) -> float:
-        """Milliseconds since a moment of the timeline's clock."""
         return (self.timeline.clock() - start) / 1e6
 
     def propose(

@@ -265,7 +265,6 @@ class PrefixCache:
         return self.states.places(other, common) <= self.states.places(number, common)
 
     def _shorten(self, number: int, tokens: int) -> None:
-        """Shorten a retained text to so many tokens."""
         key = self._keys[number]
         self.retained_texts.remove(key, number)
         runs = self._runs.pop(number)

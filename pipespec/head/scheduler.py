@@ -283,12 +283,10 @@ class Scheduler:
         self.stats = self._new_stats()
 
     def update_stage_times(self, measured: BatchTimes) -> None:
-        """Take over what the stages have measured of how long batches take."""
         self._measured = measured
         self.stats.set_stage_times(measured)
 
     def _state(self, elapsed_ms: float) -> PipelineState:
-        """The policy's view of the pipeline at this moment of the step."""
         return self.stats.state(
             self.step,
             end=self.config.context_limit,

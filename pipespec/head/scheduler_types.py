@@ -75,7 +75,6 @@ class SchedulerConfig:
         return min(policy.max_rows * (1 if policy.shared else num_requests), self.rows)
 
     def policy_of(self, name: str) -> SpeculationPolicy:
-        """The policy that a request names (`Request.policy`)."""
         return self.request_policies[name] if name else self.policy
 
 
@@ -167,17 +166,18 @@ class Totals:
     def counts(self) -> dict[str, int]:
         """Integers by name, or by "name/label"; labelled ones that are 0 are left out."""
         fed = self.fed.tolist()
+        depths = range(1 + DEEPEST)
         labelled = {
-            **{f"fed/{depth}": count for depth, count in enumerate(fed)},
-            "mid_passes": self.mid_passes,
-            "scored": self.scored,
-            **{f"expected/{depth}": int(count) for depth, count in enumerate(self.expected)},
-            **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
-            **{
-                f"step_tokens/{most:g}": count
-                for most, count in zip(STEP_TOKENS, self.step_tokens, strict=True)
-            },
+            f"{name}/{label:g}": int(count)
+            for name, labels, counts in (
+                ("fed", depths, fed),
+                ("expected", depths, self.expected),
+                ("hits", depths, self.hits),
+                ("step_tokens", STEP_TOKENS, self.step_tokens),
+            )
+            for label, count in zip(labels, counts, strict=True)
         }
+        labelled |= {"mid_passes": self.mid_passes, "scored": self.scored}
         return {
             "steps": self.steps,
             "tokens": sum(self.hits),

@@ -67,7 +67,6 @@ class SizeTimes:
             self.points = self._points()
 
     def add(self, rows: float, ms: float) -> None:
-        """Add a step."""
         if self.points:
             predicted = self.at(rows)
             self.error.add(min(abs(ms - predicted), predicted))
@@ -216,7 +215,6 @@ class LearntTimes:
         return sum(in_flight) / self.num_stages if self.by_mean else max(in_flight)
 
     def stored(self) -> dict[str, Any]:
-        """What another run may begin with."""
         parts = {"largest": self._by_largest, "mean": self._by_mean}
         errors = {f"{name}_error": each.error.value for name, each in parts.items()}
         return {name: each.measured for name, each in parts.items()} | errors

@@ -144,6 +144,5 @@ def masked_proposal(found: Proposal, nodes: np.ndarray, allowed: np.ndarray) -> 
 
 
 def _text(tree: Tree, node: int) -> list[int]:
-    """The tokens from below the root to a node."""
     text: list[int] = tree.token[tree.path(node)[1:]].tolist()
     return text

@@ -56,7 +56,6 @@ class AcceptedPath:
         self.row = self._row_of.get((self.nodes[self.row], token))
 
     def fail(self, why: str) -> None:
-        """End the path, as its next token cannot be decided."""
         self.row, self.failure = None, why
 
 

@@ -327,7 +327,6 @@ class StageLoop:
             self.apply_verdicts(self.receiver.verdict())
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
-        """Apply the verdicts of the step after those applied so far."""
         assert verdicts is not None
         with self.timeline("prune"):
             self.runner.apply(verdicts)

@@ -56,7 +56,6 @@ class StaticTree(SpeculationPolicy):
 
     @property
     def children(self) -> int:
-        """Candidates that the draft proposes for a node."""
         return max(LEAST_CHILDREN, *self.shape)
 
     @property

@@ -55,7 +55,6 @@ def from_odds(logarithm: np.ndarray) -> np.ndarray:
 
 
 def bucket(numbers: np.ndarray) -> np.ndarray:
-    """The buckets of ranks or depths."""
     return BUCKETS[np.minimum(numbers, len(BUCKETS) - 1)]
 
 

@@ -201,5 +201,4 @@ class CascadeProposer:
             self._advantage = MEMORY * self._advantage + change
 
     def close(self) -> None:
-        """End the work of the mid-size model."""
         self._mid.close()
