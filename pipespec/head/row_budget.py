@@ -326,7 +326,6 @@ def lost_by_waiting(state: PipelineState) -> float:
 
 
 def split_expansion(candidates: Sequence[RequestCandidates], budget: int) -> list[np.ndarray]:
-    """The nodes of each request that one draft round expands."""
     nodes = [each.nodes for each in candidates]
     if sum(map(len, nodes)) <= budget:
         return nodes

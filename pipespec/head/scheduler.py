@@ -97,8 +97,7 @@ class Scheduler:
         return {"preemptions": self.admission.preemptions, **cached, **self.totals.counts()}
 
     def _new_stats(self) -> StepStats:
-        config = self.config
-        most = self._budget(config.max_num_seqs)
+        config, most = self.config, self._budget(self.config.max_num_seqs)
         rounds = 1 if config.rounds == AUTO else int(config.rounds)  # that every step has
         overlap = config.overlap is not False
         stats = StepStats(config.num_steps, rounds, most, overlap=overlap, learnt=self.learnt)
@@ -304,8 +303,6 @@ class Scheduler:
         )
 
     def _to_expand(self, state: PipelineState) -> Select:
-        """What the policy expands of a request."""
-
         def select(sequence: Sequence) -> Expansion:
             return self._policy.select_to_expand(sequence.tree, sequence.policy_state(state))
 
