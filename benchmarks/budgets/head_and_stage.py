@@ -141,7 +141,8 @@ def head_of_many(steps: int, requests: int) -> float:
         return run
 
     scheduler: Any = simulated.scheduler
-    for name in ("apply", "end_verdicts", "preempt", "next_batch"):
+    scheduler.admission.preempt = timed(scheduler.admission.preempt)
+    for name in ("apply", "end_verdicts", "plan_batch", "next_batch"):
         setattr(scheduler, name, timed(getattr(scheduler, name)))
     times = []
     for _ in range(2 * STATE.num_stages + steps):

@@ -146,7 +146,7 @@ def _divided(
     from pipespec.extras.commands.plan import RANGE, SPREAD, predictions_table
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
-    from pipespec.head.policies.draft_rounds import AUTO
+    from pipespec.head.policies.policy import AUTO
 
     (host,) = hosts_file.hosts
     measured = figures.members.get(host.workers[0])

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
+from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.proposers.proposer import (
     Context,
     Encode,
@@ -24,7 +25,6 @@ from pipespec.head.proposers.proposer import (
     Proposer,
     ProposerConfig,
 )
-from pipespec.head.scoring import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting

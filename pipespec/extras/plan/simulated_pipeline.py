@@ -149,7 +149,7 @@ class SimulatedPipeline:
         self.fed_at = [np.zeros(1 << 12, np.int64) for _ in self.texts]
         for i, text in enumerate(self.texts):
             request = Request(i, tuple(text[:1]), max_new_tokens=len(text))
-            self.scheduler.add(request, lambda token: False, now=0)
+            self.scheduler.admission.add(request, lambda token: False, now=0)
         self.times = RowTimes()
         for curve in machine.stages:  # as the stages measure them before they begin
             for rows in profiled_sizes(policy.max_rows):
@@ -174,7 +174,9 @@ class SimulatedPipeline:
 
     def begin_step(self) -> None:
         self.step_ms, self.rounds = 0.0, 0
-        self.reading = [each.number for each in self.scheduler.requests if not each.decoding]
+        self.reading = [
+            each.number for each in self.scheduler.admission.requests if not each.decoding
+        ]
 
     def elapsed_ms(self) -> float:
         return self.step_ms
@@ -193,7 +195,7 @@ class SimulatedPipeline:
                 self.times.add(rows, ms, slots)
         if self.scheduler.step % LEARNED_EVERY == 0:
             self.scheduler.update_stage_times(self.times.measured())
-        for request, sequence in list(self.scheduler.sequences.items()):
+        for request, sequence in list(self.scheduler.admission.sequences.items()):
             if not sequence.prompt_left:
                 verdict = self.verdict(request, counts=self.reading in ([], [request]))
                 if verdict.tokens:
@@ -213,7 +215,7 @@ class SimulatedPipeline:
             self.proposer.accept_verdict(progress.accepted)
 
     def end(self) -> None:
-        for number in self.scheduler.sequences:
+        for number in self.scheduler.admission.sequences:
             self.proposer.end_sequence(number)
 
     def drop_cancelled(self) -> None: ...
@@ -240,7 +242,7 @@ class SimulatedPipeline:
         """Live rows in each stage, of the batch fed 1, 2, ... n steps ago, and their KV slots."""
         rows = np.zeros(self.machine.num_stages + 1, np.int64)
         slots = np.zeros_like(rows)
-        for request, sequence in self.scheduler.sequences.items():
+        for request, sequence in self.scheduler.admission.sequences.items():
             if sequence.prompt_left:
                 continue
             tree = sequence.tree
@@ -255,7 +257,7 @@ class SimulatedPipeline:
 
         `counts`: whether the tokens enter the result, as all other requests are past their first.
         """
-        sequence = self.scheduler.sequences[request]
+        sequence = self.scheduler.admission.sequences[request]
         tree, base = sequence.tree, len(sequence.context.tokens)
         text, fed_at = self.texts[request], self.fed_at[request]
         now = self.scheduler.step

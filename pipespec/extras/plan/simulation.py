@@ -18,8 +18,7 @@ from pipespec.extras.plan.simulated_pipeline import (
     Simulation,
     ignored,
 )
-from pipespec.head.policies.draft_rounds import check_rounds
-from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.policy import SpeculationPolicy, check_rounds
 from pipespec.head.proposers.calibration import Calibration
 from pipespec.limits import MAX_SEED, check_whole
 
