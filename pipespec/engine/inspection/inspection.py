@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.formats.draft_kind import parallel_draft, refuse_eagle_head
-from pipespec.engine.formats.header_checks import check_count, check_eos, require_consistent
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packing import PACKED_INT8
 from pipespec.engine.formats.quantization import (
@@ -27,6 +26,12 @@ from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.formats.stored import Storage
+from pipespec.engine.inspection.header_checks import (
+    check_count,
+    check_eos,
+    check_floats,
+    check_heads,
+)
 from pipespec.engine.inspection.model_config import (
     ModelFacts,
     check_numbers,
@@ -286,9 +291,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
     check_sizes(path, raw)
     check_numbers(path, raw)
     refuse_eagle_head(path, tensors)
-    require_consistent(path, raw, tensors, plain=plain)
-    if type(rows := raw.get("vocab_size")) is int:
-        check_eos(path, model_type, files.eos(raw.get("eos_token_id")), rows)
+    check_heads(path, raw)
+    if plain:
+        check_floats(path, tensors)
     try:
         config = read_config(path, raw)
     except RecursionError as error:
@@ -306,7 +311,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"config.json is {shown(config.hidden_size)}; fetch the checkpoint again"
         )
     vocab_size, eos = embedding.shape[0], files.eos(config.eos)
-    check_eos(path, model_type, eos, vocab_size)
+    check_eos(path, eos, config.usual_eos, vocab_size)
     mask_token, parallel_tokens = parallel_draft(path, raw)
     if plain:
         # Some quantisers store a bias of zeros where a model has none.

@@ -83,9 +83,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class StoredConfig(ModelFacts):
-    """The same with `eos_token_id` as it is."""
+    """The same with `eos_token_id` as it is, and as the class has it by default."""
 
     eos: int | list[int] | None
+    usual_eos: int | list[int] | None
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
@@ -109,6 +110,7 @@ def _by_transformers(path: Path) -> StoredConfig:
         recurrent=recurrent_sizes(config),
         tied=bool(config.tie_word_embeddings),
         eos=getattr(config, "eos_token_id", None),
+        usual_eos=getattr(type(config)(), "eos_token_id", None),
         has_tp_plan=has_plan(config),
         tp_plan_splits_kv=any(
             name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.activations import ACT2FN
 
 from pipespec.engine.formats import refused_architectures
-from pipespec.engine.formats.architectures import ARCHITECTURES, count_field
-from pipespec.engine.formats.header_checks import ACTIVATIONS, USUAL_EOS
+from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
@@ -67,7 +65,8 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
     }
     count = count_field(model_type)
     edit(path, **{count: NUM_LAYERS // 2}, **shorter)
-    refused(path, rf"holds .*layers\.[23]\..* {count} in config.json is 2, so the model")
+    why = rf"holds .*layers\.[23]\..* {count} in config.json is 2, so the model"
+    refused(path, f"{why}|config.json is not valid: .* indices in the range")
 
 
 @pytest.mark.parametrize("model_type", by_kind())
@@ -90,7 +89,7 @@ def test_a_missing_expert_is_refused(tmp_path, model_type):
     def drop(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[next(name for name in tensors if ".layers.2." in name and ".experts" in name)]
 
-    refused(change(path, drop), "holds no mlp|holds no block|does not fit its config.json")
+    refused(change(path, drop), "does not fit its config.json|concatenates do not fit together")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ WHOLE = "but must be a whole number from 1 to"
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"hidden_act": "sillu"}, "hidden_act is 'sillu', which is no activation .* 'silu'|silu"),
+        ({"hidden_act": "sillu"}, "no model can be made of .*sillu"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, but must be a finite number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be 0 or more"),
         ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
@@ -165,7 +164,7 @@ WHOLE = "but must be a whole number from 1 to"
         ({"num_hidden_layers": 10**30}, f"num_hidden_layers is 10+, {WHOLE}"),
         ({"num_hidden_layers": "many"}, "config.json is not valid"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"hidden_size": 8}, r"config.json asks for 8 columns \(hidden_size 8\)"),
+        ({"hidden_size": 8}, "config.json is 8;"),
         ({"hidden_size": -48}, f"hidden_size is -48, {WHOLE}"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_attention_heads": 0}, f"num_attention_heads is 0, {WHOLE}"),
@@ -187,17 +186,6 @@ def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
 
 
 # --- what is taken ----------------------------------------------------------------------------
-
-
-def test_the_tables_are_those_of_transformers():
-    assert sorted(ACTIVATIONS) == sorted(ACT2FN.keys())
-    large = {}
-    for model_type in ARCHITECTURES:
-        eos = AutoConfig.for_model(model_type).eos_token_id
-        ids = tuple(eos if isinstance(eos, list) else [eos])
-        if max(token or 0 for token in ids) > 1000:
-            large[model_type] = ids
-    assert large == USUAL_EOS
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
