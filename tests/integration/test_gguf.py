@@ -505,7 +505,7 @@ def test_a_tokenizer_that_is_not_read_is_refused_before_anything_is_imported(tmp
     file = llama_cpp.write(tmp_path / "it.gguf", fields)
     code = (
         "import sys; from pipespec.cli.main import main; status = main(sys.argv[1:]);"
-        "print(status, {'torch', 'transformers', 'gguf'} & sys.modules.keys())"
+        "print(status, {'torch', 'transformers'} & sys.modules.keys())"
     )
     for command in (["generate", "--prompt", "a"], ["serve"], ["up"]):
         done = subprocess.run(
@@ -611,15 +611,3 @@ def test_a_tensor_without_a_place_in_the_model_is_refused(files, tmp_path):
         ModelError, match=r"1 tensors that llama .* has no place for, .*attn_q\.bias"
     ):
         inspect(wrong)
-
-
-def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
-    path = files("llama", Type.F16)
-    other = shutil.copy(path, tmp_path / "unknown.gguf")
-    inspect(path)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match="needs gguf, which is not installed; pip install"):
-        inspect(other)
-    info = inspect(path)  # a host that only asks recalls what was read
-    with pytest.raises(ModelError, match=r"\(gguf\) needs gguf, which is not installed; pip"):
-        info.require_quantizer("model.quantization", None)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.formats.gguf import GgufFiles, is_gguf
 from pipespec.engine.formats.safetensors_folder import SafetensorsFolder, view
-from pipespec.engine.formats.stored import StoredFiles
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
+
+StoredFiles = GgufFiles | SafetensorsFolder
 
 
 class Checkpoint:
@@ -34,11 +35,6 @@ class Checkpoint:
         ModelError."""
         return cls(resolve(model))
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Any:
-        """A tensor for a model of this type, like a slice of a safetensors file: it is read by
-        `[...]`, or a part of it by `[rows, columns]`."""
-        return self.files.tensor(name, dtype)
-
     @contextmanager
     def source(
         self, parts: Collection[str], dtype: torch.dtype
@@ -49,4 +45,4 @@ class Checkpoint:
             with view(self.path, parts) as folder:
                 yield folder, None
         else:
-            yield None, {name: self.tensor(name, dtype) for name in self.files.headers(parts)}
+            yield None, {name: self.files.tensor(name, dtype) for name in self.files.headers(parts)}

@@ -15,8 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
-from pipespec.engine.formats.stored import StoredFiles
+from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason

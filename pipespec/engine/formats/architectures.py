@@ -131,11 +131,8 @@ def require_supported(model_type: str, path: str | Path, text_type: str | None =
     if model_type in ARCHITECTURES:
         return
     why = refused_architectures.reason(model_type)
-    near = refused_architectures.near(model_type)
     if text_type is not None and text_type != model_type:
         why = f"its text part is {text_type!r}, which {_verdict(text_type)}"
-    elif near is not None:
-        why += f"; the nearest that decodes is {near!r}"
     raise ModelError(f"the architecture {model_type!r} of {path} is not supported: {why}")
 
 

@@ -19,7 +19,6 @@ from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import (
     WEIGHT,
     MatrixPacking,
-    StoredTensors,
     unfit,
     unsupported,
 )
@@ -31,6 +30,8 @@ from pipespec.system.validation import Unreadable, typed
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
+
+    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 FP8, FBGEMM = "fp8", "fbgemm_fp8"
 FLOAT_QUANTIZED = "float-quantized"
@@ -168,7 +169,7 @@ class Fp8Packing(MatrixPacking):
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
 
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp8Weights:
+    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> Fp8Weights:
         rows, columns = part
         codes = files.read(name + WEIGHT, rows, columns)
         of_scales = next(name + each for each in SCALES if files.shape(name + each) is not None)

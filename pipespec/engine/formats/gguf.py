@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -58,8 +57,8 @@ if TYPE_CHECKING:  # not needed if the header is cached
     from pipespec.engine.formats.gguf_blocks import BlockWeights
     from pipespec.engine.ggml.formats import GgmlWeights
 
-# The format of weights in memory, and the package.
-GGUF = PACKAGE = "gguf"
+# The format of weights in memory.
+GGUF = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
 FORM = 6
@@ -182,10 +181,7 @@ def is_gguf(path: str | Path) -> bool:
 
 def header(path: Path) -> GgufHeader:
     """The header of a file, read or from the cache. Raises ModelError."""
-    packages = {}
-    for name in ("transformers", PACKAGE):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
+    packages = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
     return cached_call("gguf", GgufHeader, {**identity(path), **packages}, _read, path)
 
 
@@ -201,9 +197,8 @@ def identity(path: Path) -> dict[str, Any]:
 
 
 def require_tokenizer(path: Path) -> None:
-    """Raise ModelError if the tokenizer in a file is of a kind that is not read. No package is
-    imported for this."""
-    file = GgufFile(first_part(path), {})
+    """Raise ModelError if the tokenizer in a file is of a kind that is not read."""
+    file = GgufFile(first_part(path))
     kind, split = (file.metadata(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
         raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
@@ -222,7 +217,8 @@ def _parts_here(path: Path) -> tuple[Path, ...]:
 
 
 class GgufFiles:
-    """A GGUF file, or several, of which the path is that of the first; see `StoredFiles`."""
+    """A GGUF file, or several, of which the path is that of the first, with the members of
+    `SafetensorsFolder`."""
 
     kept_format = GGUF
     by_package = False
@@ -240,10 +236,6 @@ class GgufFiles:
         """Where each tensor is, and its numbers."""
         return _reader(self.path)
 
-    @cached_property
-    def _sizes(self) -> dict[int, tuple[int, int]]:
-        return block_sizes(self.path)
-
     @property
     def raw(self) -> Mapping[str, Any]:
         return self.header.settings
@@ -255,13 +247,13 @@ class GgufFiles:
 
     def storage(self) -> Storage:
         found = self.header
-        return Storage(None, GGUF, found.kept_layers, GGUF, PACKAGE, found.ends)
+        return Storage(None, GGUF, found.kept_layers, GGUF, found.ends)
 
     def units(self) -> CutUnits:
-        from gguf import GGMLQuantizationType
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         columns = {
-            self._sizes[GGMLQuantizationType[self.header.type_of[theirs][0]].value][0]
+            GGML_QUANT_SIZES[GGMLQuantizationType[self.header.type_of[theirs][0]]][0]
             for name, each in self.header.stored.items()
             if LAYER.search(name) and len(each.shape) > 1
             for theirs in each.names
@@ -334,7 +326,7 @@ class GgufFiles:
             return data[per(part[0], stored.shape[0] // len(data))]
         rows, columns = part
         if columns != slice(None):
-            size, num_bytes = self._sizes[self.places.tensors[theirs].kind]
+            size, num_bytes = self._block(theirs)
             blocks = per(columns, size)
             scale = num_bytes if data.dtype == "u1" else 1  # else numbers
             data = data[..., blocks.start * scale : blocks.stop * scale]
@@ -359,6 +351,12 @@ class GgufFiles:
         from gguf import GGMLQuantizationType
 
         return GGMLQuantizationType(self.places.tensors[theirs].kind)
+
+    def _block(self, theirs: str) -> tuple[int, int]:
+        """Numbers and bytes of a block of a tensor."""
+        from gguf import GGML_QUANT_SIZES
+
+        return GGML_QUANT_SIZES[self._kind(theirs)]
 
     def _dense(self, stored: Stored, dtype: torch.dtype, part: Part) -> torch.Tensor:
         import torch
@@ -403,7 +401,7 @@ class GgufFiles:
             order = self._order(stored.names[0], len(parts[0]))
         else:
             parts = tuple(self._read(stored, theirs, part) for theirs in stored.names)
-        size, num_bytes = self._sizes[self.places.tensors[stored.names[0]].kind]
+        size, num_bytes = self._block(stored.names[0])
         out = sum(map(len, parts))
         if stored.form == ROWS:  # a matrix of one row may be stored as a vector
             out = len(range(stored.shape[-2])[part[0]])
@@ -429,28 +427,17 @@ def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
 
-def block_sizes(path: Path) -> dict[int, tuple[int, int]]:
-    """Numbers and bytes of a block of each type of tensor. Raises ModelError."""
-    try:
-        from gguf import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise ModelError(
-            f"{path} needs {PACKAGE}, which is not installed; pip install 'pipespec[quantize]'"
-        ) from error
-    return {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
-
-
 def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
-    tensors = GgufFile(path, block_sizes(path)).tensors
+    tensors = GgufFile(path).tensors
     return {name: (each.start, each.stop) for name, each in tensors.items()}
 
 
 def _reader(path: Path) -> GgufFile:
     """The metadata of the first file of a checkpoint, and the tensors of all. Raises ModelError if
     they do not belong together."""
-    parts, sizes = _parts_here(path), block_sizes(path)
-    first, *others = found = [GgufFile(part, sizes) for part in parts]
+    parts = _parts_here(path)
+    first, *others = found = list(map(GgufFile, parts))
     for number, each in enumerate(found if others else ()):
         said = tuple(each.metadata(f"split.{name}") for name in ("no", "count"))
         if said != (number, len(parts)):
@@ -499,12 +486,12 @@ def _require_types(path: Path, reader: GgufFile) -> None:
             kind = GGMLQuantizationType(number)
         except ValueError as error:
             raise ModelError(
-                f"{path} holds tensors of a type that {PACKAGE} does not know ({number}); {FOREIGN}"
+                f"{path} holds tensors of a type that gguf does not know ({number}); {FOREIGN}"
             ) from error
         try:
             dequantize(reader.data(name)[:1], kind)
         except Exception as error:
             raise ModelError(
-                f"{path} holds tensors of type {kind.name}, which {PACKAGE} does not dequantise; "
+                f"{path} holds tensors of type {kind.name}, which gguf does not dequantise; "
                 f"{FOREIGN}"
             ) from error

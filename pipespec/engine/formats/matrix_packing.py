@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part
 from pipespec.engine.formats.safetensors_headers import Tensor
@@ -16,6 +16,9 @@ from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.formats.stored import KeptLayer
 from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
+
+if TYPE_CHECKING:  # it imports this module
+    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 WEIGHT = ".weight"
 # Tensors that belong to packed matrices and are not needed once these are unpacked.
@@ -27,18 +30,6 @@ _LEFT_OVER = (
 _NO_LEFT_OVER = ".per_expert_scale"
 # AWQ may have scaled the inputs of a matrix, which is not supported.
 _SCALED_INPUTS = ".act.scales"
-
-
-class StoredTensors(Protocol):
-    """The tensors of the files."""
-
-    def read(self, name: str, *index: slice) -> Any:
-        """A tensor, or a part of it; None: there is none."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor; None: there is none."""
-        ...
 
 
 class MatrixPacking(ABC):
@@ -83,12 +74,12 @@ class MatrixPacking(ABC):
         """Bytes of a matrix that stays as it is."""
 
     @abstractmethod
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Any:
+    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> Any:
         """Read a matrix or a part of it, of whole `units`; its `dense()` are the weights. Nothing
         else is read."""
 
     def readers(
-        self, name: str, shape: tuple[int, ...], files: StoredTensors
+        self, name: str, shape: tuple[int, ...], files: SafetensorsFolder
     ) -> dict[str, Callable[[Part], Any]]:
         """Read parts of what can stay as it is: the matrix, or each of several that are stored
         together."""

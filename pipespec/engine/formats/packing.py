@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import (
     MatrixPacking,
-    StoredTensors,
     unfit,
     unsupported,
 )
@@ -28,6 +27,7 @@ if TYPE_CHECKING:  # headers are read without them
     import torch
 
     from pipespec.engine.formats.groups import GroupedWeights
+    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 # The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become,
 # and bytes of a weight.
@@ -152,7 +152,7 @@ class Packing(MatrixPacking):
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
 
-    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> GroupedWeights:
+    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> GroupedWeights:
         import torch
 
         from pipespec.engine.formats.groups import GroupedWeights

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from pipespec.engine.formats.fp4 import MXFP4, NVFP4, Mxfp4Packing, fp4_packing
 from pipespec.engine.formats.fp8 import FBGEMM, FP8, fp8_packing
 from pipespec.engine.formats.gguf import GGUF
-from pipespec.engine.formats.gguf import PACKAGE as GGUF_PACKAGE
 from pipespec.engine.formats.matrix_packing import MatrixPacking
 from pipespec.engine.formats.packing import (
     AWQ,
@@ -72,9 +71,6 @@ GGML_FORMATS = (PACKED_INT4, PACKED_INT8, MXFP4, GGUF)
 
 # Methods whose weights pipespec reads itself.
 PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM, MXFP4)
-
-# The package that reads files of each kind; packed integers need none.
-READERS = {**{name: name for name in METHODS}, GGUF: GGUF_PACKAGE}
 
 
 def require_package(package: str, why: str, otherwise: str = "") -> None:

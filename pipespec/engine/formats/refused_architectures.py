@@ -75,36 +75,9 @@ REASONS: dict[str, str] = {
     "minimax_m3_vl_text": _SPARSE,
 }
 
-# The supported type that is nearest to a refused one.
-NEAREST = {
-    **dict.fromkeys(("biogpt", "gpt-sw3", "gpt2", "gpt_neo", "gptj", "codegen"), "gpt_neox"),
-    **dict.fromkeys(("diffllama", "emu3", "falcon", "mllama", "nanochat", "opt"), "llama"),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), "gemma3_text"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "gemma4_text"),
-    **dict.fromkeys(("minimax", "minimax_m3_vl_text"), "minimax_m2"),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "qwen3_5_moe_text"),
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "falcon_h1"),
-    **dict.fromkeys(("jamba", "zamba", "zamba2"), "bamba"),
-    "cohere_compass_text": "cohere2",
-    "dbrx": "mixtral",
-    "deepseek_v4": "deepseek_v32",
-    "dots3_note": "dots3_note_text",
-    "ernie": "ernie4_5",
-    "gpt_bigcode": "starcoder2",
-    "gpt_neox_japanese": "gpt_neox",
-    "hy_v4": "hy_v3",
-    "lfm3": "lfm2",
-    "phi4_multimodal": "phi3",
-    "recurrent_gemma": "gemma",
-}
 UNKNOWN = "Transformers has no causal language model of this type"
 
 
 def reason(model_type: str) -> str:
     """Why a type is refused, as a clause."""
     return REASONS.get(model_type, UNKNOWN)
-
-
-def near(model_type: str) -> str | None:
-    """The nearest supported type, if one is near."""
-    return NEAREST.get(model_type)

@@ -71,7 +71,8 @@ FOREIGN = "correct it, or fetch the checkpoint again"
 
 
 class SafetensorsFolder:
-    """A folder; see `StoredFiles`. Files of layers that this host does not compute may be missing.
+    """A folder. Files of layers that this host does not compute may be missing. Nothing is read
+    before it is asked for, and each method raises ModelError.
 
     Attributes:
         whole: config.json.
@@ -117,14 +118,17 @@ class SafetensorsFolder:
 
     @property
     def kept_format(self) -> str | None:
+        """See `Storage`."""
         return None if self.packing is None else self.packing.format
 
     @property
     def by_package(self) -> bool:
+        """Whether matrices are read by a package of Transformers, as a whole."""
         return self.method is not None and self.packing is None
 
     @property
     def dtype(self) -> str:
+        """The type of the plain numbers, as safetensors names it."""
         return usual_dtype(self.present.values()) or "F16"
 
     @cached_property
@@ -137,6 +141,8 @@ class SafetensorsFolder:
         return self.present | _absent_tensors(self.path, self.raw, self.present)
 
     def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The tensors by name, as those of plain weights where these can be made: of these parts
+        (`slice_tensors`), which are here, or of all."""
         if parts is None:
             tensors = self._all
         else:
@@ -164,14 +170,18 @@ class SafetensorsFolder:
         )
 
     def units(self) -> CutUnits:
+        """How many rows and columns of the matrices cannot be divided."""
         return WHOLE_UNITS if self.packing is None else self.packing.units
 
     def weight_files(self) -> tuple[Path, ...]:
+        """All that hold tensors, whether they are here or not."""
         shard_of = read_index(self.path)
         names = {WEIGHTS} if shard_of is None else set(shard_of.values())
         return tuple(self.path / name for name in sorted(names))
 
     def names_by_file(self, parts: Collection[str]) -> dict[Path, dict[str, str]]:
+        """The tensors of these parts in each file: the names in the file by those that Transformers
+        has."""
         file_of = stored_index(self.path)
         if file_of is None:
             file_of = dict.fromkeys(tensor_ranges(self.path / WEIGHTS), WEIGHTS)
@@ -197,6 +207,7 @@ class SafetensorsFolder:
         return config
 
     def eos(self, default: Any) -> tuple[int, ...]:
+        """The token ids that end a text, given the `eos_token_id` of the config."""
         generation = self.path / "generation_config.json"
         eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
         eos = default if eos is None else eos
@@ -208,10 +219,13 @@ class SafetensorsFolder:
             raise ModelError(f"{self.path}: {error}; {FOREIGN}") from error
 
     def tokenizer_state(self) -> Any:
+        """What the tokenizer depends on, for `cached_call`. Raises Unreadable."""
         names = (*TOKENIZER_FILES, *SETTINGS_FILES)
         return digest({each for name in names for each in self.path.glob(name) if each.is_file()})
 
     def tokenizer(self) -> Any:
+        """The tokenizer, with `backend_tokenizer`, `chat_template`, `special_tokens_map`. Raises
+        anything."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
@@ -227,6 +241,8 @@ class SafetensorsFolder:
     # --- tensors ------------------------------------------------------------------------------
 
     def tensor(self, name: str, dtype: torch.dtype) -> Any:
+        """A tensor of plain numbers for a model of this type, like a slice of a safetensors file:
+        `[rows, columns]` reads a part of it."""
         if name in self.present and name not in self._packed:
             return self._slice(name)
         assert self.packing is not None, "the headers name it"
@@ -238,6 +254,8 @@ class SafetensorsFolder:
     def kept(
         self, parts: Collection[str], *, with_ggml: bool, divided: bool
     ) -> dict[str, KeptMatrix]:
+        """The matrices of these parts that stay in few bits: `with_ggml` all that ggml multiplies,
+        unless members divide them."""
         found: dict[str, KeptMatrix] = {}
         if self.packing is not None:
             for name in needed(self._packed.values(), parts):

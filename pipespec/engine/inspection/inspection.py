@@ -269,9 +269,7 @@ class CheckpointInfo(ModelFacts):
 
     def require_quantizer(self, name: str, quantization: str | None) -> None:
         """Raise ModelError unless this machine has the packages that this takes."""
-        if self.storage.package is not None:
-            require_package(self.storage.package, f"{self.path} ({self.storage.dequantized_from})")
-        elif self.storage.quantization is not None:
+        if self.storage.quantization is not None:
             require_package(self.storage.quantization, f"{self.path} ({self.storage.quantization})")
         elif quantization is not None:
             require_package(QUANTIZATIONS[quantization].package, f"{name}={quantization}")

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.quantization import QUANTIZATIONS, READERS
+from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import PipespecError
 from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version
@@ -40,10 +40,7 @@ def check_machine() -> dict[str, Any]:
             name: _usable(None if find_spec(how.package) else QUANTIZE)
             for name, how in QUANTIZATIONS.items()
         },
-        "checkpoints": {
-            name: _usable(None if find_spec(package) else QUANTIZE)
-            for name, package in READERS.items()
-        },
+        "checkpoints": {name: _usable(None if find_spec(name) else QUANTIZE) for name in METHODS},
         "transport": {},
         "redis": _redis(problems),
     }

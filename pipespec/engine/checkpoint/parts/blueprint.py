@@ -27,7 +27,6 @@ from pipespec.engine.checkpoint.parts.folder import (
 )
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, reported
 from pipespec.engine.checkpoint.parts.range_source import COMMIT, HubSource
-from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import GgufFiles, is_gguf
 from pipespec.engine.formats.gguf_file import header_ends
 from pipespec.engine.formats.gguf_parts import part_names
@@ -259,7 +258,7 @@ def _header(path: Path, size: int, read: Callable[[int, int], bytes]) -> bytes:
     if not is_gguf(path):
         prefix = read(0, 8)
         return prefix + read(8, 8 + header_length(path, prefix, size))
-    block_sizes, prefix = gguf.block_sizes(path), read(0, GGUF_PREFIX)
-    while len(prefix) < size and not header_ends(path, prefix[:-ALIGNING], size, block_sizes):
+    prefix = read(0, GGUF_PREFIX)
+    while len(prefix) < size and not header_ends(path, prefix[:-ALIGNING], size):
         prefix += read(len(prefix), 2 * len(prefix))
     return prefix

@@ -12,7 +12,7 @@ from pipespec.engine.formats.architectures import (
     modeling_module,
     require_supported,
 )
-from pipespec.engine.formats.refused_architectures import NEAREST, REASONS
+from pipespec.engine.formats.refused_architectures import REASONS
 from pipespec.errors import ModelError
 from tests.helpers.models import MULTIMODAL
 
@@ -46,12 +46,6 @@ def test_the_tables_have_no_type_that_transformers_lacks() -> None:
     assert set(REASONS) <= set(CAUSAL)
     assert not set(REASONS) & {*ARCHITECTURES, *WRAPPERS}
     assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
-
-
-def test_the_nearest_type_of_a_refused_one_decodes() -> None:
-    assert set(NEAREST) <= set(REASONS)
-    assert set(NEAREST.values()) <= set(ARCHITECTURES)
-    assert refusal("jamba").endswith("; the nearest that decodes is 'bamba'")
 
 
 def test_every_multimodal_type_has_a_conformance_test() -> None:
