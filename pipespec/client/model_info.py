@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.client.template_calls import CallForm, find_call_form
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
-from pipespec.engine.checkpoint.vocabulary import compare_vocabularies
+from pipespec.engine.checkpoint.tokenizer import (
+    BackendTokenizer,
+    ChatTokenizer,
+    compare_vocabularies,
+)
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.validation import is_whole, reason

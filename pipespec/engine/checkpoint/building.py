@@ -87,9 +87,8 @@ def require_all(path: Path, loaded: Mapping[str, Any]) -> None:
             )
 
 
-def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> int:
-    """Load a model from the headers of plain weights, on PyTorch's meta device, and return how many
-    tensors it leaves out.
+def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a model from the headers of plain weights, on PyTorch's meta device.
 
     Transformers renames and stacks tensors as for real weights. Raises ModelError if tensors are
     missing or have another shape, or if the config is not valid; with `strict` also if weights of
@@ -121,12 +120,11 @@ def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: 
                 f"no model can be made of {path} and its config.json ({why}); {FOREIGN}"
             ) from error
     require_all(path, loaded)
-    left_out = [_name(key) for key in loaded["unexpected_keys"]]
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     mtp = range(num_layers_of(config), num_layers_of(config) + extra)
     weights = [
         name
-        for name in left_out
+        for name in map(_name, loaded["unexpected_keys"])
         if (layer := LAYER.search(name)) is not None
         and int(layer[1]) not in mtp
         and name.endswith((".weight", ".bias"))
@@ -137,7 +135,6 @@ def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: 
             f"left out, for example {min(weights)}; correct config.json, or fetch the checkpoint "
             "again"
         )
-    return len(left_out)
 
 
 def _name(key: str | tuple[Any, ...]) -> str:

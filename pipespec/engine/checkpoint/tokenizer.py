@@ -21,6 +21,9 @@ from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason
 from pipespec.text import Tokenizer
 
+# How many differing tokens an error message shows.
+NUM_SHOWN = 3
+
 
 class ChatTokenizer(Tokenizer, Protocol):
     """The methods of a Hugging Face tokenizer that we use, those for chats included."""
@@ -167,6 +170,31 @@ def _checked(files: StoredFiles) -> Any:
     if not set(backend.get_vocab()) - set(map(str, tokenizer.special_tokens_map.values())):
         raise files.tokenizer_refused("it has no tokens")
     return tokenizer
+
+
+def compare_vocabularies(target: ChatTokenizer, draft: ChatTokenizer) -> None:
+    """Check that both tokenizers give every token the same id.
+
+    Raises ModelError, with the number of tokens that differ and some of them. The embeddings may
+    have different numbers of rows (padding).
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    shown = ", ".join(
+        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft)"
+        for token in differing[:NUM_SHOWN]
+    )
+    raise ModelError(
+        f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
+        f"{shown}; choose a draft with the target's tokenizer, such as the smallest model of its "
+        "family, or proposer=suffix, which needs no draft"
+    )
+
+
+def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
 # --- chat templates ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ The rows of Llama's queries and keys are restored to Hugging Face's order.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -61,7 +60,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
 GGUF = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 6
+FORM = 7
 # The types that stay in their bits on every device, and those of them that become packed integers
 # on a GPU in bfloat16, with two numbers for each group of 32.
 INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")
@@ -75,39 +74,28 @@ class GgufHeader:
     """The header of a file.
 
     Attributes:
-        config: the config of Transformers, JSON as in config.json.
-        tensors: JSON: of each name of a checkpoint the fields of `gguf_tensors.Stored`.
-        types: JSON: the type of each tensor and bytes of a number, by its name in the file.
+        settings: the config of Transformers, as in config.json.
+        tensors: of each name of a checkpoint the fields of `gguf_tensors.Stored`.
+        type_of: the type of each tensor and bytes of a number, by its name in the file.
         eos: token ids that end a text.
         permuted: parts of names in the file of matrices whose rows are in llama.cpp's order.
         shifted: norms are stored plus 1.
     """
 
-    config: str
-    tensors: str
-    types: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    type_of: Mapping[str, Any]
     eos: list[int]
     permuted: list[str]
     shifted: bool
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The config."""
-        found: dict[str, Any] = json.loads(self.config)
-        return found
 
     @cached_property
     def stored(self) -> dict[str, Stored]:
         """Each tensor, by its name in a checkpoint."""
         return {
             name: Stored(tuple(names), tuple(shape), expert, form)
-            for name, (names, shape, expert, form) in json.loads(self.tensors).items()
+            for name, (names, shape, expert, form) in self.tensors.items()
         }
-
-    @cached_property
-    def type_of(self) -> dict[str, tuple[str, float]]:
-        """The type of each tensor and bytes of a number, by its name in the file."""
-        return {name: (kind, each) for name, (kind, each) in json.loads(self.types).items()}
 
     @cached_property
     def kept(self) -> dict[str, str]:
@@ -467,9 +455,9 @@ def _read(path: Path) -> GgufHeader:
     config = config_of(path, reader, architecture)
     names = names_of(path, reader, architecture, config)
     return GgufHeader(
-        json.dumps(config.to_dict()),
-        json.dumps({name: astuple(each) for name, each in names.items()}),
-        json.dumps(types),
+        config.to_dict(),
+        {name: astuple(each) for name, each in names.items()},
+        types,
         gguf_tokenizer.ends(reader.metadata),
         list(architecture.permuted),
         architecture.shifted,

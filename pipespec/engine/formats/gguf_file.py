@@ -66,7 +66,7 @@ class GgufFile:
             ) from error
         walk = _walked(path, data, size)
         self.tensors, self._fields = walk.tensors, walk.fields
-        self._files = dict.fromkeys(self.tensors, (data, walk.order))
+        self._files = dict.fromkeys(self.tensors, data)
 
     def add_tensors(self, other: GgufFile) -> None:
         """Have the tensors of another part of the same checkpoint too."""
@@ -82,12 +82,10 @@ class GgufFile:
         dimension is that of a row. Mapped, not read."""
         import numpy as np
 
-        place, (mapped, order) = self.tensors[name], self._files[name]
-        form = {0: "f4", 1: "f2"}.get(place.kind)
-        dtype = np.dtype("u1" if form is None else f"{order}{form}")
+        place = self.tensors[name]
+        dtype = np.dtype({0: "<f4", 1: "<f2"}.get(place.kind, "u1"))
         count = (place.stop - place.start) // dtype.itemsize
-        numbers = np.frombuffer(mapped, dtype, count, place.start)
-        numbers = numbers.astype(dtype.newbyteorder("="), copy=False)
+        numbers = np.frombuffer(self._files[name], dtype, count, place.start)
         return numbers.reshape(*place.shape[:-1], -1) if numbers.size else numbers
 
 
@@ -124,7 +122,6 @@ class _Walk:
     def __init__(self, path: Path, data: mmap.mmap | bytes, size: int):
         self.path, self.data, self.size = path, data, size
         self.at = 0
-        self.order = "<"
         self.elements = 0
         self.alignment = DEFAULT_ALIGNMENT
         self.fields: dict[str, Any] = {}
@@ -133,8 +130,8 @@ class _Walk:
     def run(self) -> None:
         if self._take(4) != MAGIC:
             raise _NotWhole("it does not begin with GGUF")
-        if self._number("I") & 0xFFFF == 0:  # written on a machine of the other byte order
-            self.order = ">"
+        if self._number("I") & 0xFFFF == 0:
+            raise _NotWhole("it is written for machines of the other byte order")
         tensors, fields = self._number("Q"), self._number("Q")
         self._room(fields, SMALLEST_FIELD, "metadata fields")
         self._room(tensors, SMALLEST_TENSOR, "tensors")
@@ -177,7 +174,7 @@ class _Walk:
         if inner == STRING:
             return self._texts(count)
         numbers = self._take(count * SCALARS[inner])
-        return list(struct.unpack(f"{self.order}{count}{FORMS[inner]}", numbers))
+        return list(struct.unpack(f"<{count}{FORMS[inner]}", numbers))
 
     def _count(self, elements: int) -> None:
         self.elements += elements
@@ -186,7 +183,7 @@ class _Walk:
 
     def _texts(self, count: int) -> list[str]:
         found, at, data, held = [], self.at, self.data, len(self.data)
-        length_at = struct.Struct(f"{self.order}Q").unpack_from
+        length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = at + 8
             at = start + (length_at(data, at)[0] if start <= held else 0)
@@ -219,7 +216,7 @@ class _Walk:
             raise _NotWhole(f"it claims {count} {what}, which its {self.size} bytes cannot hold")
 
     def _number(self, form: str) -> Any:
-        return struct.unpack(self.order + form, self._take(struct.calcsize(form)))[0]
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(form)))[0]
 
     def _take(self, count: int) -> bytes:
         start = self.at

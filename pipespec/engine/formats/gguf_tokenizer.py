@@ -18,18 +18,8 @@ if TYPE_CHECKING:  # not needed if the tokenizer is cached
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
-# Kinds of vocabularies (`tokenizer.ggml.model`) that are read, and what others are.
+# Kinds of vocabularies (`tokenizer.ggml.model`) that are read.
 BYTE_PAIRS, SPELLED_PAIRS, SCORED = "gpt2", "gemma4", "llama"
-_OTHER_KINDS = {
-    "bert": "word pieces, which encoders have",
-    "t5": "a unigram model, which encoders have",
-    "rwkv": "RWKV's tries",
-    "plamo2": "PLaMo-2's tries",
-    "hybriddna": "pairs and k-mers of DNA",
-    "whitespace": "pairs without the spaces of the text, which encoders have",
-    "none": "nothing",
-    "no_vocab": "nothing",
-}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
@@ -79,9 +69,9 @@ def refusal(kind: Any, split: Any) -> str | None:
     if kind in (SCORED, SPELLED_PAIRS):
         return None
     if kind != BYTE_PAIRS:
-        read = f"read are {BYTE_PAIRS}, {SPELLED_PAIRS} and {SCORED}"
         return (
-            f"its vocabulary is of the kind {kind!r}, {_OTHER_KINDS.get(kind, 'unknown')}; {read}"
+            f"its vocabulary is of the kind {kind!r}; read are {BYTE_PAIRS}, {SPELLED_PAIRS} and "
+            f"{SCORED}"
         )
     if split in SPLITS:
         return None

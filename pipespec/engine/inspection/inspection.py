@@ -296,11 +296,6 @@ def inspect(model: str | Path) -> CheckpointInfo:
         config = read_config(path, raw)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
-    if config.num_layers > len(tensors):
-        raise ModelError(
-            f"{path} holds {len(tensors)} tensors, but config.json counts "
-            f"{shown(config.num_layers)} layers; fetch the checkpoint again"
-        )
     check_count(path, raw, tensors, config.num_layers)
     embedding, stored, matrices = _measure(path, tensors, config.num_layers)
     if embedding.shape[1] != config.hidden_size:
@@ -365,10 +360,8 @@ def _measure(
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """The cached result of `check_fit`: how many tensors the model leaves out."""
-
-    left_out: int
+class _Fits:
+    """The cached result of `check_fit`."""
 
 
 def _require_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -382,9 +375,10 @@ def _require_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, stric
         "transformers": importlib.metadata.version("transformers"),
     }
 
-    def make() -> _Fit:
+    def make() -> _Fits:
         from pipespec.engine.checkpoint import building  # torch and Transformers
 
-        return _Fit(building.check_fit(checkpoint, tensors, strict=strict))
+        building.check_fit(checkpoint, tensors, strict=strict)
+        return _Fits()
 
-    cached_call("fits", _Fit, depends, make)
+    cached_call("fits", _Fits, depends, make)

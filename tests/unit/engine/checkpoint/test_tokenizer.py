@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, render
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, compare_vocabularies, render
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -133,3 +133,26 @@ def test_a_tokenizer_without_tokens(model: Path) -> None:
     content["added_tokens"] = []
     (model / "tokenizer.json").write_text(json.dumps(content))
     assert "it has no tokens" in refusal(model)
+
+
+# --- target and draft -------------------------------------------------------------------------
+
+
+def with_vocabulary(**vocabulary: int) -> BackendTokenizer:
+    return BackendTokenizer(
+        json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}})
+    )
+
+
+def test_different_vocabularies_are_counted_and_shown() -> None:
+    compare_vocabularies(with_vocabulary(a=0, b=1), with_vocabulary(b=1, a=0))
+    with pytest.raises(ModelError) as caught:
+        compare_vocabularies(
+            with_vocabulary(a=0, b=1, c=2, e=3), with_vocabulary(a=0, b=2, d=1, e=4)
+        )
+    message = str(caught.value)
+    assert "differ in 4 tokens" in message
+    assert "'b' (id 1 in the target, id 2 in the draft)" in message
+    assert "'c' (id 2 in the target, missing in the draft)" in message
+    assert "'d' (missing in the target, id 1 in the draft)" in message
+    assert "'e'" not in message, "three are enough"

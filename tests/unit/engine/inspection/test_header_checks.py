@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -18,10 +22,14 @@ from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
+from pipespec.system.folders import resource_dir
 from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, shared
 
 WEIGHTS = "model.safetensors"
+DEMO = resource_dir("demo")
+NAN = float("nan")
+MOST_S = 12.0  # thrice what is usual, as others may use the machine
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -132,6 +140,15 @@ def test_integers_where_weights_must_be_are_refused(tmp_path):
     refused(change(path, whole), rf"holds {name} as I16, but plain weights must be floating-point")
 
 
+@pytest.mark.parametrize(
+    "how", [lambda t: t.T.contiguous(), lambda t: t.flatten(), lambda t: t.reshape(-1, 8)]
+)
+def test_a_matrix_of_another_shape_is_refused(tmp_path, how):
+    path, name = build("llama", tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    wrong = change(path, lambda tensors: tensors.update({name: how(tensors[name])}))
+    refused(wrong, f"1 mismatched tensors, for example {name}")
+
+
 def test_weights_of_layers_that_the_model_would_leave_out_are_refused(tmp_path):
     path = build("llama", tmp_path / "model", attention_bias=True)
     edit(path, attention_bias=False)
@@ -145,7 +162,7 @@ WHOLE = "but must be a whole number from 1 to"
     ("changes", "why"),
     [
         ({"hidden_act": "sillu"}, "no model can be made of .*sillu"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, but must be a finite number"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps is nan, but must be a finite number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be 0 or more"),
         ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
         ({"rope_parameters": {"rope_theta": 0}}, r"rope_parameters\.rope_theta is 0, but must be"),
@@ -175,6 +192,9 @@ WHOLE = "but must be a whole number from 1 to"
         ({"dtype": "x"}, "config.json is not valid: AttributeError"),
         ({"dtype": []}, "config.json is not valid: IndexError"),
         ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
+        ({"model_type": "transformer"}, "'transformer' of .* is not supported"),
+        ({"num_attention_heads": [4]}, "num_attention_heads"),
+        ({"rope_parameters": {"rope_type": "circular", "rope_theta": 1e4}}, "circular"),
         ({"model_type": "mamba"}, f"'mamba'.*{re.escape(refused_architectures.reason('mamba'))}"),
     ],
 )
@@ -185,7 +205,35 @@ def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
     refused(path, why)
 
 
+@pytest.mark.parametrize("broken", [{"num_hidden_layers": 8}, {"rms_norm_eps": NAN}, "dropped"])
+def test_the_command_ends_with_one_sentence(tmp_path, broken):
+    """Before any rank starts: in so many seconds of computing, most of them for imports."""
+    path = copytree(DEMO / "draft", tmp_path / "model")
+    if isinstance(broken, dict):
+        edit(path, **broken)
+    else:
+        change(path, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once", f"model.draft={path}"],
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("pipespec: ") and done.stderr.count("\n") == 1, done.stderr
+    assert took < MOST_S, f"{took:.1f} s: {done.stderr}"
+
+
 # --- what is taken ----------------------------------------------------------------------------
+
+
+def test_changes_that_mean_nothing_are_accepted(tmp_path):
+    path = copytree(shared("llama"), tmp_path / "model")
+    edit(path, transformers_version="4.0.0", _note="of nobody's", use_cache=False)
+    change(path, lambda tensors: tensors.update(dict(reversed(tensors.items()))))
+    assert inspect(path) == replace(inspect(shared("llama")), path=path)
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])

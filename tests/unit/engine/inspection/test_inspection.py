@@ -194,9 +194,15 @@ def test_a_multimodal_checkpoint_that_another_library_quantised_is_refused(tmp_p
     )
 
 
-def _header(entry: object) -> bytes:
-    text = json.dumps({"a": entry}).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(4)
+def _header(entry: object, other: object = None, data: int = 4) -> bytes:
+    text = json.dumps({"a": entry} if other is None else {"a": entry, "b": other}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(data)
+
+
+def _entry(**changes: object) -> dict[str, object]:
+    """Of a header; None takes a field away."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes
+    return {name: value for name, value in entry.items() if value is not None}
 
 
 DAMAGE = {
@@ -207,12 +213,18 @@ DAMAGE = {
     "wrong length": lambda whole: struct.pack("<Q", 1 << 40) + whole[8:],
     "broken JSON": lambda whole: whole[:8] + b"[" + whole[9:],
     "other JSON": lambda _: struct.pack("<Q", 4) + b"[42]",
-    "shape": lambda _: _header({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}),
-    "offsets": lambda _: _header({"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}),
-    "boolean": lambda _: _header({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}),
-    "huge": lambda _: _header({"dtype": "F32", "shape": [10**30], "data_offsets": [0, 10**30]}),
-    "type": lambda _: _header({"dtype": 3, "shape": [1], "data_offsets": [0, 4]}),
     "list": lambda _: _header([]),
+    "overlap": lambda _: _header(_entry(), _entry(data_offsets=[2, 6]), 6),
+    "hole": lambda _: _header(_entry(), _entry(data_offsets=[8, 12]), 12),
+    **{
+        str(changes): lambda _, changes=changes: _header(_entry(**changes))
+        for changes in (
+            *({"shape": shape} for shape in ([-1], [True], [1.5], [2**62, 2**62], [2], None)),
+            *({"data_offsets": each} for each in ([4, 0], [0, 2**40], None)),
+            *({"dtype": dtype} for dtype in (3, "F7", None)),
+            {"shape": [10**30], "data_offsets": [0, 10**30]},
+        )
+    },
 }
 
 
