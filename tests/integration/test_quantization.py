@@ -36,7 +36,7 @@ from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.matrix import some_of
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,8 @@ def settings(quantization: str) -> Any:
     )
 
 
-def logits(path: Path, **settings: Any) -> Tensor:
-    """Of Hugging Face, for the prompt: `[rows, vocab]`."""
+def reference(path: Path, **settings: Any) -> Tensor:
+    """The logits of Hugging Face for the prompt: `[rows, vocab]`."""
     model = AutoModelForCausalLM.from_pretrained(
         path,
         attn_implementation="eager",
@@ -72,24 +72,17 @@ def logits(path: Path, **settings: Any) -> Tensor:
         return model(torch.tensor([PROMPT])).logits[0]
 
 
-def run(slices: list[ModelSlice], tokens: Tensor, cached: int) -> Tensor:
-    """The logits of `tokens`, which follow `cached` others, in all rows."""
-    slots = np.arange(cached + len(tokens))
-    plan = causal_plan(slots[:cached], slots[cached:])
-    hidden = tokens
-    for part in slices:
-        hidden = part.forward(hidden, torch.from_numpy(plan.positions), plan)
-    return slices[-1].logits(hidden)
-
-
 def greedy(slices: list[ModelSlice], prompt: list[int], count: int) -> list[int]:
     """Prefill in chunks of five, then token by token."""
     ids, tokens, cached = torch.tensor(prompt), [], 0
     while len(tokens) < count:
         for rows in ids.split(5):
-            last = run(slices, rows, cached)[-1:]
+            slots = np.arange(cached + len(rows))
+            plan, hidden = causal_plan(slots[:cached], slots[cached:]), rows
+            for part in slices:
+                hidden = part.forward(hidden, torch.from_numpy(plan.positions), plan)
             cached += len(rows)
-        ids = last.argmax(-1)
+        ids = slices[-1].logits(hidden)[-1:].argmax(-1)
         tokens.append(int(ids))
     return tokens
 
@@ -126,11 +119,10 @@ def quantised(tmp_path_factory):
 @pytest.mark.parametrize(("model_type", "quantization"), some_of(MODEL_TYPES, QUANTIZATIONS))
 def test_slices_are_quantised_like_the_whole_model(tmp_path, model_type, quantization):
     path = build(model_type, tmp_path / "model", hidden_size=64, intermediate_size=128)
-    expected = logits(path, quantization_config=settings(quantization))
-    loss = (logits(path) - expected).abs().mean()
+    expected = reference(path, quantization_config=settings(quantization))
+    loss = (reference(path) - expected).abs().mean()
     for count in (1, 2, NUM_LAYERS):
-        slices = load(path, count, NUM_LAYERS, dtype=torch.float32, quantization=quantization)
-        found = run(slices, torch.tensor(PROMPT), 0)
+        found = logits(path, PROMPT, count, dtype=torch.float32, quantization=quantization)
         # What quantising one matrix more or less would change is far more than rounding.
         assert (found - expected).abs().max() < loss / 100, f"{count} slices"
 
@@ -192,27 +184,25 @@ def gpt_oss(tmp_path):
 
 
 def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
-    expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
+    expected = reference(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
     info = inspect(gpt_oss)
     assert info.storage.quantization is None
     capfd.readouterr()
     for count in (1, 4):
-        slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32)
-        found = run(slices, torch.tensor(PROMPT), 0)
+        found = logits(gpt_oss, PROMPT, count, dtype=torch.float32)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert capfd.readouterr() == ("", "")
-    assert slices[1].num_weight_bytes == info.loaded("float32", None).layers[1]
-    narrow = ModelSlice.load(gpt_oss, range(1, 2), dtype=torch.bfloat16, num_slots=4)
-    assert narrow.num_weight_bytes == info.loaded("bfloat16", None).layers[1]
+    for dtype in ("float32", "bfloat16"):
+        held = ModelSlice.load(gpt_oss, range(1, 2), dtype=getattr(torch, dtype), num_slots=4)
+        assert held.num_weight_bytes == info.loaded(dtype, None).layers[1]
 
 
 def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
-    expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
+    expected = reference(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
     info = inspect(gpt_oss)
     assert info.weight_format(None, "auto", "bfloat16") == MXFP4
     for count in (1, 4):
-        slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32, quantization=MXFP4)
-        found = run(slices, torch.tensor(PROMPT), 0)
+        found = logits(gpt_oss, PROMPT, count, dtype=torch.float32, quantization=MXFP4)
         assert (found - expected).norm() <= 0.05 * expected.norm()  # ggml rounds rows to 8 bits
     narrow = ModelSlice.load(
         gpt_oss, range(1, 2), dtype=torch.bfloat16, quantization=MXFP4, num_slots=4

@@ -63,77 +63,58 @@ class Fingerprint:
 def fingerprint(model: str) -> Fingerprint:
     """The checkpoint in a folder, or in the hub's cache under a hub id; nothing is downloaded."""
     path = home_expanded(model)
-    if not path.is_file() and is_gguf(path):
-        path = known_model(model) or path
-    if is_gguf(path) and path.is_file():
-        ends, size = b"", 0
-        try:
-            for part in parts_of(path):
-                with part.open("rb") as stream:
-                    ends += stream.read(GGUF_END)
-                    stream.seek(max(part.stat().st_size - GGUF_END, 0))
-                    ends += stream.read(GGUF_END)
-                    size += part.stat().st_size
-        except OSError as error:
-            return Fingerprint(str(path), f"cannot be read ({error.strerror})")
-        # It may have another name on each host.
-        return Fingerprint(str(path), None, _hash(ends), None, {"": size})
-    if not is_folder(path):
+    if not is_folder(path) and not (is_gguf(path) and path.is_file()):
         cached = known_model(model)
         if cached is None:
             return Fingerprint(model, "is missing")
         path = cached
-    folder = str(path)
     try:
-        raw = read_bytes(path / CONFIG)
-    except Missing:
-        return Fingerprint(folder, f"holds no {CONFIG}")
-    except Unreadable as error:
-        return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
-    config = _hash(raw)
-    try:
-        index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
-        shard_of = _shard_of(path, index)
-        sizes = _sizes(path, set(shard_of.values()) or {WEIGHTS})
-    except Unreadable as error:
-        return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
-    except ModelError as error:
-        return Fingerprint(folder, str(error), config)
+        return _of_file(path) if is_gguf(path) else _of_folder(path)
     except OSError as error:
-        return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
-    hashed = None if index is None else _hash(index)
-    absent = _absent(path, shard_of)
-    return Fingerprint(folder, None, config, hashed, sizes, absent, *_layers(raw, shard_of))
+        return Fingerprint(str(path), f"cannot be read ({error.strerror})")
+    except ModelError as error:
+        return Fingerprint(str(path), str(error))
 
 
-def _shard_of(path: Path, index: bytes | None) -> dict[str, str]:
-    """The file of each tensor, by the index. Raises ModelError with a clause."""
-    if index is None:
-        return {}
+def _of_file(path: Path) -> Fingerprint:
+    ends, size = b"", 0
+    for part in parts_of(path):
+        with part.open("rb") as stream:
+            ends += stream.read(GGUF_END)
+            stream.seek(max(part.stat().st_size - GGUF_END, 0))
+            ends += stream.read(GGUF_END)
+            size += part.stat().st_size
+    return Fingerprint(str(path), None, _hash(ends), None, {"": size})  # any name on each host
+
+
+def _of_folder(path: Path) -> Fingerprint:
+    """Raises OSError, or ModelError with a clause."""
     try:
-        return weight_map(path / INDEX, parse_json(index))
-    except (Unreadable, ModelError) as error:
-        raise ModelError(f"has no usable {INDEX}") from error
-
-
-def _sizes(path: Path, shards: Collection[str]) -> dict[str, int]:
-    """Name and size of every weight file that is here. Raises ModelError with a clause if none
-    is."""
-    here = sorted(name for name in shards if os.path.isfile(path / name))
-    if not here:
+        config = read_bytes(path / CONFIG)
+    except Missing as error:
+        raise ModelError(f"holds no {CONFIG}") from error
+    except Unreadable as error:
+        raise ModelError(f"cannot be read ({CONFIG}: {error})") from error
+    index, shard_of = None, {}
+    if os.path.isfile(path / INDEX):
+        try:
+            index = _hash(content := read_bytes(path / INDEX))
+            shard_of = weight_map(path / INDEX, parse_json(content))
+        except (Unreadable, ModelError) as error:
+            raise ModelError(f"has no usable {INDEX}") from error
+    shards = sorted(set(shard_of.values()) or {WEIGHTS})
+    sizes = {name: (path / name).stat().st_size for name in shards if os.path.isfile(path / name)}
+    if not sizes:
         others = f" and {len(shards) - 1} more of its files" if len(shards) > 1 else ""
-        raise ModelError(f"holds no {min(shards)}{others}")
-    return {name: (path / name).stat().st_size for name in here}
-
-
-def _absent(path: Path, shard_of: Mapping[str, str]) -> dict[str, list[str]]:
-    """The parts of which tensors are missing, by file. Raises ModelError with a clause."""
+        raise ModelError(f"holds no {shards[0]}{others}")
     try:
         names = shard_of or (tensor_ranges(path / WEIGHTS) if is_partial(path / WEIGHTS) else {})
         lacking = missing(path, {part_of(name) for name in text_names(names).values()})
     except ModelError as error:
         raise ModelError(f"cannot be read ({error})") from error
-    return {file: sorted(set(map(part_of, lacking[file]))) for file in sorted(lacking)}
+    absent = {file: sorted(set(map(part_of, lacking[file]))) for file in sorted(lacking)}
+    hashed = _hash(config)
+    return Fingerprint(str(path), None, hashed, index, sizes, absent, *_layers(config, shard_of))
 
 
 def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:

@@ -38,6 +38,7 @@ class Tensor:
     dtype: str  # as safetensors names it
     file: Path | None = None
     stored_as: str = ""  # its name in the file
+    place: tuple[int, int] = (0, 0)  # where it begins and ends there
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -120,16 +121,10 @@ def weight_map(index: Path, content: Any) -> dict[str, str]:
     return found
 
 
-def _header(file: Path) -> dict[str, Tensor]:
-    """The header of a safetensors file: 8 bytes of length, then JSON. After it the file must have
-    exactly the bytes that it describes, each of one tensor."""
-    return {name: tensor for name, (tensor, _) in _described(file).items()}
-
-
 def tensor_ranges(file: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor of a safetensors file begins and ends, in bytes of the file. Raises
     ModelError."""
-    return {name: place for name, (_, place) in _described(file).items()}
+    return {name: each.place for name, each in _header(file).items()}
 
 
 def header_length(file: Path, prefix: bytes, size: int) -> int:
@@ -141,8 +136,9 @@ def header_length(file: Path, prefix: bytes, size: int) -> int:
     return length
 
 
-def _described(file: Path) -> dict[str, tuple[Tensor, tuple[int, int]]]:
-    """Each tensor, and where it is in the file, as the library has checked it."""
+def _header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file: 8 bytes of length, then JSON. After it the file must have
+    exactly the bytes that it describes, each of one tensor, which the library checks."""
     try:
         with file.open("rb") as stream:
             length = header_length(file, stream.read(8), file.stat().st_size)
@@ -158,8 +154,8 @@ def _described(file: Path) -> dict[str, tuple[Tensor, tuple[int, int]]]:
     found = {}
     for name, entry in header.items():
         shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
-        tensor = Tensor(shape, stop - start, entry["dtype"], file, name)
-        found[name] = tensor, (8 + length + start, 8 + length + stop)
+        place = 8 + length + start, 8 + length + stop
+        found[name] = Tensor(shape, stop - start, entry["dtype"], file, name, place)
     return found
 
 

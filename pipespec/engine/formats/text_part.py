@@ -20,14 +20,9 @@ _BASE = re.compile(r"^(?:model\.language_model\.(?:model\.)?|language_model\.mod
 _HEAD = re.compile(r"^(?:model\.)?(?:language_model\.)?(?=lm_head\.)")
 
 
-def is_multimodal(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a multimodal model whose text part is decoded alone."""
-    return raw.get("model_type") in WRAPPERS and isinstance(raw.get(TEXT_CONFIG), dict)
-
-
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text part; the config itself of a model that is not multimodal."""
-    if not is_multimodal(raw):
+    if raw.get("model_type") not in WRAPPERS or not isinstance(raw.get(TEXT_CONFIG), dict):
         return raw
     inner: Mapping[str, Any] = raw[TEXT_CONFIG]
     shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.engine.formats.text_part import is_multimodal, text_config, text_names, text_type
+from pipespec.engine.formats.text_part import text_config, text_names, text_type
 
 INNER = {"model_type": "gemma3_text", "hidden_size": 8, "eos_token_id": None}
 WHOLE = {
@@ -17,7 +17,6 @@ WHOLE = {
 
 
 def test_the_config_of_the_text_part_takes_what_the_whole_config_has_for_it() -> None:
-    assert is_multimodal(WHOLE)
     assert text_config(WHOLE) == {
         "model_type": "gemma3_text",
         "hidden_size": 8,
@@ -35,7 +34,6 @@ def test_a_text_config_without_a_type_has_the_usual_one() -> None:
     "raw", [{"model_type": "llama"}, {"model_type": "paligemma", "text_config": INNER}]
 )
 def test_the_config_of_another_model_stays_as_it_is(raw: dict[str, object]) -> None:
-    assert not is_multimodal(raw)
     assert text_config(raw) is raw
 
 
