@@ -21,10 +21,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import fetching
-from pipespec.engine.checkpoint.fetching import NUM_CONNECTIONS, fetch_parts
-from pipespec.engine.checkpoint.partial_checkpoint import tensors_by_file
-from pipespec.engine.checkpoint.parts import range_source
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts, tensors_by_file
+from pipespec.engine.checkpoint.parts import fetching, range_source
+from pipespec.engine.checkpoint.parts.fetching import NUM_CONNECTIONS
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import inspect
@@ -50,6 +49,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**10)
         yield hub
 
 
@@ -127,8 +127,6 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     hub.folders["org/model"] = served
     file = next((each.name for each in sorted(served.glob("*.gguf"))), "")
     name = f"org/model/{file}".removesuffix("/")
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.blueprint.GGUF_PREFIX", 2**12)
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**10)
     plan = causal_plan(np.arange(0), np.arange(len(IDS)))
     rows, whole = IDS, inspect(served / file)
     for layers in SLICES:
@@ -184,8 +182,8 @@ def test_a_host_with_all_tensors_has_the_files_of_the_hub(hub: Hub, model: Path)
     size = fetch_parts(info.path, ALL, lambda *at: progress.append(at))
     assert same_files(info.path, model)
     done, total = max(progress)
-    assert size == done == total == num_bytes(model)
-    assert hub.weight_bytes <= 1.02 * size
+    assert size == done == total
+    assert 0.9 * num_bytes(model) < size < num_bytes(model) == hub.weight_bytes  # with headers
 
 
 def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Path) -> None:
@@ -277,7 +275,7 @@ def test_a_full_disk_is_known_before_anything_is_fetched(
     path, before = inspect("org/model").path, hub.weight_bytes
     usage = shutil.disk_usage(path)._replace(free=fetching.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ModelError, match=r"needs 0.01 GiB for weights, but 0.25 GiB are free"):
+    with pytest.raises(ModelError, match=r"needs 0.0[01] GiB for weights, but 0.25 GiB are free"):
         fetch_parts(path, ALL)
     assert hub.weight_bytes == before
 
@@ -303,7 +301,7 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
 FETCH = """
 import sys
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.formats.slice_tensors import parts_of
 path = inspect("org/model").path
 print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
@@ -353,7 +351,7 @@ def test_a_fetch_that_is_killed_at_any_moment_goes_on(
 MEASURED = """
 import resource, sys
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])

@@ -29,9 +29,9 @@ from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
-from pipespec.engine.checkpoint.parts.blueprint import GGUF_PREFIX
+from pipespec.engine.checkpoint.parts import parts_file
 from pipespec.engine.checkpoint.parts.folder import Repository
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
@@ -88,7 +88,8 @@ def hub(
     hub = Hub({"org/model": served})
     shutil.copytree(known, tmp_path / "alpha")
     hub.token = TOKEN
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'helpers' / 'small_blocks'}:{ROOT}")
+    monkeypatch.setattr(parts_file, "BLOCK_BYTES", 2**14)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alpha"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -242,8 +243,7 @@ def test_hosts_get_their_tensors_of_a_gguf_file(
     hub.folders["org/gguf"] = path.parent
     settings = [hosts_file(tmp_path, [8, 8]), "model.target=org/gguf/m.gguf"]
     assert fetched(capsys, *settings).keys() == {"alpha", "beta"}
-    # Of what was read with the header, hosts are told the header alone.
-    assert hub.weight_bytes <= 1.02 * path.stat().st_size + GGUF_PREFIX
+    assert hub.weight_bytes <= 1.02 * path.stat().st_size
     own = PartsFile(next((tmp_path / "beta").glob("pipespec/weights/*/*/m.gguf")))
     layers = {name.split(".")[1] for name in own.tensors if name.startswith("blk.")}
     assert {str(layer) for layer in range(8, 16)} <= layers < {str(each) for each in range(16)}
@@ -259,7 +259,7 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
     hub: Hub, served: Path, long: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
-    kills, headers = 0, 2 * len(list(served.glob("*.safetensors")))
+    kills, headers = 0, len(list(served.glob("*.safetensors")))
     for moment in (1, 3, 5) if long else (3,):
         command = [sys.executable, "-m", "pipespec", "cache", "fetch", *settings]
         seen: list[int] = []
@@ -489,7 +489,7 @@ def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(
     assert "gamma: fetched" in out
     assert hub.weight_bytes > sent  # that tensor is the hub's again
     own = here(tmp_path / "gamma")[file.path.name]
-    for each in own.blocks([own.ranges[wrong]]):
+    for each in blocks_of([own.ranges[wrong]]):
         assert own.hash(own.place(each)) == own.digest(each) == file.digest(each)
     for each in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8, 16)):
         assert each in tensors(tmp_path / "gamma")
@@ -572,7 +572,7 @@ def test_what_was_fetched_is_listed_and_removed(
     assert main(["cache", "list", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert (entry["model"], entry["commit"], entry["current"]) == ("org/model", COMMIT, True)
-    assert entry["whole_bytes"] == size_of(served) <= entry["disk_bytes"]
+    assert size_of(served) <= entry["whole_bytes"] <= entry["disk_bytes"]
     assert main(["cache", "prune"]) == 0  # it is in use
     assert capsys.readouterr().out == "Removed 0 folders, 0.0 MiB.\n"
     old = Path(entry["folder"]).with_name("f" * 40)

@@ -41,7 +41,7 @@ def test_a_lock_whose_owner_cannot_be_recorded_is_free(
 def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
     killed: bool, tmp_path: Path
 ) -> None:
-    file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES, b"")
+    file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES)
     lock = FolderLock(tmp_path, "run 1", "beta")
     for block in range(2):
         file.write(block, bytes([block]) * BLOCK_BYTES)
