@@ -386,7 +386,7 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
     host.leave()
     until(lambda: session.leaving, PATIENCE_S)
     session.leaving = False
-    session.keep("it cannot leave yet: b holds too little memory")
+    session.tell("it cannot leave yet: b holds too little memory", stays=True)
     until(lambda: not host.leaving, PATIENCE_S)
     assert said == ["it cannot leave yet: b holds too little memory"]
     first = broken(session)

@@ -74,13 +74,9 @@ class HostSession:
         self.leaving = True
         self.changed.set()
 
-    def tell(self, sentence: str) -> None:
-        """Have the host print a sentence."""
-        loop.soon(self._send, message(say=sentence))
-
-    def keep(self, sentence: str) -> None:
-        """Have the host print why it cannot leave, and stay."""
-        loop.soon(self._send, message(say=sentence, stays=True))
+    def tell(self, sentence: str, *, stays: bool = False) -> None:
+        """Have the host print a sentence; `stays`: it is why it cannot leave."""
+        loop.soon(self._send, message(say=sentence, stays=stays))
 
     def dismiss(self, sentence: str, *, failed: bool) -> None:
         """Have the host print a last sentence and end, unless it was dismissed already."""
