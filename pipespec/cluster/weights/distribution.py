@@ -12,10 +12,7 @@ and the source is left out.
 from __future__ import annotations
 
 import base64
-import random
-import secrets
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +20,21 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.weights.local import shares_caches
-from pipespec.cluster.weights.peer import Needs, OnProgress, Peer, PeerSource, at_once, connected
+from pipespec.cluster.weights.peer import (
+    Needs,
+    OnProgress,
+    OnWarning,
+    Peer,
+    PeerSource,
+    at_once,
+    connected,
+    lock_folders,
+)
 from pipespec.cluster.weights.plan import HUB, Block, parts_needed, plan_round
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
@@ -48,17 +54,8 @@ from pipespec.system.network_interfaces import resolve
 
 LAUNCHER_NAME = "the launcher"
 ENDED_S = 1.0  # within which it is known that a host's process has ended
-# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
-# for good.
-PAUSE_S = (0.2, 1.0)
-# Called with a sentence on a host that is left out, or cannot be reached by another one.
-OnWarning = Callable[[str], None]
-
-
-class Distribute(Protocol):
-    """What gives the hosts of a deployment the weights that they lack."""
-
-    def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
+# Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
+Distribute = Callable[..., object]
 
 
 class SourceModel:
@@ -163,40 +160,6 @@ def _needs(deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
         if of is not None and (sends or (kind == "target" and given is None)):
             needs.setdefault(kind, set())
     return needs
-
-
-def lock_folders(
-    peers: Sequence[Peer],
-    on_warning: OnWarning,
-    pause: Callable[[float], object] = time.sleep,
-) -> None:
-    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
-    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
-
-    Two starts may have folders in common, under different names of hosts and in any order. So a
-    start that holds some locks waits for no other one: it gives them back, and tries again later.
-    """
-    run, warned = secrets.token_hex(8), False
-    while True:
-        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
-        taken = None
-        for peer in peers:
-            found = peer.call("lock", run=run, host=peer.name)
-            if taken := found.get("holder"):
-                taken = f"{peer.name}: {taken}"
-                break
-            for kind, owner in found["owners"].items():
-                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
-        if taken is None:
-            break
-        for peer in peers:
-            peer.call("unlock")
-        if not warned:
-            on_warning(f"{taken}; waiting until it has ended.")
-            warned = True
-        pause(random.uniform(*PAUSE_S))
-    for peer in peers:
-        peer.needs = needs[peer.name]
 
 
 class _Distribution:

@@ -16,6 +16,7 @@ from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS
 from pipespec.engine.checkpoint.parts.range_source import COMMIT
+from pipespec.engine.formats.gguf_parts import part_names
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 
@@ -49,7 +50,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
             try:
                 told = peer.call("describe", kind=kind, path=getattr(peer.host, kind) or path)
                 if told is not None:
-                    found[kind] = peer, described(told["repository"], peer.name), told["file"]
+                    found[kind] = peer, *described(told, peer.name)
             except ModelError as error:
                 errors.setdefault(kind, error)
         return found
@@ -66,15 +67,16 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         }
 
 
-def described(value: Any, host: str) -> Repository:
-    """What another host says that its checkpoint is, as JSON: its folder here is never one of the
-    hub, and no file is outside that. Raises ModelError."""
+def described(told: Any, host: str) -> tuple[Repository, str | None]:
+    """What another host says that its checkpoint is, and its GGUF file if it is one: its folder
+    here is never one of the hub, and no file is outside that. Raises ModelError."""
     try:
-        found = Repository.from_json(value)
+        found, file = Repository.from_json(told["repository"]), told["file"]
         safe = (
             all(name == os.path.basename(name) and name.strip(".") for name in found.files)
             and all(each.size >= 0 for each in found.files.values())
             and RECORDS not in found.files
+            and (file is None or found.files.keys() >= {*part_names(file)})
             and "/" not in found.repo
             and isinstance(found.path, str)
             and COMMIT.fullmatch(found.commit) is not None
@@ -86,4 +88,4 @@ def described(value: Any, host: str) -> Repository:
         ) from error
     if not safe:
         raise ModelError(f"{host}: {found.repo!r} is no folder of one checkpoint; look there")
-    return found
+    return found, file

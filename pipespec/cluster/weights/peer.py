@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import base64
 import json
+import random
+import secrets
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -28,6 +31,11 @@ MODULE = "pipespec.cluster.weights.host"
 ENDING_S = 5.0  # that a host's process may take to end
 # Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
+# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
+# for good.
+PAUSE_S = (0.2, 1.0)
+# Called with a sentence on a host that is left out, or cannot be reached by another one.
+OnWarning = Callable[[str], None]
 # The parts that a host needs of each model.
 Needs = Mapping[str, set[str]]
 
@@ -171,3 +179,37 @@ def at_once(
             for peer in peers:
                 peer.end()
             raise
+
+
+def lock_folders(
+    peers: Sequence[Peer],
+    on_warning: OnWarning,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
+    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
+
+    Two starts may have folders in common, under different names of hosts and in any order. So a
+    start that holds some locks waits for no other one: it gives them back, and tries again later.
+    """
+    run, warned = secrets.token_hex(8), False
+    while True:
+        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
+        taken = None
+        for peer in peers:
+            found = peer.call("lock", run=run, host=peer.name)
+            if taken := found.get("holder"):
+                taken = f"{peer.name}: {taken}"
+                break
+            for kind, owner in found["owners"].items():
+                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
+        if taken is None:
+            break
+        for peer in peers:
+            peer.call("unlock")
+        if not warned:
+            on_warning(f"{taken}; waiting until it has ended.")
+            warned = True
+        pause(random.uniform(*PAUSE_S))
+    for peer in peers:
+        peer.needs = needs[peer.name]

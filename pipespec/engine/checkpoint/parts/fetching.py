@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -42,10 +41,9 @@ def fetch(
     """
     _require_room([each for _, want in asked for each in want.items()])
     failed: dict[RangeSource, ModelError] = {}
-    stop = threading.Event()
 
     def drain(source: RangeSource, want: Wanted, left: deque[tuple[PartsFile, list[int]]]) -> None:
-        while not stop.is_set() and source not in failed:
+        while not source.stopped.is_set() and source not in failed:
             try:
                 file, blocks = left.popleft()
             except IndexError:
@@ -66,7 +64,6 @@ def fetch(
             for task in as_completed(tasks):
                 task.result()
         except BaseException:
-            stop.set()
             for source, _ in asked:
                 source.stopped.set()
             raise

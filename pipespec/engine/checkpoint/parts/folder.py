@@ -20,7 +20,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,18 +206,17 @@ class FolderLock:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = lock_file(path, wait=wait)
             if self._descriptor is None:
-                noted = _noted(path)
-                self.owner = noted.get("host") if run and noted.get("run") == run else None
-                self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
+                of, owner, process, *_ = [*path.read_text().splitlines(), "", "", ""]
+                self.owner = owner if run and run == of else None
+                self.holder = f"{process or 'another process'} fetches into {folder}"
                 return
             try:
                 if path.stat().st_size:
                     for each in filter(is_partial, folder.iterdir()):
                         PartsFile(each).verify()
                 process = f"process {os.getpid()} of {socket.gethostname()}"
-                data = json.dumps({"run": run, "host": host, "process": process}).encode()
                 os.truncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, data, 0)
+                os.pwrite(self._descriptor, f"{run}\n{host}\n{process}".encode(), 0)
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -244,14 +243,6 @@ def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _noted(path: Path) -> dict[str, Any]:
-    """What the process that holds the lock has noted."""
-    with suppress(Unreadable):
-        found = read_json(path)
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 @dataclass(frozen=True)

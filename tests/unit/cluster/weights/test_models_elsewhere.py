@@ -31,14 +31,14 @@ class Beta(RangeSource):
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return asdict(repository_of(TARGET, as_folder=True))
+    return {"repository": asdict(repository_of(TARGET, as_folder=True)), "file": None}
 
 
 def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     told: dict[str, Any], tmp_path: Path
 ) -> None:
-    repository = described(told, "beta")
-    path = open_repository(Beta("beta", {}), repository)
+    repository, file = described(told, "beta")
+    path = open_repository(Beta("beta", {}), repository, file)
     assert path == repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
@@ -56,17 +56,21 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
         {"path": None},  # a commit of the hub
         *({"files": {name: [1, None]}} for name in ("../../x/m.gguf", "/tmp/m", "..", ".parts")),
         {"files": {"m.safetensors": [-1, None]}},
+        {"file": "../m.gguf"},
     ],
     ids=str,
 )
 def test_a_description_that_leads_out_of_its_folder_is_refused(
     change: dict[str, Any], told: dict[str, Any]
 ) -> None:
+    told["file"] = change.pop("file", None)
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        described(told | change, "beta")
+        described(told | {"repository": told["repository"] | change}, "beta")
 
 
-@pytest.mark.parametrize("told", [None, [], {}, {"files": 3}, {"files": {"x": ["1"]}}], ids=str)
+@pytest.mark.parametrize(
+    "told", [None, [], {}, {"file": None, "repository": {"files": 3}}], ids=str
+)
 def test_what_is_no_description_is_one_sentence(told: Any) -> None:
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told, "beta")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.weights.distribution import lock_folders
 from pipespec.cluster.weights.host import WeightHost
+from pipespec.cluster.weights.peer import lock_folders
 from pipespec.engine.checkpoint.parts.folder import FolderLock, Repository
 from pipespec.engine.checkpoint.parts.opening import repository_of
 from pipespec.system.folders import resource_dir
