@@ -174,12 +174,9 @@ def same_files(folder: Path, model: Path) -> bool:
 
 
 def test_a_host_with_all_tensors_has_the_files_of_the_hub(hub: Hub, model: Path) -> None:
-    progress: list[tuple[int, int]] = []
     info = inspect("org/model")
-    size = fetch_parts(info.path, ALL, lambda *at: progress.append(at))
+    size = fetch_parts(info.path, ALL)
     assert same_files(info.path, model)
-    done, total = max(progress)
-    assert size == done == total
     assert 0.9 * num_bytes(model) < size < num_bytes(model) == hub.weight_bytes  # with headers
 
 

@@ -4,8 +4,7 @@ it comes here from the hub."""
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
@@ -60,40 +59,26 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
     return found
 
 
-def fetch_parts(
-    path: Path,
-    parts: Collection[str],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
+def fetch_parts(path: Path, parts: Collection[str]) -> int:
     """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
-    fetched, with which, and with those that are wanted, `on_progress` is called.
-
-    Raises ModelError if it lacks some and is of no repository of the hub, or they cannot be
-    fetched.
-    """
+    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
+    be fetched."""
     lacking = missing(path, parts)
     if not lacking:
         return 0
-    folder, done, counting = folder_of_checkpoint(path), 0, threading.Lock()
+    folder = folder_of_checkpoint(path)
     repository = read_repository(folder)
     if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
-
-    def moved(count: int) -> None:
-        nonlocal done
-        with counting:
-            done += count
-            on_progress(done, total)
 
     with sole_fetcher(folder):
         needed = blocks_needed(path, parts)
         files = {PartsFile(each): of for each, of in needed.items() if is_partial(each)}
         wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
-        total = sum(each.num_bytes(blocks) for each, blocks in wanted.items())
-        fetch_all(HubSource(repository.repo, repository.commit), wanted, moved)
+        fetch_all(HubSource(repository.repo, repository.commit), wanted)
         for each in files:
             each.compare(repository.files[each.path.name].sha256)
-    return done
+    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
 
 
 def layers_here(path: Path, num_layers: int) -> range:

@@ -73,14 +73,10 @@ def fetch(
     return failed
 
 
-def fetch_all(
-    source: RangeSource,
-    wanted: Mapping[PartsFile, Iterable[int]],
-    moved: OnBytes = lambda count: None,
-) -> None:
+def fetch_all(source: RangeSource, wanted: Mapping[PartsFile, Iterable[int]]) -> None:
     """Fetch blocks from the one source that there is. Raises ModelError."""
     asked = {file: dict.fromkeys(blocks) for file, blocks in wanted.items()}
-    for error in fetch([(source, asked)], moved).values():
+    for error in fetch([(source, asked)]).values():
         raise error
 
 

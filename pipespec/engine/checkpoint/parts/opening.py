@@ -60,10 +60,9 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
         files = make_files(found, small).values()
         fetch_all(source, {each: each.absent() for each in files})
         weights = part_names(file) if file else _weight_files(found)
-        lacking = {each: each.absent([(0, 1)]) for each in make_files(found, weights).values()}
-        while lacking:
+        files = make_files(found, weights).values()
+        while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
             fetch_all(source, lacking)
-            lacking = {each: rest for each in lacking if (rest := _rest_of_header(each))}
         write_repository(replace(found, files={e: found.files[e] for e in (*small, *weights)}))
     return folder
 
@@ -134,15 +133,18 @@ def _weight_files(found: Repository) -> Iterable[str]:
 
 
 def _rest_of_header(file: PartsFile) -> list[int]:
-    """The next blocks of a file, whose first ones are here, if its header goes on there. Raises
+    """The next blocks of the header of a file that are not here; none: all are. Raises
     ModelError."""
-    num_here = next(iter(file.absent()), file.num_blocks)
+    if first := file.absent([(0, min(1, file.size))]):
+        return first
     with reported(file.path), file.path.open("rb") as stream:
-        prefix = stream.read(file.place(num_here - 1)[1])
-    if not is_gguf(file.path):
-        return file.absent([(0, 8 + header_length(file.path, prefix[:8], file.size))])
-    if num_here == file.num_blocks:
-        return []
-    if header_ends(file.path, prefix, file.size, gguf.block_sizes(file.path)):
-        return []
-    return file.absent([(0, 2 * len(prefix))])
+        prefix = stream.read(8)
+        if not is_gguf(file.path):
+            return file.absent([(0, 8 + header_length(file.path, prefix, file.size))])
+        sizes, stop = gguf.block_sizes(file.path), file.place(0)[1]
+        while not (rest := file.absent([(0, min(stop, file.size))])):
+            prefix += stream.read(stop - len(prefix))
+            if len(prefix) == file.size or header_ends(file.path, prefix, file.size, sizes):
+                break
+            stop *= 2
+    return rest
