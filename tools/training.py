@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipespec.engine.checkpoint.fetching import fetch_parts
 from pipespec.engine.checkpoint.model_path import resolve
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.parts.folder import read_repository
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import inspect

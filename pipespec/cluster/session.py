@@ -30,7 +30,6 @@ from pipespec.cluster.deployment.checks import (
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.held_weights import expanded
 from pipespec.cluster.deployment.replanning import first_assignment
-from pipespec.cluster.host_link.running_work import RunningWork
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
@@ -257,8 +256,8 @@ def start_cluster(
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
-    running = RunningWork()
-    distribute = partial(distribute_weights, running=running)
+    over = threading.Event()
+    distribute = partial(distribute_weights, over=over)
     moves = WeightMoves(known, distribute)
     with (
         cluster_redis(deployment) as redis,
@@ -307,7 +306,7 @@ def start_cluster(
             failed = True
             raise
         finally:
-            running.end()
+            over.set()
             # Spares, and workers that were started by hand, end with the epoch.
             with suppress(ControllerError):
                 recovery.stop()

@@ -11,7 +11,7 @@ def lock_file(path: Path, *, wait: bool = False) -> int | None:
     """The descriptor of a file, made if need be, that is locked as long as it is open; None:
     another process holds it, and this must not `wait`. Raises OSError."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if _is_at(path, descriptor):

@@ -36,15 +36,19 @@ def runtime(tmp_path, monkeypatch) -> Path:
     return tmp_path / "pipespec"
 
 
-@contextmanager
-def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+def started(directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOLDER), NAME, str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+@contextmanager
+def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    process = started(directory)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -105,13 +109,7 @@ def test_lock_whose_file_names_another_process_signals_none(named, directory, tm
             pid = -1 if named == "a group" else bystander.pid
             begun = since_boot(psutil.Process(bystander.pid)) - 3600
             lock.write_text(f"{pid}\n{begun}\n{directory}\n")
-            waiting = subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(HOLDER), NAME, str(tmp_path)],
-                stdout=subprocess.PIPE,
-                text=True,
-                stdin=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
+            waiting = started(tmp_path)
             try:
                 # It gets the lock only by the holder's own end.
                 assert earlier.stdin is not None

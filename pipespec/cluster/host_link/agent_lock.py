@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -12,11 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.system.file_lock import lock_file
 from pipespec.system.folders import state_folder
 from pipespec.system.process_identity import find_process, is_ours, own_start_time
 
@@ -62,36 +61,22 @@ def sole_agent(name: str | None, directory: Path) -> Iterator[Path | None]:
         return
     path = runtime_folder() / f"{name.replace('/', '_')}.lock"
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        with open(path, "a+", encoding="utf-8", opener=_for_this_user) as file:
-            held, status = _locked(file), os.fstat(file.fileno())
-            file.seek(0)
-            holder = file.read().splitlines()
-            # The process that held it before may have removed the file meanwhile.
-            if held and status.st_nlink:
-                if len(holder) == 3:
-                    _remove(Path(holder[2]))
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
-                file.flush()
-                yield path
-                return
-        if not held and len(holder) == 3:
-            kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
-            _signal(holder[0], holder[1], kind)
+    while (descriptor := lock_file(path)) is None:
+        with suppress(OSError, UnicodeError):
+            holder = path.read_text().splitlines()
+            if len(holder) == 3:
+                kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+                _signal(holder[0], holder[1], kind)
         time.sleep(LOOK_S)
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+        holder = file.read().splitlines()
+        if len(holder) == 3:
+            _remove(Path(holder[2]))
+        file.seek(0)
+        file.truncate()
+        file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
+        file.flush()
+        yield path
 
 
 def _signal(pid: str, created: str, kind: signal.Signals) -> None:

@@ -203,15 +203,12 @@ def reason(host: Host, error: Exception | None) -> str:
     return f"{said}; try `ssh {to}` by hand"
 
 
-def clause_of(error: Exception) -> str:
-    """One of FAILURES as a clause."""
-    return str(error) if isinstance(error, LinkFailed) else reason_of(error)
-
-
 def reason_of(error: Exception | None) -> str:
     """An error of a connection as a clause."""
     if error is None:
         return "the connection was lost"
+    if isinstance(error, LinkFailed):
+        return str(error)
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, OSError):

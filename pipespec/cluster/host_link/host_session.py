@@ -45,6 +45,7 @@ class HostSession:
 
     Attributes:
         leaving: the host asks to leave.
+        dismissed: it was told to end.
         changed: set whenever something happens to it.
     """
 
@@ -56,13 +57,8 @@ class HostSession:
         self._control: asyncssh.SSHWriter[bytes] | None = None
         self._lost_at = time.monotonic()
         self._ending = threading.Lock()
-        self._over = False
+        self.dismissed = False
         _sessions[self.host.ssh or ""] = self
-
-    @property
-    def dismissed(self) -> bool:
-        """Whether it was told to end."""
-        return self._over
 
     @property
     def lost_s(self) -> float:
@@ -74,20 +70,16 @@ class HostSession:
         self.leaving = True
         self.changed.set()
 
-    def tell(self, sentence: str) -> None:
-        """Have the host print a sentence."""
-        loop.soon(self._send, message(say=sentence))
-
-    def keep(self, sentence: str) -> None:
-        """Have the host print why it cannot leave, and stay."""
-        loop.soon(self._send, message(say=sentence, stays=True))
+    def tell(self, sentence: str, *, stays: bool = False) -> None:
+        """Have the host print a sentence; `stays`: it is why it cannot leave."""
+        loop.soon(self._send, message(say=sentence, stays=stays))
 
     def dismiss(self, sentence: str, *, failed: bool) -> None:
         """Have the host print a last sentence and end, unless it was dismissed already."""
         with self._ending:
-            if self._over:
+            if self.dismissed:
                 return
-            self._over = True
+            self.dismissed = True
         loop.call(self._end(message(over=sentence, failed=failed)))
 
     def _send(self, line: bytes) -> None:
@@ -109,9 +101,9 @@ class HostSession:
     async def connection(self) -> Connection:
         """The connection, which may have to come back. Raises LinkFailed."""
         deadline = time.monotonic() + BACK_S
-        while (found := self._connection) is None or self._over:
-            if self._over or time.monotonic() > deadline:
-                raise LinkFailed("it has left" if self._over else "it is not connected")
+        while (found := self._connection) is None or self.dismissed:
+            if self.dismissed or time.monotonic() > deadline:
+                raise LinkFailed("it has left" if self.dismissed else "it is not connected")
             await asyncio.sleep(LOOK_S)
         return found
 
@@ -122,7 +114,7 @@ class HostSession:
         before, self._connection, self._control = self._connection, connection, control.stdin
         if before is not None:
             before[0].abort()  # the host has made another
-        if self._over:
+        if self.dismissed:
             connection[0].close()
         try:
             try:

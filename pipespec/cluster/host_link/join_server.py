@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +27,7 @@ from typing import Any, Self
 import asyncssh
 
 from pipespec.cluster.host_link import loop
-from pipespec.cluster.host_link.connection import CIPHERS, QUIET, Peer, run_command
+from pipespec.cluster.host_link.connection import CIPHERS, QUIET, Peer, reason_of, run_command
 from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
@@ -53,7 +51,8 @@ ENDED = "the cluster has ended"
 
 
 class JoinServer:
-    """Lets hosts in at one address of this machine, until the block ends.
+    """Lets hosts in at one address of this machine, until the block ends. At the socket `path`
+    invitations are asked for.
 
     Args:
         look_after: called in a thread of its own with each host that was let in; the host has left
@@ -79,13 +78,14 @@ class JoinServer:
         self._lock = threading.Lock()
         self.unproven: set[Peer] = set()
         self._folder = private_folder(SOCKET)
+        self.path = str(self._folder / SOCKET)
         try:
             self.address = resolve(address)
             self._listener, self._asking = loop.call(self._listen(port))
         except OSError as error:
             shutil.rmtree(self._folder)
             raise ConfigError(
-                f"Hosts cannot join at {address}:{port} ({_reason(error)}); name an address of "
+                f"Hosts cannot join at {address}:{port} ({reason_of(error)}); name an address of "
                 "this machine, and a free port, with --at ADDRESS:PORT."
             ) from error
         self.port = self._listener.get_port()
@@ -101,11 +101,6 @@ class JoinServer:
         for session in sessions:
             session.dismiss(ENDED, failed=False)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def path(self) -> str:
-        """The socket of this machine at which invitations are asked for."""
-        return str(self._folder / SOCKET)
 
     def invite(self, seconds: float) -> str:
         """The token of a new invitation for one host."""
@@ -217,12 +212,6 @@ class _Caller(Peer):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.unproven.discard(self)
         super().connection_lost(exc)
-
-
-def _reason(error: OSError) -> str:
-    if error.errno is None or isinstance(error, socket.gaierror):
-        return error.strerror or str(error)
-    return os.strerror(error.errno)  # asyncio adds the address to its text
 
 
 def _described(said: Any) -> tuple[str, str, tuple[str, ...]]:

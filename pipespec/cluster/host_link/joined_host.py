@@ -160,7 +160,9 @@ class JoinedHost:
                     self._connection = await self._connect(self._key)
                     break
                 except Refused:
-                    self._dismiss("this host has left, or was never let in")
+                    self._over = True
+                    why = "this host has left, or was never let in"
+                    self._events.put({"over": why, "failed": True})
                 except HostFailed:
                     if time.monotonic() - lost_at > AWAY_S:
                         self._events.put(None)
@@ -168,10 +170,6 @@ class JoinedHost:
                     await asyncio.sleep(RETRY_S)
             if self._over:
                 return
-
-    def _dismiss(self, sentence: str) -> None:
-        self._over = True
-        self._events.put({"over": sentence, "failed": True})
 
     async def _end(self) -> None:
         self._over = True

@@ -22,9 +22,9 @@ from pipespec.cluster.host_link.connection import (
     CHUNK_BYTES,
     FAILURES,
     Connection,
-    clause_of,
     connected,
     pump,
+    reason_of,
     run_command,
 )
 from pipespec.cluster.host_link.programs import ALIVE_COUNT, NO_CONNECTION, failure, late
@@ -102,7 +102,7 @@ async def _run(
                 process.close()
             return peer.require(process.returncode)
     except FAILURES as error:
-        stderr.write(f"\n{clause_of(error)}\n".encode())
+        stderr.write(f"\n{reason_of(error)}\n".encode())
         return NO_CONNECTION
     finally:
         stdin_writer.close()
@@ -152,7 +152,7 @@ async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float
     except TimeoutError:
         raise late(host, words[0], timeout) from None
     except FAILURES as error:
-        raise failure(host, words[0], NO_CONNECTION, clause_of(error).encode()) from error
+        raise failure(host, words[0], NO_CONNECTION, reason_of(error).encode()) from error
     if code != 0:
         raise failure(host, words[0], code, errors)
     return output

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.replanning import assignment_without, placement_without
@@ -35,14 +35,6 @@ LOOK_S = 0.05
 STARTING_S = 300.0
 
 
-@dataclass
-class _Guest:
-    """A host that has joined."""
-
-    host: Host
-    agent: AgentHandle
-
-
 class HostChanges:
     """The hosts that have joined a cluster. Any thread may call it; changes wait for one another.
 
@@ -62,12 +54,12 @@ class HostChanges:
         self._agents, self._recovery, self._moves = agents, recovery, moves
         self._start, self._distribute = start, distribute
         self._changing = threading.Lock()
-        self._guests: dict[str, _Guest] = {}
+        self._guests: dict[str, AgentHandle] = {}  # of hosts that have joined
 
     def adopt(self) -> None:
         """Hosts had joined before the cluster began; call it when it has."""
         for host in self.deployment.joined:
-            self._guests[host.name] = _Guest(host, self._agents.adopt(host.name))
+            self._guests[host.name] = self._agents.adopt(host.name)
 
     @property
     def deployment(self) -> Deployment:
@@ -94,7 +86,7 @@ class HostChanges:
             tell(f"it gets the weights of {_ranks_of(after, host)}")
             self._distribute(replace(after, fetched=False), on_warning=print_error)
             agent = self._agents.add(host)
-            self._guests[host.name] = _Guest(host, agent)
+            self._guests[host.name] = agent
             try:
                 self._start(agent, after)
                 self._recovery.watch_workers(_workers(after))
@@ -109,28 +101,23 @@ class HostChanges:
 
         Raises ConfigError if they cannot, and PipespecError; the host then stays.
         """
+        self._go_on_without(name, f"{name} leaves", sends=True)
+
+    def lost(self, name: str) -> None:
+        """A host has failed, or was gone for too long, and is not waited for any more. Raises
+        ConfigError if the others cannot go on without it, and PipespecError."""
+        self._go_on_without(name, f"{name} is gone", sends=False)
+
+    def _go_on_without(self, name: str, reason: str, *, sends: bool) -> None:
+        """`sends`: the host sends others what they get."""
         with self._changing:
             if name not in self._guests:
                 return
             before = self.deployment
             after = without_host(before, self._guests[name].host)
-            # The host that leaves sends others what they get.
-            self._distribute(
-                replace(after, hosts=before.hosts, fetched=False), on_warning=print_error
-            )
-            self._change_to(after, f"{name} leaves")
-            self._take_away(name, after)
-
-    def lost(self, name: str) -> None:
-        """A host has failed, or was gone for too long, and is not waited for any more. Raises
-        ConfigError if the others cannot go on without it, and PipespecError."""
-        with self._changing:
-            if name not in self._guests:
-                return
-            guest = self._guests[name]
-            after = without_host(self.deployment, guest.host)
-            self._distribute(replace(after, fetched=False), on_warning=print_error)
-            self._change_to(after, f"{name} is gone")
+            hosts = before.hosts if sends else after.hosts
+            self._distribute(replace(after, hosts=hosts, fetched=False), on_warning=print_error)
+            self._change_to(after, reason)
             self._take_away(name, after)
 
     def ranks_of(self, host: Host) -> str:
@@ -144,10 +131,10 @@ class HostChanges:
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
         guest = self._guests.get(name)
-        if guest is None or not guest.agent.failed:
+        if guest is None or not guest.failed:
             return None
-        guest.agent.read_outcome()
-        return str(guest.agent.outcome)
+        guest.read_outcome()
+        return str(guest.outcome)
 
     def _change_to(
         self,
@@ -193,7 +180,7 @@ class HostChanges:
             self._change_to(again, f"{name} is gone")
         del self._guests[name]
         self._recovery.watch_workers(_workers(after))
-        self._agents.remove(guest.agent)
+        self._agents.remove(guest)
 
 
 def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:

@@ -73,7 +73,7 @@ def look_after_host(
                     return
                 refusal = f"it cannot leave yet: {error}"
                 on_log(name, refusal)
-                session.keep(refusal)
+                session.tell(refusal, stays=True)
                 continue
             on_log(name, "it has left")
             session.dismiss("this host has left the cluster", failed=False)

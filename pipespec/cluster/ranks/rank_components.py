@@ -19,7 +19,7 @@ from pipespec.config.schema import STATE_INTERVAL, Config
 from pipespec.core import Request
 from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.checkpoint import tokenizer
-from pipespec.engine.checkpoint.fetching import fetch_parts
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.engine.precision import KV_PLAIN

@@ -1,9 +1,9 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-The launcher runs a `weight_host` on each host, its own too. It learns which blocks of the weight
-files each host needs and has, and decides in rounds who gets what from where (`weight_plan`). Hosts
-read from one another (`weight_server`), and from the hub at URLs that the launcher has resolved.
-What a host cannot read itself passes through the launcher.
+The launcher has a process on each host (`peer`), its own too. It learns which blocks of the models'
+files each host has, and decides in rounds who gets what from where (`plan`): small files, headers,
+and the tensors of its ranks. Hosts read from one another (`server`), and from the hub at URLs that
+the launcher has resolved. What a host cannot read itself passes through the launcher.
 
 The record of a source has the hash of each block. A host that gets other bytes from it drops them,
 and the source is left out.
@@ -12,87 +12,81 @@ and the source is left out.
 from __future__ import annotations
 
 import base64
-import os
-import random
-import secrets
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.host_link.running_work import RunningWork
 from pipespec.cluster.weights.local import shares_caches
-from pipespec.cluster.weights.peer import Needs, OnProgress, Peer, at_once, connected
+from pipespec.cluster.weights.peer import (
+    Needs,
+    OnProgress,
+    OnWarning,
+    Peer,
+    PeerSource,
+    at_once,
+    connected,
+    lock_folders,
+)
 from pipespec.cluster.weights.plan import HUB, Block, parts_needed, plan_round
 from pipespec.cluster.weights.server import url_of
-from pipespec.config.hosts import LOCAL, Host, HostsFile
-from pipespec.config.schema import Config
+from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.fetching import NUM_CONNECTIONS
-from pipespec.engine.checkpoint.model_path import can_be_fetched
-from pipespec.engine.checkpoint.partial_checkpoint import missing
-from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
+from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing
+from pipespec.engine.checkpoint.parts.fetching import NUM_CONNECTIONS
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
     folder_of_checkpoint,
     read_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES
+from pipespec.engine.checkpoint.parts.opening import repository_of
+from pipespec.engine.checkpoint.parts.parts_file import blocks_of, place_of
 from pipespec.engine.checkpoint.parts.range_source import HubSource
 from pipespec.errors import ModelError, RankFailed
 from pipespec.system.network_interfaces import resolve
-from pipespec.system.validation import home_expanded
 
 LAUNCHER_NAME = "the launcher"
 ENDED_S = 1.0  # within which it is known that a host's process has ended
-# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
-# for good.
-PAUSE_S = (0.2, 1.0)
-# Called with a sentence on a host that is left out, or cannot be reached by another one.
-OnWarning = Callable[[str], None]
-
-
-class Distribute(Protocol):
-    """What gives the hosts of a deployment the weights that they lack."""
-
-    def __call__(self, deployment: Deployment, *, on_warning: OnWarning) -> object: ...
+# Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
+Distribute = Callable[..., object]
 
 
 class SourceModel:
-    """A model as the launcher has it. `shared`: what other hosts call it; None: this host lacks
-    files, so that they cannot get theirs from here."""
+    """A model as the launcher has it.
+
+    Attributes:
+        shared: what other hosts call it; None: this host lacks files, so that they cannot get
+            theirs from here.
+        hub: its commit on the hub; None: it is a folder of a host.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shared: Repository | None = None
+        self.hub: HubSource | None = None
         with suppress(ModelError):
-            self.shared = repository_of(path)
+            self.shared = of = repository_of(path)
+            self.hub = HubSource(of.repo, of.commit) if of.on_hub else None
 
-    @cached_property
-    def hub(self) -> HubSource | None:
-        """Its commit on the hub; None: it is a folder of a host."""
-        of = self.shared
-        return None if of is None or not of.on_hub else HubSource(of.repo, of.commit)
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of its files, which other hosts can get."""
+        return {} if self.shared is None else {n: e.size for n, e in self.shared.files.items()}
 
-    @cached_property
-    def blueprint(self) -> dict[str, Any]:
-        """For hosts without its folder, as JSON. Raises ModelError."""
-        return Blueprint.of(self.path).as_json()
-
-    def place(self, block: Block) -> tuple[int, int, int]:
-        """Where the bytes of a block are, and the size of their file."""
-        assert self.shared is not None, "only such models are offered"
-        start, size = block[2] * BLOCK_BYTES, self.shared.weights[block[1]].size
-        return start, min(start + BLOCK_BYTES, size), size
+    def blocks(self, parts: set[str]) -> Iterator[tuple[str, int]]:
+        """File and number of those with small files, headers, and the tensors of these parts.
+        Raises ModelError."""
+        of = {file.name: blocks for file, blocks in blocks_needed(self.path, parts).items()}
+        for name, size in self.sizes.items():
+            for number in of.get(name, blocks_of([(0, size)])):
+                yield name, number
 
     def lacks(self, parts: set[str]) -> bool:
         """Whether some of these parts can be fetched to this machine."""
@@ -105,30 +99,37 @@ def shared_names(deployment: Deployment) -> dict[str, Repository]:
     if deployment.open_to is None and all(map(shares_caches, deployment.hosts)):
         return {}
     found = {kind: SourceModel(info.path).shared for kind, info in deployment.models}
-    return {kind: replace(each, weights={}) for kind, each in found.items() if each is not None}
+    return {kind: replace(each, files={}) for kind, each in found.items() if each is not None}
 
 
 def distribute_weights(
     deployment: Deployment,
     on_progress: OnProgress = lambda host, done, total: None,
     on_warning: OnWarning = lambda sentence: None,
-    running: RunningWork | None = None,
+    over: threading.Event | None = None,
 ) -> Deployment:
     """Fetch what the hosts lack; the deployment, marked so. Hosts that are started by hand fetch
-    for themselves. `running` may stop it.
+    for themselves. It ends with the cluster, which is `over` then.
 
-    Raises ModelError, HostFailed.
+    Raises ModelError, HostFailed, RankFailed.
     """
     if deployment.fetched:
         return deployment
+    if over is not None and over.is_set():
+        raise RankFailed("The cluster has ended.")
     models = {kind: SourceModel(info.path) for kind, info in deployment.models}
     needs = {host.name: _needs(deployment, host, models) for host in deployment.hosts}
     far = [each for each in deployment.hosts if not (each.by_hand or shares_caches(each))]
     here = next(filter(shares_caches, deployment.hosts), Host(LAUNCHER_NAME, "", LOCAL))
     with ExitStack() as stack:
         work = _Distribution(models, on_warning)
-        if running is not None:
-            stack.enter_context(running.holding(work))
+        if over is not None:
+
+            def stop() -> None:
+                over.wait()
+                work.stop()
+
+            threading.Thread(target=stop, daemon=True).start()
         for host in far:
             if needs[host.name]:
                 work.add(stack.enter_context(connected(host, on_progress)), needs[host.name])
@@ -159,40 +160,6 @@ def _needs(deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
         if of is not None and (sends or (kind == "target" and given is None)):
             needs.setdefault(kind, set())
     return needs
-
-
-def lock_folders(
-    peers: Sequence[Peer],
-    on_warning: OnWarning,
-    pause: Callable[[float], object] = time.sleep,
-) -> None:
-    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
-    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
-
-    Two starts may have folders in common, under different names of hosts and in any order. So a
-    start that holds some locks waits for no other one: it gives them back, and tries again later.
-    """
-    run, warned = secrets.token_hex(8), False
-    while True:
-        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
-        taken = None
-        for peer in peers:
-            found = peer.call("lock", run=run, host=peer.name)
-            if taken := found.get("holder"):
-                taken = f"{peer.name}: {taken}"
-                break
-            for kind, owner in found["owners"].items():
-                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
-        if taken is None:
-            break
-        for peer in peers:
-            peer.call("unlock")
-        if not warned:
-            on_warning(f"{taken}; waiting until it has ended.")
-            warned = True
-        pause(random.uniform(*PAUSE_S))
-    for peer in peers:
-        peer.needs = needs[peer.name]
 
 
 class _Distribution:
@@ -230,31 +197,38 @@ class _Distribution:
         for kind, parts in peer.needs.items():
             model = self._models[kind]
             assert model.shared is not None, "only such models are offered"
-            known = {"path": str(model.path), "repository": model.shared.as_json()}
+            known = {"path": str(model.path), "repository": asdict(model.shared)}
             whole.append(peer.call("prepare", kind=kind, parts=sorted(parts), **known))
         return all(whole)
 
     def run(self) -> None:
         """Fetch for all hosts what they lack."""
         lock_folders(self.peers, self._on_warning)
-        peers = [peer for peer in self.peers if peer.needs]
-        at_once(peers, self._offer, self.stop)
-        if len(peers) > 1 and any(peer.lacks for peer in peers):
+        self.peers = [peer for peer in self.peers if peer.needs]
+        needs = {
+            peer.name: {
+                (kind, *block)
+                for kind, parts in peer.needs.items()
+                for block in self._models[kind].blocks(parts)
+            }
+            for peer in self.peers
+        }
+        wanted = set[Block]().union(*needs.values())
+        at_once(self.peers, lambda peer: self._offer(peer, needs[peer.name], wanted), self.stop)
+        if len(self.peers) > 1 and any(peer.lacks for peer in self.peers):
             certificate = Certificate.make()
-            at_once(peers, lambda peer: self._listen(peer, certificate), self.stop)
-        while any(peer.lacks for peer in peers):
-            self._round({peer.name: peer for peer in peers})
-        at_once(peers, lambda peer: peer.call("end"), self.stop)
+            at_once(self.peers, lambda peer: self._listen(peer, certificate), self.stop)
+        while any(peer.lacks for peer in self.peers):
+            self._round()
+        at_once(self.peers, lambda peer: peer.call("end"), self.stop)
 
-    def _offer(self, peer: Peer) -> None:
-        """Learn what a host has and lacks of the models."""
-        for kind, parts in peer.needs.items():
-            blueprint = self._models[kind].blueprint
-            found = peer.call("offer", kind=kind, blueprint=blueprint, parts=sorted(parts))
-            peer.lacks |= {(kind, file, each) for file, of in found["lacks"].items() for each in of}
-            peer.note(kind, found["records"])
-        for block in peer.lacks:
-            start, stop, _ = self._models[block[0]].place(block)
+    def _offer(self, peer: Peer, needs: set[Block], wanted: set[Block]) -> None:
+        """Learn what a host has and lacks."""
+        found = peer.call("offer", kinds=sorted(peer.needs), blocks=sorted(wanted))
+        peer.lacks = {each for each in needs if each[0] not in found["own"]}
+        peer.note(found["has"])
+        for kind, name, number in peer.lacks:
+            start, stop = place_of(number, self._models[kind].sizes[name])
             peer.wanted += stop - start
         if peer.lacks:
             peer.moved(0)
@@ -264,10 +238,9 @@ class _Distribution:
         address = peer.host.address or None
         with suppress(OSError):
             address = address and resolve(address)
-        pem = {"cert": certificate.cert, "key": certificate.key}
+        where = {"address": address, "interface": peer.host.interface}
         try:
-            where = {"address": address, "interface": peer.host.interface}
-            peer.url = peer.call("listen", **where, **pem)
+            peer.url = peer.call("listen", **where, cert=certificate.cert, key=certificate.key)
         except ModelError as error:
             self._on_warning(
                 f"{peer.name} cannot listen at {address} ({error}), so what other hosts get from "
@@ -275,50 +248,42 @@ class _Distribution:
                 "file."
             )
 
-    def _round(self, peers: Mapping[str, Peer]) -> None:
+    def _round(self) -> None:
         """Have each host get what others have now, and the hub. Raises ModelError."""
-        lacks = {name: peer.lacks for name, peer in peers.items() if peer.lacks}
-        wanted = set[Block]().union(*lacks.values())
-        senders = [peer for peer in peers.values() if peer.name not in self._left_out]
-        holders = {peer.name: [*filter(peer.has, wanted)] for peer in senders}
-        on_hub = {kind for kind, model in self._models.items() if model.hub is not None}
-        plan: defaultdict[str, dict[tuple[str, str], list[Block]]] = defaultdict(dict)
-        for (to, source), blocks in plan_round(lacks, holders, on_hub).items():
-            for block in blocks:
-                plan[to].setdefault((block[0], source), []).append(block)
-        at_once(
-            [peers[name] for name in plan],
-            lambda peer: self._get(peer, plan[peer.name], peers),
-            self.stop,
+        plan = plan_round(
+            {peer.name: peer.lacks for peer in self.peers},
+            {peer.name: peer.has for peer in self.peers if peer.name not in self._left_out},
+            {kind for kind, model in self._models.items() if model.hub is not None},
         )
+        receivers = {to for to, *_ in plan}
+        peers = [peer for peer in self.peers if peer.name in receivers]
+        at_once(peers, lambda peer: self._get(peer, plan), self.stop)
 
-    def _get(
-        self,
-        peer: Peer,
-        transfers: Mapping[tuple[str, str], Sequence[Block]],
-        peers: Mapping[str, Peer],
-    ) -> None:
+    def _get(self, peer: Peer, plan: Mapping[tuple[str, str, str], Sequence[Block]]) -> None:
         """Have a host get blocks of models from sources."""
-        direct, lacked = defaultdict(list), len(peer.lacks)
-        for (kind, name), blocks in transfers.items():
-            source = peers.get(name)
-            urls = self._urls(peer, kind, source, {file for _, file, _ in blocks})
-            if urls is None or (peer.name, name) in self._relayed:
-                self._relay(peer, source, blocks)
+        peers = {each.name: each for each in self.peers}
+        direct: list[dict[str, Any]] = []
+        lacked = len(peer.lacks)
+        for (to, name, kind), blocks in plan.items():
+            if to != peer.name:
                 continue
-            wanted = defaultdict(list)
+            source, wanted = peers.get(name), defaultdict[str, list[tuple[int, str | None]]](list)
             for block in blocks:
-                wanted[block[1]].append((block[2], source and source.hash_of(block)))
-            host = source is not None
-            direct[kind].append({"name": name, "urls": urls, "host": host, "wanted": wanted})
-        for kind in {kind for kind, _ in transfers}:
-            found = peer.call("fetch", kind=kind, sources=direct[kind])
-            peer.note(kind, found["records"])
-            for name, failed in found["failed"].items():
-                self._give_up(peer, peers.get(name), kind, failed, some=len(peer.lacks) < lacked)
+                wanted[block[1]].append((block[2], source.has[block] if source else None))
+            urls = self._urls(peer, kind, source, [*wanted])
+            if urls is None or (to, name) in self._relayed:
+                self._relay(peer, source, blocks)
+            else:
+                known = {"host": source is not None, "urls": urls, "wanted": wanted}
+                direct.append({"kind": kind, "name": name, **known})
+        found = peer.call("fetch", sources=direct)
+        peer.note(found["has"])
+        for number, failed in found["failed"].items():
+            of, some = direct[int(number)], len(peer.lacks) < lacked
+            self._give_up(peer, peers.get(of["name"]), of["kind"], failed, some=some)
 
     def _urls(
-        self, peer: Peer, kind: str, source: Peer | None, files: set[str]
+        self, peer: Peer, kind: str, source: Peer | None, files: Sequence[str]
     ) -> dict[str, str] | None:
         """Where a host reads files from a source, or the hub; none: with the token, which is its
         own too; None: it cannot, but the launcher."""
@@ -329,54 +294,48 @@ class _Distribution:
         hub = self._models[kind].hub
         assert hub is not None, "as planned"
         with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            signed = zip(files, pool.map(hub.signed_url, files), strict=True)
-            found = {file: url for file, url in signed if url is not None}
+            urls = [*pool.map(hub.signed_url, files)]
+        found = {file: url for file, url in zip(files, urls, strict=True) if url is not None}
         return found if len(found) == len(files) else None
 
     def _relay(self, peer: Peer, source: Peer | None, blocks: Sequence[Block]) -> None:
         """Read blocks for a host that cannot, from another one or the hub."""
-        for block in blocks:
-            kind, file, number = block
-            model = self._models[kind]
-            start, stop, size = model.place(block)
-            if source is not None:
-                told = source.call("read", kind=kind, file=file, start=start, stop=stop)
-                data = base64.b64decode(told)
-                if source.hash_of(block) not in (None, sha256(data).hexdigest()):
-                    self._leave_out(source, peer, kind)
-                    return
-            else:
-                assert model.hub is not None, "as planned"
-                data = b"".join(model.hub.read(file, (start, stop), size))
+        for kind, name, number in blocks:
+            of = self._models[kind].hub if source is None else PeerSource(source, kind)
+            assert of is not None, "as planned"
+            data, size = bytearray(), self._models[kind].sizes[name]
+            of.read(name, place_of(number, size), size, data.extend)
+            hash_known = source and source.has[kind, name, number]
+            if source and hash_known not in (None, sha256(data).hexdigest()):
+                self._leave_out(source, peer, kind)
+                return
             text = base64.b64encode(data).decode()
-            peer.call("put", kind=kind, file=file, number=number, data=text)
+            peer.note(peer.call("put", kind=kind, file=name, number=number, data=text))
 
     def _give_up(
         self, peer: Peer, source: Peer | None, kind: str, failed: Mapping[str, Any], *, some: bool
     ) -> None:
         """A host could not read from a source, or could `some`."""
         if source is None:
+            hub = self._models[kind].hub
+            assert hub is not None, "as planned"
             if shares_caches(peer.host):
                 raise ModelError(failed["error"])
-            hub = self._models[kind].hub
-            if some and hub is not None:  # its URLs may have expired
+            if some:  # its URLs may have expired
                 hub.located.clear()
             else:
                 self._relayed.add((peer.name, HUB))
-            return
-        if failed["why"] is None:
+        elif failed["why"] is None:
             self._leave_out(source, peer, kind)
-            return
-        if (ended := source.failure(ENDED_S)) is not None:
+        elif (ended := source.failure(ENDED_S)) is not None:
             raise ended
-        self._relayed.add((peer.name, source.name))
-        why, reached = failed["why"]
-        at = "" if source.url is None else f" at {urlsplit(source.url).hostname}"
-        firewall = "let the firewall admit TCP between the hosts"
-        self._on_warning(
-            f"{peer.name} cannot read weights from {source.name}{at} ({why}), so they pass through "
-            f"the launcher; {'look at the network between them' if reached else firewall}."
-        )
+        else:
+            self._relayed.add((peer.name, source.name))
+            self._on_warning(
+                f"{peer.name} cannot read weights from {source.name} at "
+                f"{urlsplit(source.url or '').hostname} ({failed['why']}), so they pass through "
+                "the launcher; check the network between them, and let its firewalls admit TCP."
+            )
 
     def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
         with self._changing:
@@ -388,47 +347,3 @@ class _Distribution:
                 "check its disk, and remove its folder of that model with `pipespec cache prune` "
                 "there."
             )
-
-
-def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
-    """Checkpoints without their tensors, in the parts cache here, of the models that another host
-    has whole at the path that the settings or its entry name, by their names in `model.`.
-
-    Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
-    host cannot be asked; ModelError if no host has all files of one.
-    """
-    needed = {
-        "target": config.model.target,
-        "draft": config.model.draft if config.proposer.needs_draft else None,
-        "mid": config.model.mid if config.needs_mid else None,
-    }
-    absent = {
-        kind: path
-        for kind, path in needed.items()
-        if path and not os.path.lexists(home_expanded(path)) and not can_be_fetched(path)
-    }
-    others = [host for host in hosts_file.hosts if not (host.by_hand or shares_caches(host))]
-    if not absent or not others:
-        return {}
-
-    errors: dict[str, ModelError] = {}
-
-    def describe(peer: Peer) -> dict[str, Blueprint]:
-        peer.require_version()
-        plans = {}
-        for kind, path in absent.items():
-            try:
-                if (
-                    told := peer.call("describe", path=getattr(peer.host, kind) or path)
-                ) is not None:
-                    plans[kind] = Blueprint.of_other_host(told, peer.name)
-            except ModelError as error:
-                errors.setdefault(kind, error)
-        return plans
-
-    with ExitStack() as stack:
-        answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
-    plans = {kind: plan for each in reversed(answers) for kind, plan in each.items()}
-    for kind in errors.keys() - plans.keys():
-        raise errors[kind]
-    return {kind: plan.build() for kind, plan in plans.items()}

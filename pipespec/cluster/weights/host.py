@@ -12,58 +12,57 @@ import base64
 import json
 import os
 import queue
+import select
 import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipespec.cluster.weights.server import WeightServer, own_address, tls_context
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.fetching import fetch, lacking_blocks
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path
-from pipespec.engine.checkpoint.parts.blueprint import Blueprint, repository_of
+from pipespec.engine.checkpoint.parts.fetching import fetch
 from pipespec.engine.checkpoint.parts.folder import (
     FolderLock,
     Repository,
     folder_of_checkpoint,
     is_checkpoint,
+    make_files,
     parts_cache,
+    write_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.checkpoint.parts.range_source import HubSource, RangeSource, Unavailable
+from pipespec.engine.checkpoint.parts.opening import repository_of
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
+from pipespec.engine.checkpoint.parts.range_source import (
+    HubSource,
+    RangeSource,
+    Unavailable,
+    host_session,
+)
 from pipespec.errors import ModelError, PipespecError
 from pipespec.system.validation import home_expanded
 from pipespec.system.versions import own_version
 
+# Model, file and number.
+_Block = tuple[str, str, int]
 # Seconds between two signs of life, and without any after which the other side has ended.
 ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
 @dataclass
 class _Model:
-    """A model of which this host has, or fetches, parts; `own`: in a folder of its own, and whole
-    for its purpose. `files` are those of which blocks may be absent."""
+    """A model of which this host has, or fetches, parts; `own`: in a folder of its own, where it
+    lacks nothing. `files` are those of which blocks may be absent."""
 
     path: Path
     repository: Repository
     own: bool
-    files: dict[str, PartsFile] = field(default_factory=dict)
-
-    def file(self, name: str) -> Path:
-        """The weight file of that name. Raises ModelError for any other name."""
-        if name not in self.repository.weights:
-            raise ModelError(f"{name!r} is no weight file of {self.path}")
-        return folder_of_checkpoint(self.path) / name
-
-    def records(self) -> dict[str, str | None]:
-        """The record of each file that is here; None: it is whole."""
-        here = [name for name in self.repository.weights if self.file(name).is_file()]
-        return {**dict.fromkeys(here), **{n: each.record.hex() for n, each in self.files.items()}}
+    files: Mapping[str, PartsFile] = field(default_factory=dict)
 
 
 class WeightHost:
@@ -73,18 +72,23 @@ class WeightHost:
     def __init__(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
         self._models: dict[str, _Model] = {}
-        self._context: ssl.SSLContext | None = None
+        self._session: Any = None  # for other hosts
         self._locks: list[FolderLock] = []
 
     def hello(self) -> str:
         """The version of pipespec."""
         return own_version()
 
-    def describe(self, path: str) -> dict[str, Any] | None:
-        """The blueprint of a checkpoint that this host has whole at `path`, as a folder of this
-        host's, wherever it came from. Raises ModelError."""
+    def describe(self, kind: str, path: str) -> dict[str, Any] | None:
+        """The "repository" of a checkpoint that this host has whole at `path`, as a folder of this
+        host's, wherever it came from, and of a GGUF file its name as "file". Raises ModelError."""
         found = home_expanded(path)
-        return Blueprint.of(found, as_folder=True).as_json() if is_checkpoint(found) else None
+        if not is_checkpoint(found):
+            return None
+        own = repository_of(found, as_folder=True)
+        self._models[kind] = _Model(found, own, own=True)
+        file = None if folder_of_checkpoint(found) == found else found.name
+        return {"repository": asdict(own), "file": file}
 
     def prepare(
         self, kind: str, path: str, repository: Mapping[str, Any], parts: Sequence[str]
@@ -101,7 +105,7 @@ class WeightHost:
     def lock(self, run: str, host: str) -> dict[str, Any]:
         """Which of the hosts of this `run` fetches each model in "owners": this `host`, or another
         that shares the file system; or the process of another run that does, in "holder"."""
-        owners = {kind: host for kind, model in self._models.items() if model.own}
+        owners = dict.fromkeys(self._models, host)
         for kind, model in self._models.items():
             if not model.own:
                 self._locks.append(FolderLock(model.path, run, host))
@@ -115,74 +119,74 @@ class WeightHost:
         while self._locks:
             self._locks.pop().release()
 
-    def offer(self, kind: str, blueprint: Mapping[str, Any], parts: Sequence[str]) -> Any:
-        """The "records" of the files of a model that are here, and the blocks that it "lacks" of
-        these parts. Raises ModelError."""
-        model = self._models[kind]
-        if model.own:
-            return {"records": model.records() if _is_same(model) else {}, "lacks": {}}
-        model.path = Blueprint.from_json(blueprint).build()
-        _, lacks = lacking_blocks(model.path, parts)
-        for path in map(model.file, model.repository.weights):
-            if is_partial(path):
-                model.files[path.name] = PartsFile(path)
-        return {"records": model.records(), "lacks": lacks}
+    def offer(self, kinds: Sequence[str], blocks: Sequence[_Block]) -> dict[str, Any]:
+        """Take part with these models alone: which of the blocks it "has", and the models that lack
+        nothing ("own"). Raises ModelError."""
+        self._models = {kind: self._models[kind] for kind in kinds}
+        for model in self._models.values():
+            if not model.own:
+                model.files = make_files(model.repository, model.repository.files)
+            elif not _is_same(model):
+                model.repository = replace(model.repository, files={})
+        own = [kind for kind, model in self._models.items() if model.own]
+        return {"has": self._here(blocks), "own": own}
 
     def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
         """Let the other hosts of this run read what is here, at an address if it has one, and read
         from them; the URL. Raises ModelError."""
         certificate = Certificate(cert, key)
-        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
+        self._session = host_session(tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT))
         if address is None:
             return None
         try:
-            ip = own_address(address, interface)
-            return WeightServer(ip, certificate, lambda of, file: self._models[of].file(file)).url
+            return WeightServer(own_address(address, interface), certificate, self._file).url
         except OSError as error:
             raise ModelError(error.strerror or str(error)) from error
 
-    def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Fetch blocks of a model, from all sources at once: the "records" of its files then, and
-        in "failed" why each source was given up.
+    def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Fetch blocks from all sources at once: which of them it "has" then, and in "failed" the
+        numbers of sources that were given up, with the "error", and "why" as a clause, or null if
+        one sent wrong bytes.
 
         Args:
-            sources: of each its "name", the "urls" of its files (none: this process has the hub's
-                token), whether it is a "host", and "wanted": by file the numbers of blocks, each
-                with its hash or null.
+            sources: of each the "kind" of model, its "name", the "urls" of its files (none: this
+                process has the hub's token), whether it is a "host", and "wanted": by file the
+                numbers of blocks, each with its hash or null.
         """
-        model, asked = self._models[kind], []
+        asked, blocks = [], []
         for each in sources:
+            kind, model = each["kind"], self._models[each["kind"]]
             source: RangeSource = HubSource(model.repository.repo, model.repository.commit)
             if each["urls"]:
-                context = self._context if each["host"] else None
-                source = RangeSource(each["name"], each["urls"], context)
+                session = self._session if each["host"] else None
+                source = RangeSource(each["name"], each["urls"], session)
             wanted = {
-                name: {number: sha and bytes.fromhex(sha) for number, sha in blocks}
-                for name, blocks in each["wanted"].items()
+                model.files[name]: {number: sha and bytes.fromhex(sha) for number, sha in some}
+                for name, some in each["wanted"].items()
             }
-            asked.append((each["name"], source, wanted))
-        failed = {}
-        errors = fetch(model.files, asked, self._moved)
-        for _, source, _ in asked:
-            source.close()
-        for name, error in errors.items():
-            why = (error.why, error.reached) if isinstance(error, Unavailable) else None
-            failed[name] = {"error": str(error), "why": why}  # none: it sends wrong bytes
-        return {"records": model.records(), "failed": failed}
+            asked.append((source, wanted))
+            blocks += [(kind, file.path.name, each) for file in wanted for each in wanted[file]]
+        errors, failed = fetch(asked, self._moved), {}
+        for number, (source, _) in enumerate(asked):
+            if (error := errors.get(source)) is not None:
+                why = error.why if isinstance(error, Unavailable) else None
+                failed[number] = {"error": str(error), "why": why}
+        return {"has": self._here(blocks), "failed": failed}
 
     def read(self, kind: str, file: str, start: int, stop: int) -> str:
         """Bytes of a file of this host, in base 64. Raises ModelError."""
-        path = self._models[kind].file(file)
+        path = self._file(kind, file)
         with reported(path), path.open("rb") as stream:
             stream.seek(start)
             return base64.b64encode(stream.read(stop - start)).decode()
 
-    def put(self, kind: str, file: str, number: int, data: str) -> None:
+    def put(self, kind: str, file: str, number: int, data: str) -> list[Any]:
         """Write a block that the launcher has read for this host. Raises ModelError."""
         own, block = self._models[kind].files[file], base64.b64decode(data)
         with reported(own.path):
             own.write(number, block)
         self._moved(len(block))
+        return self._here([(kind, file, number)])
 
     def end(self) -> None:
         """What was fetched is on the disk, and no longer locked. Raises ModelError if a whole file
@@ -190,19 +194,44 @@ class WeightHost:
         for model in self._models.values():
             for name, file in model.files.items():
                 file.sync()
-                file.compare(model.repository.weights[name].sha256)
+                file.compare(model.repository.files[name].sha256)
+            if model.files:
+                write_repository(model.repository)
         self.unlock()
 
+    def _file(self, kind: str, name: str) -> Path:
+        """The path of a file of a model. Raises ModelError for any other name."""
+        model = self._models.get(kind)
+        if model is None or name not in model.repository.files:
+            raise ModelError(f"{name!r} is no file of a model here")
+        return folder_of_checkpoint(model.path) / name
 
-def lines_of(stream: Any, hears: Callable[[], object]) -> Iterator[bytes]:
-    """The lines of a binary stream; `hears` is called with every part of one, as a line with the
-    small files of a model may take longer than a sign of life."""
+    def _here(self, blocks: Iterable[_Block]) -> list[Any]:
+        """Those of the blocks that are here, with their hashes, or null of a whole file."""
+        found: list[Any] = []
+        for kind, name, number in blocks:
+            model = self._models.get(kind)
+            if model is None or name not in model.repository.files:
+                continue
+            if (file := model.files.get(name)) is None:
+                if self._file(kind, name).is_file():
+                    found.append((kind, name, number, None))
+            elif file.has(number):
+                found.append((kind, name, number, file.digest(number).hex()))
+        return found
+
+
+def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a pipe that are not empty, until it ends or is silent for too long. Every part
+    of a line is a sign of life."""
     line = bytearray()
-    while chunk := stream.read1(2**16):
-        hears()
+    while select.select([stream], [], [], SILENCE_S)[0]:
+        if not (chunk := os.read(stream.fileno(), 2**16)):
+            return
         *ended, rest = chunk.split(b"\n")
         for each in ended:
-            yield bytes(line + each)
+            if line + each:
+                yield bytes(line + each)
             line.clear()
         line += rest
 
@@ -221,39 +250,35 @@ def main() -> None:
     """Do what the launcher asks; anything that is printed goes to standard error."""
     writer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    writing, calls, heard_at = threading.Lock(), queue.SimpleQueue[bytes](), [time.monotonic()]
+    writing, calls = threading.Lock(), queue.SimpleQueue[bytes]()
 
-    def write(found: Mapping[str, Any] | None = None) -> None:
+    def write(line: str = "") -> None:
         with writing, suppress(BrokenPipeError):
-            writer.write(("" if found is None else json.dumps(found)) + "\n")
+            writer.write(line + "\n")
             writer.flush()
 
-    def hears() -> None:
-        heard_at[0] = time.monotonic()
-
     def read() -> None:
-        for line in lines_of(sys.stdin.buffer, hears):
-            if line.strip():
-                calls.put(line)
+        for line in lines_of(sys.stdin.buffer):
+            calls.put(line)
         os._exit(0)  # threads may still fetch
 
     def show_life() -> None:
-        while time.monotonic() - heard_at[0] < SILENCE_S:
+        while True:
             write()
             time.sleep(ALIVE_S)
-        os._exit(1)
 
-    host = WeightHost(lambda count: write({"moved": count}))
+    host = WeightHost(lambda count: write(json.dumps({"moved": count})))
     for each in (read, show_life):
         threading.Thread(target=each, daemon=True).start()
     while True:
         asked = json.loads(calls.get())
         try:
-            write({"result": getattr(host, asked.pop("do"))(**asked)})
+            found = {"result": getattr(host, asked.pop("do"))(**asked)}
         except PipespecError as error:
-            write({"error": str(error)})
+            found = {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - the launcher reports it
-            write({"error": f"{type(error).__name__}: {error}"})
+            found = {"error": f"{type(error).__name__}: {error}"}
+        write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The process by which the launcher has a host move weights (`weight_host`), the launcher's own
-machine included, and what calls it."""
+"""The process by which the launcher has a host move weights (`host`), the launcher's own machine
+included, as the launcher sees it."""
 
 from __future__ import annotations
 
+import base64
 import json
+import random
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -14,11 +17,12 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar
 
 from pipespec.cluster.host_link import programs
-from pipespec.cluster.weights.host import ALIVE_S, SILENCE_S, lines_of
+from pipespec.cluster.weights.host import ALIVE_S, lines_of
 from pipespec.cluster.weights.local import shares_caches
 from pipespec.cluster.weights.plan import Block
 from pipespec.config.hosts import Host
-from pipespec.engine.checkpoint.parts.parts_file import ABSENT, DIGEST_BYTES
+from pipespec.engine.checkpoint.parts.parts_file import Range
+from pipespec.engine.checkpoint.parts.range_source import RangeSource, Sink
 from pipespec.errors import HostFailed, ModelError
 from pipespec.system.versions import has_own_protocol, own_version
 
@@ -27,6 +31,11 @@ MODULE = "pipespec.cluster.weights.host"
 ENDING_S = 5.0  # that a host's process may take to end
 # Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
+# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
+# for good.
+PAUSE_S = (0.2, 1.0)
+# Called with a sentence on a host that is left out, or cannot be reached by another one.
+OnWarning = Callable[[str], None]
 # The parts that a host needs of each model.
 Needs = Mapping[str, set[str]]
 
@@ -36,7 +45,7 @@ class Peer:
 
     Attributes:
         needs: the parts that it fetches of each model.
-        records: of each weight file, by model and name: that of its blocks; None: it is whole.
+        has: the blocks that are here, with their hashes; None of a file that is whole.
         lacks: the blocks that it is to get.
         url: where other hosts can read from it; None: through the launcher.
         wanted: the bytes that it lacked.
@@ -45,15 +54,16 @@ class Peer:
     def __init__(
         self, host: Host, process: programs.Program, errors: IO[bytes], on: OnProgress
     ) -> None:
+        assert process.stdout is not None
         self.name, self.host = host.name, host
         self.needs: Needs = {}
-        self.records: dict[tuple[str, str], bytes | None] = {}
+        self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
         self.url: str | None = None
         self.over = threading.Event()
         self._process, self._errors, self._on_progress = process, errors, on
+        self._lines = lines_of(process.stdout)
         self._calling, self._writing = threading.Lock(), threading.Lock()
-        self._heard_at = time.monotonic()
         self._moved = self.wanted = 0
         threading.Thread(target=self._show_life, daemon=True).start()
 
@@ -61,17 +71,18 @@ class Peer:
         """What a function of the host returns. Raises ModelError, HostFailed."""
         with self._calling:
             self._write(json.dumps({"do": do, **arguments}))
-            assert self._process.stdout is not None
-            for line in lines_of(self._process.stdout, self._hears):
-                found = json.loads(line) if line.strip() else {}
+            for line in self._lines:
+                found = json.loads(line)
                 if "moved" in found:
                     self.moved(found["moved"])
                 elif "error" in found:
                     prefix = "" if shares_caches(self.host) else f"{self.name}: "
                     raise ModelError(f"{prefix}{found['error']}")
-                elif found:
+                else:
                     return found["result"]
-            raise self.failure(ENDING_S) or HostFailed(f"{self.name}: {MODULE} answers no more")
+        failure = self.failure(ENDING_S)
+        self.end()
+        raise failure or HostFailed(f"{self.name}: {MODULE} answers no more")
 
     def moved(self, count: int) -> None:
         """It has got so many bytes more."""
@@ -99,37 +110,36 @@ class Peer:
         self._errors.seek(0)
         return programs.failure(self.host, MODULE, code, self._errors.read())
 
-    def hash_of(self, block: Block) -> str | None:
-        """The recorded hash of a block of a file that is here; None: it is whole."""
-        record, at = self.records[block[:2]], DIGEST_BYTES * block[2]
-        return None if record is None else record[at : at + DIGEST_BYTES].hex()
-
-    def has(self, block: Block) -> bool:
-        """Whether a block is here."""
-        return block[:2] in self.records and self.hash_of(block) != ABSENT.hex()
-
-    def note(self, kind: str, records: Mapping[str, str | None]) -> None:
-        """The records of files of a model."""
-        for name, record in records.items():
-            self.records[kind, name] = None if record is None else bytes.fromhex(record)
-        self.lacks = {each for each in self.lacks if not self.has(each)}
+    def note(self, has: Sequence[tuple[str, str, int, str | None]]) -> None:
+        """These blocks are here, with their hashes."""
+        self.has.update({(kind, file, number): sha for kind, file, number, sha in has})
+        self.lacks -= self.has.keys()
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with self._writing, suppress(OSError, ValueError):  # its end is read from its output
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
-            if line:  # which may have taken long, and what was said meanwhile was not read
-                self._hears()
-
-    def _hears(self) -> None:
-        self._heard_at = time.monotonic()
 
     def _show_life(self) -> None:
         while not self.over.wait(ALIVE_S):
             self._write("")
-            if self._calling.locked() and time.monotonic() - self._heard_at > SILENCE_S:
-                self.end()
+
+
+class PeerSource(RangeSource):
+    """The files of a model of a host, read through its process."""
+
+    def __init__(self, peer: Peer, kind: str) -> None:
+        super().__init__(peer.name, {})
+        self._peer, self._kind = peer, kind
+
+    def read(self, file: str, part: Range, size: int, sink: Sink) -> None:
+        """See RangeSource. Raises ModelError, HostFailed."""
+        start, stop = part
+        data = self._peer.call("read", kind=self._kind, file=file, start=start, stop=stop)
+        if len(found := base64.b64decode(data)) != stop - start:
+            raise ModelError(f"{self.name}: {file} has changed; start again")
+        sink(found)
 
 
 @contextmanager
@@ -169,3 +179,37 @@ def at_once(
             for peer in peers:
                 peer.end()
             raise
+
+
+def lock_folders(
+    peers: Sequence[Peer],
+    on_warning: OnWarning,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
+    first fetches what all need. A sentence says what is waited for. Raises ModelError, HostFailed.
+
+    Two starts may have folders in common, under different names of hosts and in any order. So a
+    start that holds some locks waits for no other one: it gives them back, and tries again later.
+    """
+    run, warned = secrets.token_hex(8), False
+    while True:
+        needs: dict[str, dict[str, set[str]]] = {peer.name: {} for peer in peers}
+        taken = None
+        for peer in peers:
+            found = peer.call("lock", run=run, host=peer.name)
+            if taken := found.get("holder"):
+                taken = f"{peer.name}: {taken}"
+                break
+            for kind, owner in found["owners"].items():
+                needs[owner].setdefault(kind, set()).update(peer.needs[kind])
+        if taken is None:
+            break
+        for peer in peers:
+            peer.call("unlock")
+        if not warned:
+            on_warning(f"{taken}; waiting until it has ended.")
+            warned = True
+        pause(random.uniform(*PAUSE_S))
+    for peer in peers:
+        peer.needs = needs[peer.name]

@@ -51,8 +51,8 @@ def plan_round(
     lacks: Mapping[str, Collection[Block]],
     holders: Mapping[str, Collection[Block]],
     on_hub: Collection[str],
-) -> dict[tuple[str, str], list[Block]]:
-    """The blocks that each host gets from each source in the next round: `[host, source]`.
+) -> dict[tuple[str, str, str], list[Block]]:
+    """The blocks that each host gets from each source in the next round: `[host, source, model]`.
 
     Args:
         lacks, holders: the blocks that hosts lack, and have.
@@ -62,13 +62,13 @@ def plan_round(
     """
     having, needing = _by_block(holders), _by_block(lacks)
     sent, got = Counter[str](), Counter[str]()
-    found: defaultdict[tuple[str, str], list[Block]] = defaultdict(list)
+    found: defaultdict[tuple[str, str, str], list[Block]] = defaultdict(list)
 
     def alike(block: Block) -> tuple[int, list[str], list[str], str, str, int]:
         kind, file, number = block
-        has, needs = having.get(block, []), needing[block]
+        has = having.get(block, [])
         # What can be sent by one host alone comes first; the others' work is divided accordingly.
-        return len(has), has, needs, kind, file, number // RUN_BLOCKS
+        return len(has), has, needing[block], kind, file, number // RUN_BLOCKS
 
     for (_, has, needs, kind, file, _), blocks in groupby(sorted(needing, key=alike), alike):
         run = list(blocks)
@@ -78,9 +78,9 @@ def plan_round(
                 f"{needs[0]} needs bytes of {file} of the {kind} that no host has; copy {file} to "
                 "one of them"
             )
-        for to in sorted(needs, key=lambda each: got[each])[: len(sources)]:
-            source = min(sources, key=lambda each: sent[each])
-            found[to, source] += run
+        for to in sorted(needs, key=got.__getitem__)[: len(sources)]:
+            source = min(sources, key=sent.__getitem__)
+            found[to, source, kind] += run
             sent[source] += len(run)
             got[to] += len(run)
     return found

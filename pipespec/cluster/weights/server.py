@@ -1,4 +1,4 @@
-"""Lets other hosts read parts of this host's weight files: `GET /KIND/FILE` with a range, over TLS.
+"""Lets other hosts read parts of this host's files: `GET /KIND/FILE` with a range, over TLS.
 
 The launcher makes a certificate for each distribution and hands it, with its key, to the hosts
 over SSH. Both ends of a connection must hold that key; it is in no file.
@@ -48,7 +48,7 @@ def own_address(address: str, interface: str | None) -> str:
 
 
 def url_of(url: str, kind: str, file: str) -> str:
-    """Where a server has a weight file of a model."""
+    """Where a server has a file of a model."""
     return f"{url}/{kind}/{quote(file, safe='')}"
 
 
@@ -101,11 +101,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Be silent: the reader says what is wrong."""
 
     def do_GET(self) -> None:
-        found = re.fullmatch(r"/([^/]+)/([^/]+)", self.path)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         path, size = Path(), 0
-        with suppress(ModelError, OSError, KeyError):
-            path = self.server.find(found[1], unquote(found[2])) if found else path
+        with suppress(ModelError, OSError):
+            kind, _, file = self.path.removeprefix("/").partition("/")
+            path = self.server.find(kind, unquote(file))
             size = path.stat().st_size if path.is_file() else 0
         if wanted is None or not (start := int(wanted[1])) < (stop := int(wanted[2]) + 1) <= size:
             self.send_error(416 if size else 404)

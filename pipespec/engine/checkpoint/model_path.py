@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from pipespec.engine.checkpoint.parts.blueprint import open_repository
 from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
+from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
 from pipespec.engine.formats.gguf_parts import first_part, part_names, parts_of
@@ -107,7 +107,7 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     if cached is not None:
         return cached
     for name in () if file is None else part_names(file):
-        if name not in revision.weights:
+        if name not in revision.files:
             raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
     folder = open_repository(source, revision, file)
     return folder if file is None else first_part(folder / file)

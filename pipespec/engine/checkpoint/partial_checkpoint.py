@@ -1,4 +1,5 @@
-"""What a checkpoint lacks on this host, which may have only the weights that it computes."""
+"""What a checkpoint lacks on this host, which may have only the weights that it computes, and how
+it comes here from the hub."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.model_path import cached_model
+from pipespec.engine.checkpoint.parts.fetching import fetch_all
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
     folder_of_checkpoint,
     is_checkpoint,
     read_repository,
+    sole_fetcher,
 )
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is_partial, ranges_of
+from pipespec.engine.checkpoint.parts.range_source import HubSource
 from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
@@ -42,6 +46,39 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
         if lacking:
             found[file.name] = lacking
     return found
+
+
+def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
+    """The blocks of each weight file that is here with its header or tensors of these parts. Raises
+    ModelError."""
+    found, names = {}, tensors_by_file(path, parts)
+    for file in filter(Path.is_file, Checkpoint(path).files.weight_files()):
+        ranges = ranges_of(file)
+        header = 0, min((start for start, _ in ranges.values()), default=file.stat().st_size)
+        found[file] = blocks_of([header, *map(ranges.__getitem__, names.get(file, {}).values())])
+    return found
+
+
+def fetch_parts(path: Path, parts: Collection[str]) -> int:
+    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
+    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
+    be fetched."""
+    lacking = missing(path, parts)
+    if not lacking:
+        return 0
+    folder = folder_of_checkpoint(path)
+    repository = read_repository(folder)
+    if repository is None or not repository.on_hub:
+        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
+
+    with sole_fetcher(folder):
+        needed = blocks_needed(path, parts)
+        files = {PartsFile(each): of for each, of in needed.items() if is_partial(each)}
+        wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
+        fetch_all(HubSource(repository.repo, repository.commit), wanted)
+        for each in files:
+            each.compare(repository.files[each.path.name].sha256)
+    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
 
 
 def layers_here(path: Path, num_layers: int) -> range:

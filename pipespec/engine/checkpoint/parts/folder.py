@@ -2,15 +2,14 @@
 
     ~/.cache/pipespec/weights/models--ORG--NAME/COMMIT/          a model folder
     ~/.cache/pipespec/weights/folders--NAME/HASH/                one that came from another host's
-        config.json, tokenizer.json, ...                         small files, whole
-        model-00001-of-00004.safetensors, ...                    weight files (`parts_file`)
+        config.json, tokenizer.json, ...                         small files
+        model-00001-of-00004.safetensors, ...                    weight files
         .parts/repository.json                                   `Repository`
-        .parts/model-00001-of-00004.safetensors.sha256           the record of a weight file
+        .parts/model-00001-of-00004.safetensors.sha256           the record of a file (`parts_file`)
         .parts/lock                                              locked by what fetches into it
 
-`blueprint` makes them without tensors: small files, and of each weight file its size and header. A
-weight file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders
-that one is used while the hub cannot be reached whose `repository.json` was written last.
+A file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders that
+one is used while the hub cannot be reached whose `repository.json` was written last.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,13 +52,13 @@ class Repository:
     Attributes:
         repo, commit: on the hub; of a host's folder its name, and a hash that changes with it.
         path: of the checkpoint on the host that has it; None: it is on the hub.
-        weights: the weight files.
+        files: what is used of it: small files and weight files.
     """
 
     repo: str
     commit: str
     path: str | None = None
-    weights: Mapping[str, StoredFile] = field(default_factory=dict)
+    files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     @property
     def on_hub(self) -> bool:
@@ -77,14 +76,10 @@ class Repository:
         """Its folder in the parts cache of this host. Raises ConfigError."""
         return parts_cache() / self.folder_name
 
-    def as_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Repository:
         """The inverse of `as_json`. Raises KeyError, TypeError, AttributeError."""
-        files = {name: StoredFile(*each) for name, each in value["weights"].items()}
+        files = {name: StoredFile(*each) for name, each in value["files"].items()}
         return cls(value["repo"], value["commit"], value["path"], files)
 
 
@@ -111,12 +106,32 @@ def read_repository(folder: Path) -> Repository | None:
         return None
 
 
-def write_repository(folder: Path, found: Repository) -> None:
-    """Mark a folder as finished but for tensors, and as that of its model which was used last.
-    Raises ModelError."""
-    with reported(folder):
-        _record(folder).parent.mkdir(exist_ok=True)
-        write_atomically(_record(folder), json.dumps(found.as_json()).encode())
+def write_repository(found: Repository) -> None:
+    """Mark the folder of a repository as finished but for tensors of these files too, and as that
+    of its model which was used last. Raises ModelError."""
+    known, record = read_repository(found.folder), _record(found.folder)
+    both = replace(found, files={**({} if known is None else known.files), **found.files})
+    with reported(found.folder):
+        record.parent.mkdir(exist_ok=True)
+        write_atomically(record, json.dumps(asdict(both)).encode())
+
+
+def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
+    """Files of a repository in its folder here, of which blocks may be absent, made unless they are
+    there. Those that the cache of huggingface_hub holds become links to them. Raises ModelError."""
+    made = {}
+    with reported(found.folder):
+        found.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in names:
+            path = found.folder / name
+            if path.is_symlink() and not path.exists():  # to a cache that has lost it
+                path.unlink(missing_ok=True)
+            whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
+            if whole is not None and not path.exists():
+                os.symlink(os.path.realpath(whole), path)
+            if not path.is_symlink():
+                made[name] = PartsFile.create(path, found.files[name].size)
+    return made
 
 
 def cached_commit(folder: Path) -> Repository | None:
@@ -145,12 +160,12 @@ def known_folder(repo: str, file: str | None) -> Path | None:
 
 
 def is_begun(folder: Path, file: str | None) -> bool:
-    """Whether a folder has the weight files of a checkpoint, or a GGUF file, if without tensors.
-    Links to what was removed since do not count."""
+    """Whether a folder has the files of a checkpoint, or a GGUF file, if without tensors. Links to
+    what was removed since do not count."""
     known = read_repository(folder)
-    weights = {} if known is None else known.weights
-    names = part_names(file) if file else [each for each in weights if not is_gguf(each)]
-    return bool(names) and all(each in weights and (folder / each).exists() for each in names)
+    files = {} if known is None else known.files
+    names = part_names(file) if file else [each for each in files if not is_gguf(each)]
+    return bool(names) and all(each in files and (folder / each).exists() for each in names)
 
 
 def cached_file(repo: str, commit: str, name: str) -> str | None:
@@ -191,18 +206,17 @@ class FolderLock:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._descriptor = lock_file(path, wait=wait)
             if self._descriptor is None:
-                noted = _noted(path)
-                self.owner = noted.get("host") if run and noted.get("run") == run else None
-                self.holder = f"{noted.get('process') or 'another process'} fetches into {folder}"
+                of, owner, process, *_ = [*path.read_text().splitlines(), "", "", ""]
+                self.owner = owner if run and run == of else None
+                self.holder = f"{process or 'another process'} fetches into {folder}"
                 return
             try:
                 if path.stat().st_size:
                     for each in filter(is_partial, folder.iterdir()):
                         PartsFile(each).verify()
                 process = f"process {os.getpid()} of {socket.gethostname()}"
-                data = json.dumps({"run": run, "host": host, "process": process}).encode()
                 os.truncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, data, 0)
+                os.pwrite(self._descriptor, f"{run}\n{host}\n{process}".encode(), 0)
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -231,18 +245,10 @@ def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
         lock.release()
 
 
-def _noted(path: Path) -> dict[str, Any]:
-    """What the process that holds the lock has noted."""
-    with suppress(Unreadable):
-        found = read_json(path)
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 @dataclass(frozen=True)
 class CacheEntry:
     """A folder of the parts cache: of a `model` (a hub id, or the name of another host's folder),
-    with its bytes on the disk, and those of its weight files (0: it was not finished). `current`:
+    with its bytes on the disk, and those of its files (0: it was not finished). `current`:
     of the folders of its model it was used last."""
 
     folder: Path
@@ -259,7 +265,7 @@ def entries() -> Iterator[CacheEntry]:
     for folder in sorted([*cache.glob("models--*/*/"), *cache.glob(f"{FOLDERS}--*/*/")]):
         found = read_repository(folder)
         model = "/".join(folder.parent.name.split("--")[1:])
-        whole = 0 if found is None else sum(each.size for each in found.weights.values())
+        whole = 0 if found is None else sum(each.size for each in found.files.values())
         files = [each.lstat() for each in folder.rglob("*") if not each.is_symlink()]
         on_disk = 512 * sum(each.st_blocks for each in files)  # of a file with holes, those here
         current = folder == _last_used(folder.parent)

@@ -1,20 +1,19 @@
-"""A weight file of which some blocks are here, and the record of which.
+"""A file of which some blocks are here, and the record of which.
 
-The file is sparse: it has the size and the header of the whole file, so that every reader of such
-files can open it, and holes where nothing was fetched. It is divided into *blocks* of BLOCK_BYTES,
-the same on all hosts. Its record, `.parts/NAME.sha256`, has the SHA-256 of each block that is here,
-at 32 times the block's number, and zeros for the others; then that of the whole file, once it was
-compared with what the hub states. A hash is written after its bytes, so a process that is killed
-leaves at most bytes without a hash, which are fetched again.
+The file is sparse: it has the size of the whole file, and holes where nothing was fetched, so every
+reader of weight files can open it once its header is here. It is divided into *blocks* of
+BLOCK_BYTES, the same on all hosts. Its record, `.parts/NAME.sha256`, has the SHA-256 of each block
+that is here, at 32 times the block's number, and zeros for the others; then that of the whole file,
+once it was compared with what the hub states. A hash is written after its bytes, so a process that
+is killed leaves at most bytes without a hash, which are fetched again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +30,7 @@ ABSENT = bytes(DIGEST_BYTES)
 
 
 class PartsFile:
-    """A weight file in a folder of the parts cache. Several threads may write to it at once.
+    """A file in a folder of the parts cache. Several threads may write to it at once.
 
     Attributes:
         size: of the whole file, in bytes.
@@ -53,21 +52,15 @@ class PartsFile:
         self.record = bytearray(found[:num_bytes].ljust(num_bytes, b"\0"))
 
     @classmethod
-    def create(cls, path: Path, size: int, header: bytes) -> PartsFile:
-        """Make a file of `size` bytes that begins with `header`, unless it is there. Raises
-        ModelError."""
-        if path.is_file() and record_of(path).is_file():
-            return cls(path)
-        with reported(path):
-            record_of(path).parent.mkdir(exist_ok=True)
-            # In this order: a file without record would count as whole.
-            record_of(path).write_bytes(b"")
-            with tempfile.NamedTemporaryFile(dir=path.parent / RECORDS) as made:
-                made.write(header)
-                made.truncate(size)
-                made.flush()
-                with suppress(FileExistsError):  # another process has just made it
-                    os.link(made.name, path)
+    def create(cls, path: Path, size: int) -> PartsFile:
+        """Make a file of `size` bytes, unless it is there. Raises ModelError."""
+        if not (path.is_file() and is_partial(path)):
+            with reported(path):
+                record_of(path).parent.mkdir(exist_ok=True)
+                # In this order: a file without record would count as whole.
+                record_of(path).write_bytes(b"")
+                with path.open("ab") as stream:
+                    stream.truncate(size)
         return cls(path)
 
     @cached_property
@@ -80,18 +73,14 @@ class PartsFile:
         """The names in the file of the tensors that are here."""
         return {name for name, place in self.ranges.items() if not self.absent([place])}
 
-    def blocks(self, ranges: Iterable[Range] | None = None) -> list[int]:
-        """The blocks that hold bytes of these ranges, in order; None: all."""
-        if ranges is None:
-            return list(range(self.num_blocks))
-        found = set[int]()
-        for start, stop in ranges:
-            found.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
-        return sorted(found)
-
     def absent(self, ranges: Iterable[Range] | None = None) -> list[int]:
-        """Those of them that are not here."""
-        return [each for each in self.blocks(ranges) if self.digest(each) == ABSENT]
+        """The blocks that hold bytes of these ranges and are not here; None: of the file."""
+        wanted = blocks_of([(0, self.size)] if ranges is None else ranges)
+        return [each for each in wanted if not self.has(each)]
+
+    def has(self, block: int) -> bool:
+        """Whether a block is here."""
+        return self.digest(block) != ABSENT
 
     def digest(self, block: int) -> bytes:
         """The recorded hash of a block; ABSENT: it is not here."""
@@ -99,7 +88,7 @@ class PartsFile:
 
     def place(self, block: int) -> Range:
         """The bytes of a block."""
-        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.size)
+        return place_of(block, self.size)
 
     def num_bytes(self, blocks: Iterable[int]) -> int:
         """The bytes of these blocks."""
@@ -120,9 +109,9 @@ class PartsFile:
         self._note(block, sha or hashlib.sha256(data).digest())
 
     def verify(self) -> None:
-        """Forget the blocks whose bytes are not what was recorded. Raises ModelError."""
+        """Forget the blocks whose bytes are not as recorded. Raises ModelError."""
         with reported(self.path):
-            for each in set(self.blocks()).difference(self.absent()):
+            for each in filter(self.has, range(self.num_blocks)):
                 if self.hash(self.place(each)) != self.digest(each):
                     self._note(each, ABSENT)
                     self._note(self.num_blocks, ABSENT)  # the whole is to be compared again
@@ -137,7 +126,7 @@ class PartsFile:
             if found.hex() == sha256:
                 self._note(self.num_blocks, found)
                 return
-            for each in self.blocks():
+            for each in range(self.num_blocks):
                 self._note(each, ABSENT)
         raise ModelError(
             f"{self.path.name} has another SHA-256 than the hub states, so its bytes are wrong; "
@@ -164,18 +153,31 @@ def _write(path: Path, data: bytes, at: int) -> None:
             raise OSError(28, "No space left on device")
 
 
+def blocks_of(ranges: Iterable[Range]) -> list[int]:
+    """The blocks that hold bytes of these ranges, in order."""
+    found = set[int]()
+    for start, stop in ranges:
+        found.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
+    return sorted(found)
+
+
+def place_of(block: int, size: int) -> Range:
+    """The bytes of a block of a file of `size` bytes."""
+    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
+
+
 def ranges_of(file: Path) -> Mapping[str, Range]:
     """Where each tensor of a weight file is, by its name in the file. Raises ModelError."""
     return gguf.tensor_ranges(file) if gguf.is_gguf(file) else tensor_ranges(file)
 
 
 def record_of(path: Path) -> Path:
-    """The record of a weight file."""
+    """The record of a file."""
     return path.parent / RECORDS / f"{path.name}.sha256"
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a weight file has a record, so that some of its bytes may not be here."""
+    """Whether a file has a record, so that some of its bytes may not be here."""
     return record_of(path).is_file()
 
 

@@ -1,4 +1,4 @@
-"""Where parts of weight files are read from: the Hugging Face Hub, a mirror of it, or another host.
+"""Where parts of files are read from: the Hugging Face Hub, a mirror of it, or another host.
 
 All are URLs that answer range requests. What may pass (a cut connection, a slow answer, 429, 5xx, a
 body of the wrong length) is tried again, from the byte that was reached; what remains is one
@@ -8,12 +8,10 @@ huggingface_hub.
 
 from __future__ import annotations
 
-import email.utils
 import random
 import re
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,30 +32,38 @@ LONGEST_ASKED_S = 300.0
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 TOKEN = "authorization"  # the header that holds it
 COMMIT = re.compile("[0-9a-f]{40}")
+# Called with the bytes of an answer as they come.
+Sink = Callable[[bytes], object]
 
 
 class Unavailable(ModelError):
-    """A source cannot be read, now or from here; `why`, as a clause. `reached`: a connection was
-    made."""
+    """A source cannot be read, now or from here; `why`, as a clause."""
 
-    def __init__(self, message: str, why: str = "", *, reached: bool = True) -> None:
+    def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
-        self.why, self.reached = why or message, reached
+        self.why = why or message
 
 
 class _Again(Exception):
     """A request failed in a way that may pass; `wait_s` is what the server asks for."""
 
-    def __init__(self, why: str, wait_s: float = 0.0, *, reached: bool = True) -> None:
+    def __init__(self, why: str, wait_s: float = 0.0) -> None:
         super().__init__(why)
-        self.wait_s, self.reached = wait_s, reached
+        self.wait_s = wait_s
+
+
+def host_session(context: ssl.SSLContext) -> Any:
+    """A client for sources that are other hosts, which prove by the context who they are."""
+    from huggingface_hub import utils
+
+    return type(utils.get_session())(verify=context, trust_env=False)  # type: ignore[attr-defined]
 
 
 class RangeSource:
     """Files at URLs, which need no token. Several threads may read at once.
 
     Args:
-        context: how another host proves who it is; None: as the hub does.
+        session: that of `host_session`, for another host; None: that for the hub.
         wait: called with the seconds between two tries; None: wait so long.
     """
 
@@ -65,7 +71,7 @@ class RangeSource:
         self,
         name: str,
         urls: Mapping[str, str],
-        context: ssl.SSLContext | None = None,
+        session: Any = None,
         wait: Callable[[float], object] | None = None,
     ) -> None:
         from huggingface_hub import utils
@@ -73,52 +79,48 @@ class RangeSource:
         self.name, self._urls = name, urls
         self.stopped = threading.Event()  # set by others, to end all reading soon
         self._wait = self.stopped.wait if wait is None else wait
-        self._session: Any = utils.get_session()  # type: ignore[attr-defined]
-        self._max_tries, self._connect_s = MAX_TRIES, CONNECT_S
-        self._own = context is not None
-        if context is not None:
-            self._session = type(self._session)(verify=context, trust_env=False)
-            self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
+        self._session = session or utils.get_session()  # type: ignore[attr-defined]
+        host = session is not None
+        self._max_tries = HOST_TRIES if host else MAX_TRIES
+        self._connect_s = HOST_CONNECT_S if host else CONNECT_S
 
-    def close(self) -> None:
-        """End the connections to another host; those to the hub are all sources'."""
-        if self._own:
-            self._session.close()
-
-    def locate(self, file: str, *, fresh: bool = False) -> tuple[str, Mapping[str, str]]:
-        """The URL of a file, and headers for it. `fresh`: the last one is refused."""
-        if fresh:
-            raise Unavailable(f"{self.name} refuses a signed URL of {file}")
+    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
+        """The URL of a file, and headers for it."""
         return self._urls[file], {}
 
-    def read(self, file: str, part: Range, size: int) -> Iterator[bytes]:
-        """The bytes of a part of a file of `size` bytes, as they come. Raises ModelError,
-        Unavailable."""
-        at, stop = part
-        tries, fresh = 0, False
-        while at < stop:
-            try:
-                with self._translated():
-                    for chunk in self._range(file, (at, stop), size, fresh=fresh):
-                        at, tries = at + len(chunk), 0
-                        yield chunk
-                    if at < stop:
-                        raise _Again("it ended the answer early")
-            except _Again as error:
-                tries, fresh = tries + 1, "signed URL" in str(error)
-                self._pause(error, tries, file, self._max_tries)
+    def forget(self, file: str) -> None:
+        """The signed URL of a file is refused. Raises Unavailable if there is no other."""
+        raise Unavailable(f"{self.name} refuses a signed URL of {file}")
 
-    def _range(self, file: str, part: Range, size: int, *, fresh: bool) -> Iterator[bytes]:
+    def read(self, file: str, part: Range, size: int, sink: Sink) -> None:
+        """Read a part of a file of `size` bytes. Raises ModelError, Unavailable."""
+        at, stop = part
+
+        def take(chunk: bytes) -> None:
+            nonlocal at
+            if (at := at + len(chunk)) > stop:
+                raise _Again("it sends more bytes than were asked for")
+            sink(chunk)
+
+        def ask() -> None:
+            self._request(file, (at, stop), size, take)
+            if at < stop:
+                raise _Again("it ended the answer early")
+
+        self._tried(ask, file, self._max_tries, lambda: at)
+
+    def _request(self, file: str, part: Range, size: int, sink: Sink) -> None:
         from huggingface_hub import utils
 
         start, stop = part
-        url, headers = self.locate(file, fresh=fresh)
+        url, headers = self.locate(file)
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         timeout = (self._connect_s, READ_S, READ_S, None)  # connect, read, write, free connection
         with self._session.stream(
             "GET", url, headers={**headers, **wanted}, timeout=timeout, follow_redirects=False
         ) as answer:
             if TOKEN not in headers and answer.status_code in (401, 403):
+                self.forget(file)
                 raise _Again(f"its signed URL is refused ({answer.status_code})")
             utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             whole = answer.status_code == 200
@@ -131,10 +133,35 @@ class RangeSource:
             if length and length != str(stop - start):
                 raise _Again(f"it sends {length} bytes where {stop - start} were asked for")
             for chunk in answer.iter_raw():
-                start += len(chunk)
-                if start > stop:
-                    raise _Again("it sends more bytes than were asked for")
-                yield chunk
+                sink(chunk)
+
+    def _tried(
+        self,
+        ask: Callable[[], Any],
+        what: str,
+        max_tries: int = MAX_TRIES,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> Any:
+        """Ask until there is an answer. Raises ModelError, or Unavailable after too many tries
+        without progress."""
+        tries, before = 0, progress()
+        while True:
+            try:
+                with self._translated():
+                    return ask()
+            except _Again as error:
+                tries = tries + 1 if progress() == before else 1
+                before = progress()
+                if self.stopped.is_set():
+                    raise Unavailable(f"reading from {self.name} was stopped") from error
+                if tries >= max_tries or error.wait_s > LONGEST_ASKED_S:
+                    raise Unavailable(
+                        f"{self.name} did not send {what}, though asked {tries} times: {error}; "
+                        "check the network, or try again later",
+                        str(error),
+                    ) from error
+                backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S)
+                self._wait(max(backoff * random.uniform(0.75, 1.25), error.wait_s))
 
     def _refused(self, status: int) -> str:
         return f"{self.name} answers {status}; start again"
@@ -154,26 +181,12 @@ class RangeSource:
             raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
         except names["HTTPError"] as error:
             if (answer := getattr(error, "response", None)) is None:
-                why = " ".join(str(error).split())[:200] or type(error).__name__
-                raise _Again(why, reached="Connect" not in type(error).__name__) from error
+                raise _Again(" ".join(str(error).split())[:200] or type(error).__name__) from error
             if answer.status_code not in PASSING:
                 raise ModelError(self._refused(answer.status_code)) from error
-            wait_s = _asked_wait_s(answer.headers.get("Retry-After", "").strip())
+            asked = answer.headers.get("Retry-After", "").strip()
+            wait_s = float(asked) if asked.isdigit() else 0.0
             raise _Again(f"it answers {answer.status_code}", wait_s) from error
-
-    def _pause(self, error: _Again, tries: int, what: str, max_tries: int) -> None:
-        """Wait before the next try. Raises Unavailable after too many."""
-        if self.stopped.is_set():
-            raise Unavailable(f"reading from {self.name} was stopped") from error
-        if tries >= max_tries or error.wait_s > LONGEST_ASKED_S:
-            raise Unavailable(
-                f"{self.name} did not send {what}, though asked {tries} times: {error}; check the "
-                "network, or try again later",
-                str(error),
-                reached=error.reached,
-            ) from error
-        backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S) * random.uniform(0.75, 1.25)
-        self._wait(max(backoff, error.wait_s))
 
 
 class HubSource(RangeSource):
@@ -197,14 +210,9 @@ class HubSource(RangeSource):
         on. Raises ModelError; Unavailable if the hub cannot be reached."""
         from huggingface_hub import HfApi
 
-        api = HfApi(endpoint=self.endpoint)
-        info = self._tried(
-            lambda: api.model_info(
-                self.repo, revision="main", files_metadata=True, timeout=CONNECT_S
-            ),
-            "its files",
-            max_tries,
-        )
+        ask = HfApi(endpoint=self.endpoint).model_info
+        how: Any = {"revision": "main", "files_metadata": True, "timeout": CONNECT_S}
+        info = self._tried(lambda: ask(self.repo, **how), "its files", max_tries)
         if not COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
             raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
         files = {
@@ -215,33 +223,26 @@ class HubSource(RangeSource):
         self.commit = info.sha
         return Repository(self.repo, info.sha, None, files)
 
-    def locate(self, file: str, *, fresh: bool = False) -> tuple[str, Mapping[str, str]]:
+    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
         """See RangeSource: at the hub, or at a signed URL, which gets no token."""
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        if fresh or (url := self.located.get(file)) is None:
+        if (url := self.located.get(file)) is None:
             # Files are of the top folder, so a "/" is part of the name and leads nowhere.
             at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
             url = self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
         own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
         return url, build_hf_headers() if own else {}
 
+    def forget(self, file: str) -> None:
+        """See RangeSource: it is located anew."""
+        self.located.pop(file, None)
+
     def signed_url(self, file: str) -> str | None:
         """Where a file is read without a token; None: nowhere. Raises ModelError."""
         url, headers = self._tried(lambda: self.locate(file), file)
         return None if TOKEN in headers else url
-
-    def _tried(self, ask: Callable[[], Any], what: str, max_tries: int = MAX_TRIES) -> Any:
-        """Ask until there is an answer. Raises ModelError, Unavailable."""
-        tries = 0
-        while True:
-            try:
-                with self._translated():
-                    return ask()
-            except _Again as error:
-                tries += 1
-                self._pause(error, tries, what, max_tries)
 
     def _refused(self, status: int) -> str:
         if status == 404:
@@ -252,13 +253,3 @@ class HubSource(RangeSource):
                 "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
             )
         return f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
-
-
-def _asked_wait_s(value: str) -> float:
-    """Seconds that a server asks to wait (Retry-After, in seconds or as a date)."""
-    if value.isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return 0.0

@@ -13,21 +13,7 @@ from pipespec.cluster.host_link import connection, programs, remote_program
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 
-HOST = Host(
-    name="beta",
-    address="10.0.0.2",
-    ssh=None,
-    user=None,
-    port=22,
-    identity=None,
-    interface=None,
-    devices=("cpu",),
-    python="python3",
-    env={},
-    target=None,
-    draft=None,
-    memory_gib=None,
-)
+HOST = Host("beta", "10.0.0.2")
 LOCAL = dataclasses.replace(HOST, ssh="local")
 NASTY = ("two words", "it's", '"$HOME"', "$(id)", "`id`", "a;b&c|d>e", "*", "\\", "", "naïve", "#x")
 

@@ -14,7 +14,6 @@ import yaml
 
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.host_link.running_work import RunningWork
 from pipespec.cluster.weights import distribution as weight_distribution
 from pipespec.cluster.weights.distribution import distribute_weights
 from pipespec.config.compose import compose
@@ -75,15 +74,15 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Peer]]:
 
 @pytest.mark.usefixtures("hosts")
 def test_the_end_of_a_cluster_stops_a_distribution(deployment: Deployment) -> None:
-    running = RunningWork()
+    over = threading.Event()
     with ThreadPoolExecutor() as pool:
-        moved = pool.submit(distribute_weights, deployment, running=running)
+        moved = pool.submit(distribute_weights, deployment, over=over)
         assert Peer.asked.wait(PATIENCE_S)
-        running.end()
+        over.set()
         with pytest.raises(HostFailed, match="it has ended"):
             moved.result(PATIENCE_S)
     with pytest.raises(RankFailed, match="The cluster has ended"):
-        distribute_weights(deployment, running=running)
+        distribute_weights(deployment, over=over)
 
 
 def test_a_signal_does_not_wait_for_a_host_that_hangs(

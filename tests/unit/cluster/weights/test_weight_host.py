@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import io
+import os
 
 import pytest
 
+from pipespec.cluster.weights import host
 from pipespec.cluster.weights.host import lines_of
 
 
-class Slow(io.BytesIO):
-    """A pipe that has a few bytes at a time."""
-
-    def read1(self, size: int | None = -1, /) -> bytes:
-        return super().read1(7)
-
-
-@pytest.mark.parametrize("text", [b"", b"\n\n", b"one\ntwo\n", b"a line of many parts\n\nx\n"])
-def test_lines_come_as_they_are_and_every_part_is_a_sign_of_life(text: bytes) -> None:
-    heard: list[None] = []
-    assert [*lines_of(Slow(text), lambda: heard.append(None))] == text.split(b"\n")[:-1]
-    assert len(heard) == -(-len(text) // 7)
+def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "SILENCE_S", 0.01)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as stream, os.fdopen(writer, "wb", buffering=0) as sink:
+        sink.write(b"\none\n\na long ")
+        lines = lines_of(stream)
+        assert next(lines) == b"one"
+        sink.write(b"line\n")
+        assert [*lines] == [b"a long line"]  # silence
+        sink.write(b"x\n")
+        sink.close()
+        assert [*lines_of(stream)] == [b"x"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipespec.cluster.weights.distribution import lock_folders
 from pipespec.cluster.weights.host import WeightHost
-from pipespec.engine.checkpoint.parts.blueprint import Blueprint
-from pipespec.engine.checkpoint.parts.folder import FolderLock
+from pipespec.cluster.weights.peer import lock_folders
+from pipespec.engine.checkpoint.parts.folder import FolderLock, Repository
+from pipespec.engine.checkpoint.parts.opening import repository_of
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
@@ -21,11 +22,11 @@ ABSENT = "/models/nowhere"
 class Host:
     """A host of this process, which lacks a model."""
 
-    def __init__(self, name: str, described: dict[str, Any], *parts: str) -> None:
+    def __init__(self, name: str, repository: Repository, *parts: str) -> None:
         self.name, self.needs = name, {kind: set(parts) for kind in ("target", "draft")}
         self.own = WeightHost(lambda count: None)
         for kind in self.needs:
-            known = {"path": ABSENT, "repository": described["repository"]}
+            known = {"path": ABSENT, "repository": asdict(repository)}
             assert not self.own.prepare(kind, parts=["0"], **known)
 
     def call(self, do: str, **arguments: Any) -> Any:
@@ -33,27 +34,20 @@ class Host:
 
 
 @pytest.fixture
-def plan() -> Blueprint:
-    return Blueprint.of(TARGET, as_folder=True)
-
-
-@pytest.fixture
-def described(plan: Blueprint) -> dict[str, Any]:
+def repository() -> Repository:
     """As that of a folder that is not here."""
-    found = plan.as_json()
-    found["repository"]["path"] = ABSENT
-    return found
+    return replace(repository_of(TARGET, as_folder=True), path=ABSENT)
 
 
 @pytest.fixture
 def hosts(
-    described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[Any]]:
     """Two hosts with a cache each; both models are in one folder there."""
     found = []
     for number, name in enumerate(("beta", "the launcher")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        found.append(Host(name, described, str(number)))
+        found.append(Host(name, repository, str(number)))
     yield found
     for host in found:
         host.own.unlock()
@@ -61,10 +55,10 @@ def hosts(
 
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_start_that_waits_holds_nothing_and_says_so_once(
-    taken: int, hosts: list[Any], plan: Blueprint, tmp_path: Path
+    taken: int, hosts: list[Any], repository: Repository, tmp_path: Path
 ) -> None:
     caches = (tmp_path / host.name / "pipespec" / "weights" for host in hosts)
-    own = [cache / plan.repository.folder_name for cache in caches]
+    own = [cache / repository.folder_name for cache in caches]
     other = FolderLock(own[taken], "other", "gamma")
     assert other.owner == "gamma"
     sentences: list[str] = []
@@ -89,15 +83,16 @@ def test_a_start_that_waits_holds_nothing_and_says_so_once(
 
 
 def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(
-    plan: Blueprint, described: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    hosts: list[Any] = [Host(name, described, name) for name in ("beta", "gamma")]
+    hosts: list[Any] = [Host(name, repository, name) for name in ("beta", "gamma")]
     lock_folders(hosts, pytest.fail)
     needs = {"beta", "gamma"}
     assert [host.needs for host in hosts] == [{"target": needs, "draft": needs}, {}]
-    assert not (plan.repository.folder / "config.json").exists()  # nobody has written before
-    found = hosts[0].call("offer", kind="target", blueprint=described, parts=["0"])
-    assert found["records"].keys() == found["lacks"].keys() == plan.headers.keys()
+    assert not (repository.folder / "config.json").exists()  # nobody has written before
+    blocks = [("target", "config.json", 0)]
+    assert hosts[0].call("offer", kinds=["target"], blocks=blocks) == {"has": [], "own": []}
+    assert (repository.folder / "config.json").exists()
     hosts[0].call("end")
-    assert FolderLock(plan.repository.folder, "other", "delta").owner == "delta"
+    assert FolderLock(repository.folder, "other", "delta").owner == "delta"

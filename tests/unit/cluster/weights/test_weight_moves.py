@@ -59,6 +59,14 @@ def test_an_assignment_waits_for_its_weights_and_no_longer(deployment: Deploymen
     assert not changed.fetched
 
 
+def pend(moves: WeightMoves) -> None:
+    """Wait until the weights of the hosts without beta have moved."""
+    with pytest.raises(WeightsPending):
+        moves.plan({"beta/0"})
+    assert moves._thread is not None
+    moves._thread.join(60)
+
+
 def test_weights_that_cannot_be_moved_do_not_keep_the_epoch_from_beginning(
     deployment: Deployment,
 ) -> None:
@@ -66,10 +74,7 @@ def test_weights_that_cannot_be_moved_do_not_keep_the_epoch_from_beginning(
         raise ModelError("no host has them")
 
     moves = WeightMoves(deployment, distribute)
-    with pytest.raises(WeightsPending):
-        moves.plan({"beta/0"})
-    assert moves._thread is not None
-    moves._thread.join(60)
+    pend(moves)
     assert moves.plan({"beta/0"}).workers == ("alpha/0", "alpha/1", "gamma/0")
 
 
@@ -92,8 +97,5 @@ def test_what_is_said_while_weights_move_is_in_the_log(
         on_warning("gamma cannot read weights from alpha.")
 
     moves = WeightMoves(deployment, distribute)
-    with pytest.raises(WeightsPending):
-        moves.plan({"beta/0"})
-    assert moves._thread is not None
-    moves._thread.join(60)
+    pend(moves)
     assert caplog.messages == ["weights of the new layout: gamma cannot read weights from alpha."]

@@ -30,7 +30,7 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
     while any(lacks.values()):
         sent, moved = Counter[str](), Counter[Block]()
         transfers = plan_round(lacks, holders, ["target"] if on_hub else [])
-        for (to, source), blocks in transfers.items():
+        for (to, source, _), blocks in transfers.items():
             assert source == HUB or holders[source] >= set(blocks)
             assert lacks[to] >= set(blocks) and source != to
             sent[source] += len(blocks)
@@ -38,7 +38,7 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
         for each, count in moved.items():  # as many get a block as have it
             assert count <= max(1, sum(each in has for has in holders.values()))
         got = {
-            to: {each for (one, _), of in transfers.items() if one == to for each in of}
+            to: {each for (one, *_), of in transfers.items() if one == to for each in of}
             for to in lacks
         }
         holders = {name: holders.get(name, set()) | got.get(name, set()) for name in HOSTS}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from pipespec.engine.checkpoint.parts import parts_file
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, is_partial, record_of
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is_partial, record_of
 from pipespec.errors import ModelError
 
 DATA = save({"a": torch.ones(25, dtype=torch.uint8), "b": torch.ones(10, dtype=torch.uint8)})
@@ -26,16 +26,16 @@ def put(file: PartsFile, *blocks: int) -> None:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
     monkeypatch.setattr(parts_file, "BLOCK_BYTES", BLOCK)
-    return PartsFile.create(tmp_path / "m.safetensors", SIZE, DATA[:BEGIN])
+    return PartsFile.create(tmp_path / "m.safetensors", SIZE)
 
 
-def test_a_new_file_has_its_size_and_its_header_and_no_block(file):
-    assert file.path.read_bytes() == DATA[:BEGIN].ljust(SIZE, b"\0")
+def test_a_new_file_has_its_size_and_no_block(file):
+    assert file.path.read_bytes() == bytes(SIZE)
     assert is_partial(file.path)
     assert file.absent() == list(range(NUM_BLOCKS))
+    put(file, *blocks_of([(0, BEGIN)]))
     assert file.ranges == {"a": (BEGIN, BEGIN + 25), "b": (BEGIN + 25, SIZE)}
-    put(file, 0)
-    again = PartsFile.create(file.path, SIZE, b"other")  # it is there
+    again = PartsFile.create(file.path, SIZE)  # it is there
     assert again.record == file.record
     assert sorted(each.name for each in file.path.parent.rglob("*") if each.is_file()) == [
         file.path.name,
@@ -51,18 +51,18 @@ def test_a_new_file_has_its_size_and_its_header_and_no_block(file):
         ([(9, 11), (12, 13)], [0, 1]),
         ([(10, 10), (30, 30)], []),
         ([], []),
-        (None, list(range(NUM_BLOCKS))),
     ],
 )
 def test_blocks_are_those_that_hold_bytes_of_the_ranges(file, ranges, found):
-    assert file.blocks(ranges) == found
-    assert file.num_bytes(file.blocks()) == SIZE
+    assert blocks_of(ranges) == file.absent(ranges) == found
+    assert file.num_bytes(file.absent()) == SIZE
 
 
 def test_what_was_recorded_is_known_to_the_next_process(file):
-    blocks = file.blocks([file.ranges["b"]])
-    put(file, *blocks)
-    again = PartsFile(file.path)
+    put(file, *blocks_of([(0, BEGIN)]))
+    b = [file.ranges["b"]]
+    put(file, *blocks_of(b))
+    again, blocks = PartsFile(file.path), blocks_of([(0, BEGIN), *b])
     assert again.tensors == {"b"}
     assert again.absent() == [each for each in range(NUM_BLOCKS) if each not in blocks]
     for each in blocks:
@@ -76,7 +76,7 @@ def test_a_record_that_was_cut_has_the_blocks_before(length, file):
     record_of(file.path).write_bytes(record_of(file.path).read_bytes()[:length])
     again = PartsFile(file.path)
     again.verify()  # half a hash is that of no bytes
-    assert set(again.blocks()) - set(again.absent()) == ({0} if length >= 32 else set())
+    assert set(range(NUM_BLOCKS)) - set(again.absent()) == ({0} if length >= 32 else set())
 
 
 @pytest.mark.parametrize("right", [True, False])

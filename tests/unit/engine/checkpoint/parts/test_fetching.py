@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipespec.engine.checkpoint.fetching import WrongBytes, fetch
 from pipespec.engine.checkpoint.parts import parts_file
+from pipespec.engine.checkpoint.parts.fetching import WrongBytes, fetch
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
-from pipespec.engine.checkpoint.parts.range_source import Unavailable
+from pipespec.engine.checkpoint.parts.range_source import Sink, Unavailable
 from pipespec.errors import ModelError
 
 NAME = "m.safetensors"
@@ -29,25 +28,24 @@ class Beta:
         self.asked: list[Range] = []
         self.stopped = threading.Event()
 
-    def read(self, file: str, part: Range, size: int) -> Iterator[bytes]:
+    def read(self, file: str, part: Range, size: int, sink: Sink) -> None:
         assert (file, size) == (NAME, len(DATA))
         self.asked.append(part)
         for at in range(*part, 7):
             if at >= self._fails_at:
                 raise self._error("it broke")
-            yield DATA[at : min(at + 7, part[1])]
+            sink(DATA[at : min(at + 7, part[1])])
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
     monkeypatch.setattr(parts_file, "BLOCK_BYTES", 16)
-    return PartsFile.create(tmp_path / NAME, len(DATA), b"")
+    return PartsFile.create(tmp_path / NAME, len(DATA))
 
 
-def get(own: PartsFile, source: Any, *blocks: int, **hashes: bytes) -> dict[str, ModelError]:
+def get(own: PartsFile, source: Any, *blocks: int, **hashes: bytes) -> dict[Any, ModelError]:
     wanted = {each: hashes.get(f"of_{each}") for each in blocks}
-    asked = [("beta", source, {NAME: wanted})]
-    return fetch({NAME: own}, asked, lambda count: None)
+    return fetch([(source, {own: wanted})])
 
 
 def test_neighbours_are_asked_for_together_and_nothing_else_is_written(own: PartsFile) -> None:
@@ -59,15 +57,15 @@ def test_neighbours_are_asked_for_together_and_nothing_else_is_written(own: Part
 
 
 def test_what_came_before_a_source_was_given_up_is_kept(own: PartsFile) -> None:
-    failed = get(own, Beta(fails_at=40), 0, 1, 2, 3)
-    assert str(failed["beta"]) == "it broke"
+    (error,) = get(own, Beta(fails_at=40), 0, 1, 2, 3).values()
+    assert str(error) == "it broke"
     assert PartsFile(own.path).absent() == list(range(2, 16))
 
 
 def test_bytes_of_another_hash_are_dropped_and_their_source_named(own: PartsFile) -> None:
-    failed = get(own, Beta(), 0, 1, of_1=bytes(32))
-    assert isinstance(failed["beta"], WrongBytes)
-    assert str(failed["beta"]) == f"beta sends wrong bytes of {NAME}"
+    (error,) = get(own, Beta(), 0, 1, of_1=bytes(32)).values()
+    assert isinstance(error, WrongBytes)
+    assert str(error) == f"beta sends wrong bytes of {NAME}"
     assert PartsFile(own.path).absent() == list(range(1, 16))
 
 

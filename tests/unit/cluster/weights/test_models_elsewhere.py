@@ -1,0 +1,76 @@
+"""Checkpoints as another host describes them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.cluster.weights.models_elsewhere import described
+from pipespec.engine.checkpoint.parts.folder import entries
+from pipespec.engine.checkpoint.parts.opening import open_repository, repository_of
+from pipespec.engine.checkpoint.parts.parts_file import Range
+from pipespec.engine.checkpoint.parts.range_source import RangeSource, Sink
+from pipespec.errors import ModelError
+from pipespec.system.folders import resource_dir
+
+TARGET = resource_dir("demo") / "target"
+
+
+class Beta(RangeSource):
+    """A host that has it."""
+
+    def read(self, file: str, part: Range, size: int, sink: Sink) -> None:
+        data = (TARGET / file).read_bytes()
+        assert len(data) == size
+        sink(data[slice(*part)])
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return {"repository": asdict(repository_of(TARGET, as_folder=True)), "file": None}
+
+
+def test_a_described_checkpoint_is_opened_in_the_parts_cache(
+    told: dict[str, Any], tmp_path: Path
+) -> None:
+    repository, file = described(told, "beta")
+    path = open_repository(Beta("beta", {}), repository, file)
+    assert path == repository.folder
+    assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
+    assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
+    assert repository.path == str(TARGET.absolute())
+    (entry,) = entries()
+    assert (entry.folder, entry.model, entry.current) == (path, "target", True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"commit": "../" * 13 + "x"},
+        {"repo": "org/target"},
+        {"repo": "../../elsewhere"},
+        {"path": None},  # a commit of the hub
+        *({"files": {name: [1, None]}} for name in ("../../x/m.gguf", "/tmp/m", "..", ".parts")),
+        {"files": {"m.safetensors": [-1, None]}},
+        {"file": "../m.gguf"},
+    ],
+    ids=str,
+)
+def test_a_description_that_leads_out_of_its_folder_is_refused(
+    change: dict[str, Any], told: dict[str, Any]
+) -> None:
+    told["file"] = change.pop("file", None)
+    with pytest.raises(ModelError, match="is no folder of one checkpoint"):
+        described(told | {"repository": told["repository"] | change}, "beta")
+
+
+@pytest.mark.parametrize(
+    "told", [None, [], {}, {"file": None, "repository": {"files": 3}}], ids=str
+)
+def test_what_is_no_description_is_one_sentence(told: Any) -> None:
+    with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
+        described(told, "beta")
