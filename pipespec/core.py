@@ -131,11 +131,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one decided token, before penalties and temperature.
-
-    `logprob` is the token's natural log-probability; `top` are the most probable tokens and
-    theirs, the most probable first.
-    """
+    """Log-probabilities of one decided token, before penalties and temperature. `logprob` is the
+    token's natural log-probability; `top` are the most probable tokens and theirs, the most
+    probable first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -143,11 +141,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a part of a request's prompt, from the position `base` on.
-
-    The parts of a prompt arrive in order, before the first accepted token. Its first token has
-    none.
-    """
+    """Log-probabilities of a part of a request's prompt, from the position `base` on. The parts of
+    a prompt arrive in order, before the first accepted token. Its first token has none."""
 
     base: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -173,10 +168,8 @@ class Verdict:
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTokens:
     """Draft tokens that the head fed in one step, sent ahead of their logits to the last stage.
-
     Arrays `[rows]`: the parent's node id, the token, and its log-probability given the parent, as
-    the draft stated it. Only lossy requests need them.
-    """
+    the draft stated it. Only lossy requests need them."""
 
     step: int
     parents: np.ndarray
@@ -247,11 +240,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the request log stores it.
-
-    `policy` names one of the cluster's policies (`Config.policies`); "" is its default.
-    Requests share prefix-cache entries only with requests of the same `cache_salt`.
-    """
+    """A request as the request log stores it. `policy` names one of the cluster's policies
+    (`Config.policies`); "" is its default. Requests share prefix-cache entries only with requests
+    of the same `cache_salt`."""
 
     id: int
     prompt: tuple[int, ...]

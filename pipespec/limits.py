@@ -41,10 +41,8 @@ def fault(
     above: bool = False,
     hint: str = "",
 ) -> str | None:
-    """The message for a wrong `value`; None: it is a number from `least` to `most`.
-
-    `above`: and more than `least`. `hint` is appended to the limits.
-    """
+    """The message for a wrong `value`; None: it is a number from `least` to `most`. `above`: and
+    more than `least`. `hint` is appended to the limits."""
     kinds = (int,) if whole else (int, float)
     if type(value) in kinds and least <= value <= most and not (above and value == least):
         return None

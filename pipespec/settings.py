@@ -56,10 +56,8 @@ NO_HELP = About("")
 def setting(
     default: Any, sentence: str, unit: str = "", *, visible: bool = True, **more: Any
 ) -> Any:
-    """A field with a default (REQUIRED: without one) and an `About` of the other arguments.
-
-    A setting that is not `visible` may hold a secret, and is left out of the dataclass's repr.
-    """
+    """A field with a default (REQUIRED: without one) and an `About` of the other arguments. A
+    setting that is not `visible` may hold a secret, and is left out of the dataclass's repr."""
     metadata = {ABOUT: About(sentence, unit, **more)}
     if isinstance(default, list):
         return field(default_factory=default.copy, repr=visible, metadata=metadata)

@@ -132,11 +132,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before its first stop string, which may extend over several pieces.
-
-    The first is the one that is complete first, and of several the longest.
-    `found` is that string, or None so far.
-    """
+    """Ends a text before its first stop string, which may extend over several pieces. The first is
+    the one that is complete first, and of several the longest. `found` is that string, or None so
+    far."""
 
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty stop string ends every text"
@@ -188,11 +186,9 @@ class StopStrings:
 
 
 class FinalText:
-    """The final text of one answer, up to the first stop string.
-
-    `context` are the prompt's ids. Stop strings that end in the text of the first `min_tokens`
-    tokens are ignored; of one that begins there and ends later, that beginning remains.
-    """
+    """The final text of one answer, up to the first stop string. `context` are the prompt's ids.
+    Stop strings that end in the text of the first `min_tokens` tokens are ignored; of one that
+    begins there and ends later, that beginning remains."""
 
     def __init__(
         self,
@@ -230,11 +226,8 @@ class FinalText:
 
 
 class MarkedText(FinalText):
-    """The same text including the text of some special tokens.
-
-    `markers` maps their ids to their texts. Stop strings are matched without
-    them.
-    """
+    """The same text including the text of some special tokens. `markers` maps their ids to their
+    texts. Stop strings are matched without them."""
 
     def __init__(
         self,

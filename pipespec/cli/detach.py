@@ -40,9 +40,7 @@ class LauncherEnded(PipespecError):
 
 def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
     """Start `pipespec up` with these flags in a session of its own and wait until it is ready.
-
-    Raises what it failed with.
-    """
+    Raises what it failed with."""
     launcher = Launcher(name, settings, flags)
     try:
         return launcher.await_ready()
@@ -53,9 +51,7 @@ def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> Runnin
 
 class Launcher:
     """`pipespec up` in a session of its own. Its output goes to the log beside the registry entry.
-
-    `ours`: it ends with the thread that starts it, and `watch` starts it again.
-    """
+    `ours`: it ends with the thread that starts it, and `watch` starts it again."""
 
     def __init__(
         self,
@@ -123,11 +119,9 @@ class Launcher:
         return cluster
 
     def watch(self) -> RunningCluster | None:
-        """The cluster, if it is ready. If it has died, it will be started again.
-
-        Raises what the process failed with if it was never ready, or after too many
-        starts that did not last; LauncherEnded if it was asked to end.
-        """
+        """The cluster, if it is ready. If it has died, it will be started again. Raises what the
+        process failed with if it was never ready, or after too many starts that did not last;
+        LauncherEnded if it was asked to end."""
         if self._again_at is not None:
             if time.monotonic() >= self._again_at:
                 self._again_at = None

@@ -150,11 +150,8 @@ def stay(
     measure: bool,
     join_options: JoinOptions | None = None,
 ) -> int:
-    """Run a cluster until a signal asks for its end.
-
-    With `measure` the hosts of its hosts file are measured first, and with `join_options`, by which
-    other hosts join, always.
-    """
+    """Run a cluster until a signal asks for its end. With `measure` the hosts of its hosts file are
+    measured first, and with `join_options`, by which other hosts join, always."""
     with claim(name):
         from pipespec.config.compose import compose
 
@@ -245,10 +242,8 @@ def storing_requests(
 
 
 def watch(name: str, cluster: ClusterSession) -> NoReturn:
-    """Log the faults of a cluster until a signal asks for its end.
-
-    Raises PipespecError when its ranks have ended, RankFailed when one could not be replaced.
-    """
+    """Log the faults of a cluster until a signal asks for its end. Raises PipespecError when its
+    ranks have ended, RankFailed when one could not be replaced."""
     num_logged = 0
     while cluster.poll():
         raise_swallowed()

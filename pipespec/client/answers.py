@@ -36,9 +36,7 @@ def seeds_from(first: int, count: int) -> list[int]:
 @dataclass
 class Answer:
     """The answer to a request: its tokens, its text before a stop string, its end.
-
-    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on.
-    """
+    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -35,11 +35,9 @@ class AsyncAnswer:
         return len(self._open) + self._num_failed
 
     async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
-        """Put a request in the queue and follow it; its number. Raises Unreachable.
-
-        `prompt` are token ids; prompt and answer must fit into the model's context, which ends
-        an answer that does not. `fields` are others of `Request`; `max_new_tokens` is needed.
-        """
+        """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
+        token ids; prompt and answer must fit into the model's context, which ends an answer that
+        does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
         return await self._client.submit_for(self, prompt, sampling=sampling, **fields)
 
     async def add(self, request: int) -> None:
@@ -47,10 +45,8 @@ class AsyncAnswer:
         await self._client.add_for(self, request, known=False)
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
-        """The next events, each with its request; [] if none comes within `timeout` seconds.
-
-        Raises RankFailed or Unreachable if the cluster is gone for good.
-        """
+        """The next events, each with its request; [] if none comes within `timeout` seconds. Raises
+        RankFailed or Unreachable if the cluster is gone for good."""
         if not self._news.is_set():
             # `asyncio.timeout` takes as long as all else here, and this is once for every token.
             waking = timeout is not None and self._loop.call_later(timeout, self._news.set)

@@ -121,11 +121,9 @@ class AsyncClient:
             followed.leave()
 
     async def reports(self, request: int) -> list[Report]:
-        """What every rank says of a finished request whose events were read, the head's first.
-
-        One that was lost with what it had to say has a blank report. Raises Unreachable, or
-        ControllerError if ranks do not report.
-        """
+        """What every rank says of a finished request whose events were read, the head's first. One
+        that was lost with what it had to say has a blank report. Raises Unreachable, or
+        ControllerError if ranks do not report."""
         count, partial = await self._reporters()
         timeout = LOST_REPORTS_S if partial else REPORTS_TIMEOUT_S
         found = await self.log.reports(request, count, timeout, partial=partial)
@@ -251,10 +249,8 @@ class AsyncClient:
             await asyncio.sleep(RETRY_S)
 
     async def _read_once(self, timeout: float) -> bool:
-        """Hand on the events that come within `timeout` seconds; whether there were any.
-
-        Raises Unreachable, at once; the next call connects again and goes on where this one was.
-        """
+        """Hand on the events that come within `timeout` seconds; whether there were any. Raises
+        Unreachable, at once; the next call connects again and goes on where this one was."""
         if not self._pipe.connected:  # nothing is known of what Redis holds now
             for followed in self._followed.values():
                 followed.known = False
@@ -377,10 +373,8 @@ async def attach(
     own: OwnCluster | None = None,
     clock: Callable[[], int] = monotonic_ns,
 ) -> AsyncIterator[AsyncClient]:
-    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`.
-
-    Should the reader fail, so does the block, with the same error.
-    """
+    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`. Should the
+    reader fail, so does the block, with the same error."""
     client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -398,9 +392,7 @@ async def attach(
 @dataclass
 class _Followed:
     """A request whose events are read: the name of its stream, and the last entry that was read.
-
-    `known`: it is in the log for certain.
-    """
+    `known`: it is in the log for certain."""
 
     answer: AsyncAnswer
     stream: bytes

@@ -48,10 +48,8 @@ class ModelInfo:
 
     @classmethod
     def of(cls, deployment: Deployment) -> ModelInfo:
-        """The model of a cluster that is about to start, whose drafts have the same tokens.
-
-        Raises ModelError.
-        """
+        """The model of a cluster that is about to start, whose drafts have the same tokens. Raises
+        ModelError."""
         found = tokenizer.load(deployment.target.path)
         for _, info in deployment.models[1:]:
             compare_vocabularies(found, tokenizer.load(info.path))
@@ -79,11 +77,9 @@ class ModelInfo:
         return grammars
 
     def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
-        """The token ids of a prompt, with `chat` in the model's chat template.
-
-        Raises PromptError, also for one that leaves no room for an answer if `bounded`, and
-        ModelError for a template that fails.
-        """
+        """The token ids of a prompt, with `chat` in the model's chat template. Raises PromptError,
+        also for one that leaves no room for an answer if `bounded`, and ModelError for a template
+        that fails."""
         if not prompt:
             raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
         text = self._as_chat(prompt) if chat else prompt

@@ -49,11 +49,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified by its id and start time.
-
-    `created` is when it began, in seconds since the machine's start; `machine` is where its number
-    means it.
-    """
+    """A process, identified by its id and start time. `created` is when it began, in seconds since
+    the machine's start; `machine` is where its number means it."""
 
     pid: int
     created: float
@@ -137,10 +134,8 @@ def folder() -> Path:
 
 @contextmanager
 def claim(name: str) -> Iterator[None]:
-    """Hold a name; entry and lock are removed afterwards.
-
-    Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
-    """
+    """Hold a name; entry and lock are removed afterwards. Raises ConfigError if the name cannot be
+    used, or a cluster that lives holds it."""
     check_name(name)
     with kept_folder() as here:
         lock, stored = here / (name + LOCK), here / (name + ENTRY)
@@ -168,10 +163,8 @@ def _taken(name: str) -> ConfigError:
 
 @contextmanager
 def serving(name: str) -> Iterator[None]:
-    """Say that this process serves the cluster of a name, and starts it again should it die.
-
-    Raises ConfigError, also if another does.
-    """
+    """Say that this process serves the cluster of a name, and starts it again should it die. Raises
+    ConfigError, also if another does."""
     if server_of(name) is not None:
         raise _taken(name)
     with kept_folder() as here:
@@ -191,10 +184,8 @@ def server_of(name: str) -> Owner | None:
 
 
 def left(name: str) -> bool:
-    """Whether a cluster that has died on this machine left something under its name.
-
-    Raises ConfigError.
-    """
+    """Whether a cluster that has died on this machine left something under its name. Raises
+    ConfigError."""
     check_name(name)
     if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
@@ -216,10 +207,8 @@ def remove_data(name: str) -> None:
 
 
 def publish(cluster: RunningCluster) -> Path:
-    """Write the entry of a name that this process holds, in one go; its file.
-
-    Raises ConfigError if that fails.
-    """
+    """Write the entry of a name that this process holds, in one go; its file. Raises ConfigError if
+    that fails."""
     with kept_folder() as here:
         file = here / (cluster.name + ENTRY)
         write_atomically(file, json.dumps(asdict(cluster)).encode())

@@ -56,11 +56,8 @@ class Client:
         return request
 
     def events(self, request: int) -> Iterator[Event]:
-        """The events of a request, from its first on; Finished is the last.
-
-        Raises RankFailed if the cluster ends before the request does, or the request was given up,
-        and GrammarError.
-        """
+        """The events of a request, from its first on; Finished is the last. Raises RankFailed if
+        the cluster ends before the request does, or the request was given up, and GrammarError."""
         answers = self._submitted.get(request)
         if answers is None:  # it was read before, or submitted by another client
             answers = self._answers()
@@ -131,10 +128,8 @@ class Answers:
 
 @contextmanager
 def attach(running: RunningCluster) -> Iterator[Client]:
-    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer.
-
-    What was submitted and has not finished at the end of the block is cancelled.
-    """
+    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer. What
+    was submitted and has not finished at the end of the block is cancelled."""
     with connected(running, PATIENCE_S) as client:
         try:
             yield client

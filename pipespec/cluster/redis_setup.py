@@ -61,11 +61,8 @@ class ClusterRedis(NamedTuple):
 @contextmanager
 def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
     """The Redis that the user names, once it has answered, or a private one that ends with the
-    block.
-
-    In a Redis that others use too, the keys of this cluster have a namespace of their own, which
-    is deleted after it. Raises ConfigError, ControllerError.
-    """
+    block. In a Redis that others use too, the keys of this cluster have a namespace of their own,
+    which is deleted after it. Raises ConfigError, ControllerError."""
     address = deployment.open_to or own_address(deployment.hosts)
     config = deployment.config.controller
     if config.url is None:
@@ -90,10 +87,8 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
 
 
 def own_address(hosts: Sequence[Host]) -> str | None:
-    """This machine's address towards the other hosts; None if there are none.
-
-    Raises ConfigError if no route leads to them.
-    """
+    """This machine's address towards the other hosts; None if there are none. Raises ConfigError if
+    no route leads to them."""
     far = next((host.address for host in hosts if not host.local), None)
     if far is None:
         return None

@@ -67,10 +67,8 @@ ENDING_S = 30.0
 
 
 class ClusterSession:
-    """A running cluster, for the process that started it.
-
-    `poll`, `check` and `reporters` may be called from any thread; the rest is for one.
-    """
+    """A running cluster, for the process that started it. `poll`, `check` and `reporters` may be
+    called from any thread; the rest is for one."""
 
     def __init__(
         self,
@@ -210,10 +208,9 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     Before that the deployment is checked, and the hosts get the weights that they lack
     (`weight_distribution`), unless the caller has had both done.
 
-    `stays`: the cluster does not end with a request, so workers may be started by hand.
-
-    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
-    agent of another host cannot begin.
+    `stays`: the cluster does not end with a request, so workers may be started by hand. Raises
+    ConfigError (also of a missing package), before anything is started, and HostFailed if an agent
+    of another host cannot begin.
     """
     if not deployment.fetched:
         check_deployment(deployment, stays=stays)

@@ -41,10 +41,8 @@ class Choice:
 
     @property
     def cls(self) -> type:
-        """The dataclass of its settings; only the modules of chosen ones are imported.
-
-        Raises ConfigError if the file names no class that can be used.
-        """
+        """The dataclass of its settings; only the modules of chosen ones are imported. Raises
+        ConfigError if the file names no class that can be used."""
         try:
             found = _imported(self.base)
         except (ImportError, AttributeError) as error:
@@ -98,10 +96,8 @@ def options(group: str) -> list[str]:
 
 
 def read_choice(group: str, name: str) -> Choice:
-    """A file of `conf/`, without Hydra, whose import the help texts would have to wait for.
-
-    Raises ConfigError if it names no class.
-    """
+    """A file of `conf/`, without Hydra, whose import the help texts would have to wait for. Raises
+    ConfigError if it names no class."""
     values = _read(f"{group}/{name}")
     match values.pop("defaults", None):
         case [str(base)] if "." in base:

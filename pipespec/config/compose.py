@@ -34,19 +34,15 @@ _composed: dict[tuple[str, ...], tuple[tuple[Any, ...], DictConfig]] = {}
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give.
-
-    Reads no other file, writes none, and leaves no Hydra state behind. Raises ConfigError.
-    """
+    """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give. Reads
+    no other file, writes none, and leaves no Hydra state behind. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
     return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
-    """Some sections by themselves; the limits of the others are not checked.
-
-    Raises ConfigError as `compose` does.
-    """
+    """Some sections by themselves; the limits of the others are not checked. Raises ConfigError as
+    `compose` does."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

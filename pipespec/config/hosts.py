@@ -63,10 +63,8 @@ MOST_VALUES = 100_000
 @dataclass(frozen=True)
 class Host:
     """A machine. `target`, `draft`, `mid`: where the models lie there, if not where the run says.
-
     `memory_gib` is what each of its devices may use, None: all that is free. `groups` are the sizes
-    of its groups of devices, in order, 1 for a device by itself; nothing: all are.
-    """
+    of its groups of devices, in order, 1 for a device by itself; nothing: all are."""
 
     name: str = entry(entries.host_name, MISSING)
     address: str = entry(entries.argument, MISSING)
@@ -115,11 +113,9 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsFile:
-    """All hosts, as the file lists them, and what it says about their parts.
-
-    None where the planner is to choose. Without planner: the first worker is the head, and the
-    hosts have the file's order.
-    """
+    """All hosts, as the file lists them, and what it says about their parts. None where the planner
+    is to choose. Without planner: the first worker is the head, and the hosts have the file's
+    order."""
 
     name: str
     hosts: tuple[Host, ...]

@@ -126,11 +126,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Everything a run needs to know, checked.
-
-    `request_policies` are further policies by name, which a request may choose instead of
-    `policy` (`Request.policy`): the cluster is made for the most that any of them needs.
-    """
+    """Everything a run needs to know, checked. `request_policies` are further policies by name,
+    which a request may choose instead of `policy` (`Request.policy`): the cluster is made for the
+    most that any of them needs."""
 
     model: ModelConfig
     cluster: ClusterConfig

@@ -25,10 +25,8 @@ def write(text: str) -> None:
 
 
 def show(*parts: str | Table, stderr: bool = False) -> None:
-    """Show sentences and tables as they are: nothing in them is taken for markup.
-
-    Raises OutputClosedError if its reader has closed it.
-    """
+    """Show sentences and tables as they are: nothing in them is taken for markup. Raises
+    OutputClosedError if its reader has closed it."""
     with output("Standard error" if stderr else "Standard output"):
         out = _console(stderr=stderr)
         for part in parts:
@@ -76,10 +74,8 @@ def output(name: str = "Standard output") -> Iterator[None]:
 
 @contextmanager
 def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Bars on a terminal, one per name, that go when all are full; else nothing.
-
-    Yields what moves each bar: how much is done, and of how much.
-    """
+    """Bars on a terminal, one per name, that go when all are full; else nothing. Yields what moves
+    each bar: how much is done, and of how much."""
     from rich.progress import Progress
 
     console = _console(stderr=True)
@@ -102,11 +98,8 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
 
 @contextmanager
 def named_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars of bytes on a terminal, which go when the block ends; else nothing.
-
-    Yields what moves the bar of a name: bytes done, and of how many. It may be called from several
-    threads.
-    """
+    """Bars of bytes on a terminal, which go when the block ends; else nothing. Yields what moves
+    the bar of a name: bytes done, and of how many. It may be called from several threads."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = _console(stderr=True)

@@ -48,10 +48,8 @@ LISTEN_S = 5.0
 
 
 class AsyncRedisConnection:
-    """A connection that is made when it is needed. Its callers take turns.
-
-    Raises Unreachable whenever Redis is gone; the next call connects again.
-    """
+    """A connection that is made when it is needed. Its callers take turns. Raises Unreachable
+    whenever Redis is gone; the next call connects again."""
 
     def __init__(self, url: str, *, scripts: bool = False):
         """`scripts`: load the Lua scripts on every connection."""
@@ -135,11 +133,8 @@ class AsyncRedisConnection:
 
 class AsyncRequestLog:
     """Submits requests, cancels them, and reads what the ranks report. For the tasks of one event
-    loop.
-
-    When Redis goes away, a call connects again and repeats itself for up to `patience` seconds;
-    after that Unreachable is raised.
-    """
+    loop. When Redis goes away, a call connects again and repeats itself for up to `patience`
+    seconds; after that Unreachable is raised."""
 
     def __init__(self, url: str, *, namespace: str, patience: float):
         self.patience = patience
@@ -167,11 +162,9 @@ class AsyncRequestLog:
         return request
 
     async def cancel(self, request: int) -> None:
-        """Ends a request whose client no longer waits, with the reason "cancelled": at once
-        if it is in the queue, else as soon as the head receives the cancellation.
-
-        One that has finished stays as it is. Raises ControllerError if it is not in the log.
-        """
+        """Ends a request whose client no longer waits, with the reason "cancelled": at once if it
+        is in the queue, else as soon as the head receives the cancellation. One that has finished
+        stays as it is. Raises ControllerError if it is not in the log."""
         await self._patiently(self._pipe, cancelling(self._keys, request))
 
     async def keep_conversation(self, name: str, conversation: bytes) -> None:
@@ -193,12 +186,10 @@ class AsyncRequestLog:
     async def reports(
         self, request: int, count: int, timeout: float, *, partial: bool = False
     ) -> dict[int, dict[str, Any]]:
-        """The report of every rank on a request, by rank; a later report replaces an earlier.
-
-        Waits for `count` ranks; of a request that never reached the stages only the head reports.
-        If they take longer than `timeout` seconds it raises ControllerError or, if `partial`,
-        returns what there is.
-        """
+        """The report of every rank on a request, by rank; a later report replaces an earlier. Waits
+        for `count` ranks; of a request that never reached the stages only the head reports. If they
+        take longer than `timeout` seconds it raises ControllerError or, if `partial`, returns what
+        there is."""
         deadline = time.monotonic() + timeout
         found: dict[int, dict[str, Any]] = {}
         position = "0"

@@ -70,11 +70,9 @@ class ClusterStatus:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A request that is not answered yet.
-
-    `length` counts the tokens of its sequence so far, prompt included, and `prompt` those of the
-    prompt; None: an older version wrote the request. `taken`: the head has admitted it.
-    """
+    """A request that is not answered yet. `length` counts the tokens of its sequence so far, prompt
+    included, and `prompt` those of the prompt; None: an older version wrote the request. `taken`:
+    the head has admitted it."""
 
     request: int
     taken: bool
@@ -89,10 +87,8 @@ def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def read_status(url: str, namespace: str) -> ClusterStatus | None:
-    """The status of the cluster of a namespace; None if Redis has no such namespace.
-
-    Raises Unreachable.
-    """
+    """The status of the cluster of a namespace; None if Redis has no such namespace. Raises
+    Unreachable."""
     keys = RedisKeys(namespace)
     with RedisConnection(url) as pipe:
         epoch = pipe.call("GET", keys.epoch)
@@ -154,10 +150,8 @@ def numbers(reply: list[bytes]) -> dict[str, int]:
 
 
 def unfinished_commands(keys: RedisKeys, most: int) -> list[tuple[Any, ...]]:
-    """The commands that read the first `most` admitted requests and as many waiting ones.
-
-    The reply to the last one holds all replies.
-    """
+    """The commands that read the first `most` admitted requests and as many waiting ones. The reply
+    to the last one holds all replies."""
     fields = [f"{keys.requests}:*->{name}" for name in ("length", "prompt")]
     got = [text for name in ("#", *fields) for text in ("GET", name)]
     sort = ("BY", "nosort", "LIMIT", 0, most, *got)

@@ -59,9 +59,7 @@ def write_identity(data: Path, identity: Identity) -> None:
 @dataclass(frozen=True)
 class KeptModel:
     """The model of the requests in a folder, which only a cluster of the same model can finish.
-
-    `target` describes its checkpoint and dtype; `context` counts tokens.
-    """
+    `target` describes its checkpoint and dtype; `context` counts tokens."""
 
     target: str
     context: int
@@ -105,11 +103,9 @@ def remove_partial(data: Path) -> None:
 @contextmanager
 def locked(data: Path) -> Iterator[int]:
     """Makes the folder if it is missing and holds it for one server; yields the lock's descriptor.
-
-    A server that inherits the descriptor holds the folder for as long as it lives, so no
-    other server writes to its file after its starter was killed. Raises ConfigError if another
-    server has the folder.
-    """
+    A server that inherits the descriptor holds the folder for as long as it lives, so no other
+    server writes to its file after its starter was killed. Raises ConfigError if another server has
+    the folder."""
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)

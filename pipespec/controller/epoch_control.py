@@ -15,26 +15,20 @@ MAX_FAILED_CLUSTERS = 3
 
 def begin_epoch(url: str, namespace: str, assignment: str = "") -> int:
     """Ends the current epoch of a namespace, if there is one, and begins the next; its number.
-
-    `assignment` is the text that `Membership.epoch` returns with it. Raises Unreachable.
-    """
+    `assignment` is the text that `Membership.epoch` returns with it. Raises Unreachable."""
     return _next(url, namespace, assignment)
 
 
 def end_epoch(url: str, namespace: str, *, failed: bool) -> None:
-    """Ends the current epoch of a namespace; its cluster will begin no other.
-
-    A request with which MAX_FAILED_CLUSTERS clusters in a row have failed before a token of it was
-    accepted is given up, as it may be the cause. Raises Unreachable.
-    """
+    """Ends the current epoch of a namespace; its cluster will begin no other. A request with which
+    MAX_FAILED_CLUSTERS clusters in a row have failed before a token of it was accepted is given up,
+    as it may be the cause. Raises Unreachable."""
     _next(url, namespace, "", MAX_FAILED_CLUSTERS if failed else "")
 
 
 def delete_namespace(url: str, namespace: str) -> None:
-    """Deletes every key of a namespace; for clusters that live for one request.
-
-    Raises Unreachable.
-    """
+    """Deletes every key of a namespace; for clusters that live for one request. Raises
+    Unreachable."""
     with RedisConnection(url) as pipe:
         cursor = b"0"
         while True:

@@ -9,10 +9,8 @@ from pipespec.controller.redis_connection import RedisClient
 
 
 class LinkAddressTable(RedisClient):
-    """Values by name, which are deleted with their epoch. Not for several threads.
-
-    Raises Unreachable whenever Redis is gone.
-    """
+    """Values by name, which are deleted with their epoch. Not for several threads. Raises
+    Unreachable whenever Redis is gone."""
 
     def __init__(self, url: str, namespace: str, epoch: int):
         super().__init__(url, namespace)

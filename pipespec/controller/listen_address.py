@@ -38,10 +38,8 @@ def resolve(address: str) -> str:
 
 
 def free_port(addresses: Sequence[str], port: int = 0) -> int:
-    """`port` if it is free on all of these IP addresses of this machine; for 0, one that is.
-
-    Raises ConfigError (not an address of this machine) or PortInUse.
-    """
+    """`port` if it is free on all of these IP addresses of this machine; for 0, one that is. Raises
+    ConfigError (not an address of this machine) or PortInUse."""
     for _ in range(PORT_ATTEMPTS):
         chosen = port
         try:
@@ -56,10 +54,8 @@ def free_port(addresses: Sequence[str], port: int = 0) -> int:
 
 
 def listener_at(address: str, port: int) -> socket.socket:
-    """A socket that listens on an IP address of this machine; on a free port if `port` is 0.
-
-    Raises ConfigError (not an address of this machine) or PortInUse.
-    """
+    """A socket that listens on an IP address of this machine; on a free port if `port` is 0. Raises
+    ConfigError (not an address of this machine) or PortInUse."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=BACKLOG)

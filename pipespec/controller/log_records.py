@@ -31,10 +31,8 @@ Entry = tuple[str, dict[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Tokens joined a request's sequence, which had `base` tokens (prompt included).
-
-    `logprobs` has one entry per token if the request asked for them, else none.
-    """
+    """Tokens joined a request's sequence, which had `base` tokens (prompt included). `logprobs` has
+    one entry per token if the request asked for them, else none."""
 
     base: int
     tokens: tuple[int, ...]
@@ -47,12 +45,9 @@ OPTIONAL_FIELDS = ("prefill_ns", "cached")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended. The last event of its stream.
-
-    `prefill_ns` is the time at the head from the start of the request to its first token; `cached`
-    counts the prompt tokens that were in the prefix cache. None: not known. Two events are equal
-    whatever these fields are.
-    """
+    """A request ended. The last event of its stream. `prefill_ns` is the time at the head from the
+    start of the request to its first token; `cached` counts the prompt tokens that were in the
+    prefix cache. None: not known. Two events are equal whatever these fields are."""
 
     reason: str
     prefill_ns: int | None = field(default=None, compare=False)

@@ -47,10 +47,8 @@ class Suspicion:
 
 
 class Membership(RedisClient):
-    """A client of the leases, suspicions and epochs of a namespace. Not for several threads.
-
-    Raises Unreachable whenever Redis is gone.
-    """
+    """A client of the leases, suspicions and epochs of a namespace. Not for several threads. Raises
+    Unreachable whenever Redis is gone."""
 
     def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
         """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""

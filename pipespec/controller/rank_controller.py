@@ -117,11 +117,9 @@ class Controller(RequestLog):
         self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
 
     def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
-        """Records tasks of this rank as complete, each with `payload`.
-
-        A rank completes its tasks of one kind in the order of their steps. It may complete
-        a task before everything in front of it is complete, and before it was submitted.
-        """
+        """Records tasks of this rank as complete, each with `payload`. A rank completes its tasks
+        of one kind in the order of their steps. It may complete a task before everything in front
+        of it is complete, and before it was submitted."""
         ids = [task.id for task in tasks]
         self._send("complete", self._graph, self._epoch, MAX_OPEN_STEPS, payload, *ids)
         for task in tasks:
@@ -130,12 +128,10 @@ class Controller(RequestLog):
         self._send_blocking_pop()
 
     def wait(self, task: Task, timeout: float | None = None) -> bytes:
-        """Waits until an announced task of this rank is ready; returns its payload.
-
-        That is the payloads of what came before it, concatenated in the order of completion.
-        Each task can be waited for once. Raises StaleEpoch when a new epoch has begun, and
-        ControllerError after `timeout` seconds.
-        """
+        """Waits until an announced task of this rank is ready; returns its payload. That is the
+        payloads of what came before it, concatenated in the order of completion. Each task can be
+        waited for once. Raises StaleEpoch when a new epoch has begun, and ControllerError after
+        `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
@@ -164,9 +160,7 @@ class Controller(RequestLog):
 
     def kv_tokens(self, stages: int) -> int:
         """How many tokens of text fit the KV cache of every rank, once so many stages have joined.
-
-        Raises StaleEpoch.
-        """
+        Raises StaleEpoch."""
         with Waiting():
             while True:
                 found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
@@ -213,10 +207,8 @@ class Controller(RequestLog):
         self._pipe.drain()
 
     def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
-        """The draft tokens of a sequence that the head has published since the last call.
-
-        Waits for those of the step `until`; None: does not wait. Raises StaleEpoch.
-        """
+        """The draft tokens of a sequence that the head has published since the last call. Waits for
+        those of the step `until`; None: does not wait. Raises StaleEpoch."""
         key = self._keys.draft_tokens(self._epoch, sequence)
         found: list[DraftTokens] = []
         while True:

@@ -32,10 +32,8 @@ RETRY_S = 0.05
 
 
 class RedisConnection:
-    """A connection whose replies are read in order, when somebody wants them.
-
-    Not for several threads. Raises Unreachable whenever Redis is gone.
-    """
+    """A connection whose replies are read in order, when somebody wants them. Not for several
+    threads. Raises Unreachable whenever Redis is gone."""
 
     def __init__(self, url: str, timeout: float = ANSWER_TIMEOUT_S):
         self._url = url
@@ -79,10 +77,8 @@ class RedisConnection:
             self.read()
 
     def call(self, *command: Any, timeout: float = 0.0) -> Any:
-        """Sends a command and returns its reply, having read those before it.
-
-        `timeout` is for how long the command itself may block, in seconds.
-        """
+        """Sends a command and returns its reply, having read those before it. `timeout` is for how
+        long the command itself may block, in seconds."""
         self.send(*command)
         while self._owed > 1:
             self.read()
@@ -142,13 +138,9 @@ class RedisClient:
 
 
 def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | None = None) -> str:
-    """Makes sure that a usable Redis answers at `url`; returns its version.
-
-    With a `namespace` it must also take a key in it, which is removed.
-
-    Raises ConfigError (not a URL of Redis) or Unreachable (with the reason), within about
-    `timeout` seconds. No message holds the password.
-    """
+    """Makes sure that a usable Redis answers at `url`; returns its version. With a `namespace` it
+    must also take a key in it, which is removed. Raises ConfigError (not a URL of Redis) or
+    Unreachable (with the reason), within about `timeout` seconds. No message holds the password."""
     try:
         with RedisConnection(url, timeout) as pipe:
             info = pipe.call("INFO", "server").decode()

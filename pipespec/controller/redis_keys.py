@@ -24,10 +24,8 @@ def _of_request(*names: str) -> Callable[[RedisKeys, int], str]:
 
 @dataclass(frozen=True)
 class RedisKeys:
-    """The keys of one namespace; those that end with an epoch live in `epochs`.
-
-    One hash tag holds them together on one node of a Redis Cluster.
-    """
+    """The keys of one namespace; those that end with an epoch live in `epochs`. One hash tag holds
+    them together on one node of a Redis Cluster."""
 
     namespace: str
 

@@ -83,11 +83,9 @@ class RequestLog(RedisClient):
         self._call("close_queue", (keys.epoch, keys.closed(epoch)), epoch, keys.epochs)
 
     def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
-        """Appends tokens to requests, each named with what joins its sequence.
-
-        Positions that the sequence already has are skipped. A base beyond its end, and new
-        tokens of a finished request, are refused; then nothing of all this is written.
-        """
+        """Appends tokens to requests, each named with what joins its sequence. Positions that the
+        sequence already has are skipped. A base beyond its end, and new tokens of a finished
+        request, are refused; then nothing of all this is written."""
         words: list[int | str] = []
         for request, piece in pieces:
             tokens = " ".join(map(str, piece.tokens))
@@ -95,10 +93,8 @@ class RequestLog(RedisClient):
         self._send("accept", (self._keys.epoch, self._keys.requests), self._epoch, *words)
 
     def add_prompt_logprobs(self, request: int, scored: PromptLogprobs) -> None:
-        """Publishes log-probabilities of a request's prompt to its readers.
-
-        Positions that were published before are skipped, and so are finished requests.
-        """
+        """Publishes log-probabilities of a request's prompt to its readers. Positions that were
+        published before are skipped, and so are finished requests."""
         keys = self._keys
         logprobs = " ".join(map(pack_logprobs, scored.logprobs))
         names = (keys.epoch, keys.request(request), keys.events(request))

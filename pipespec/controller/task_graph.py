@@ -28,10 +28,8 @@ from pipespec.errors import ConfigError
 
 
 class TaskKind(StrEnum):
-    """What a task does; the value is the first part of a task's id.
-
-    A batch mixes prompt chunks and tree nodes, so prefill and decode are one kind, COMPUTE.
-    """
+    """What a task does; the value is the first part of a task's id. A batch mixes prompt chunks and
+    tree nodes, so prefill and decode are one kind, COMPUTE."""
 
     COMPUTE = "c"
     PRUNE = "p"
@@ -136,11 +134,9 @@ class Layout:
         return self.group_of[rank] == self.group_of[rank + 1]
 
     def asks_for_link(self, rank: int, step: int) -> bool:
-        """Whether `rank` may send only once the next rank has taken the batch before.
-
-        So a link between steps holds at most one batch, and draft tokens do not pile up before a
-        slow stage. In lockstep the wait for the verdict ensures that.
-        """
+        """Whether `rank` may send only once the next rank has taken the batch before. So a link
+        between steps holds at most one batch, and draft tokens do not pile up before a slow stage.
+        In lockstep the wait for the verdict ensures that."""
         free = self.sync == "free" and step > 0
         return free and rank != self.last and not self.same_group(rank)
 
@@ -148,10 +144,8 @@ class Layout:
 @dataclass(frozen=True)
 class Graph:
     """The tasks of one step and the edges that lead into them, from this step or the last.
-
     `announced` are the tasks for which the controller notifies the owner when they are ready; the
-    owner of any other task knows it from the link or from its own program order.
-    """
+    owner of any other task knows it from the link or from its own program order."""
 
     step: int
     tasks: tuple[Task, ...]
@@ -206,10 +200,8 @@ def step_graph(layout: Layout, step: int) -> Graph:
 
 
 def _sends_early(layout: Layout, rank: int) -> bool:
-    """Whether `rank` sends before it knows the verdict of the step.
-
-    Inside a group the batch has to move on before there can be a verdict.
-    """
+    """Whether `rank` sends before it knows the verdict of the step. Inside a group the batch has to
+    move on before there can be a verdict."""
     return layout.sync == "free" or layout.same_group(rank)
 
 

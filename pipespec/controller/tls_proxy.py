@@ -41,10 +41,8 @@ log = logging.getLogger(__name__)
 
 class TlsProxy:
     """A process that accepts TLS connections and passes them on to Redis; replaced if it ends or
-    hangs, with the same addresses and certificate.
-
-    Its listening sockets are made here and stay open meanwhile, so no other process takes the port.
-    """
+    hangs, with the same addresses and certificate. Its listening sockets are made here and stay
+    open meanwhile, so no other process takes the port."""
 
     def __init__(
         self,
@@ -54,11 +52,9 @@ class TlsProxy:
         *,
         hold: int,
     ):
-        """Listens on `addresses`, IP addresses with a port, for the Unix socket `target`.
-        `hold` is a descriptor for the process to inherit.
-
-        Raises ConfigError (not an address of this machine) or PortInUse.
-        """
+        """Listens on `addresses`, IP addresses with a port, for the Unix socket `target`. `hold` is
+        a descriptor for the process to inherit. Raises ConfigError (not an address of this machine)
+        or PortInUse."""
         self._target, self._files, self._hold = target, files, hold
         self._changing = threading.Lock()
         self._closed = threading.Event()

@@ -65,9 +65,7 @@ def unpack_verdicts(payload: bytes) -> tuple[list[Verdict], int]:
 
 class VerdictReceiver:
     """Receives for one rank the verdicts of all steps in order, and notices that a link is free.
-
-    `delay_ms` is how long a verdict travels at least.
-    """
+    `delay_ms` is how long a verdict travels at least."""
 
     def __init__(
         self, controller: Controller, rank: int, timeline: Timeline, delay_ms: float = 0.0
@@ -80,11 +78,9 @@ class VerdictReceiver:
         self._payload: bytes | None = None  # of the next verdict, still under way
 
     def verdict(self, timeout: float | None = None) -> list[Verdict] | None:
-        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds.
-
-        Of the wait, only the part after the verdict was drawn counts as the controller's time:
-        before that the pipeline was computing.
-        """
+        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds. Of
+        the wait, only the part after the verdict was drawn counts as the controller's time: before
+        that the pipeline was computing."""
         start = self.timeline.clock()
         with self.timeline("wait"):
             if self._payload is None:

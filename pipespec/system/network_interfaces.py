@@ -62,10 +62,8 @@ def interface_with(address: str, among: Iterable[Interface]) -> Interface | None
 
 
 def source_address(address: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """The IP address of this machine from which packets to `address` leave.
-
-    `family` limits the addresses of the host to one family. Raises OSError if there is no route.
-    """
+    """The IP address of this machine from which packets to `address` leave. `family` limits the
+    addresses of the host to one family. Raises OSError if there is no route."""
     family, kind, protocol, _, sockaddr = address_infos(
         address, ANY_PORT, family=family, type=socket.SOCK_DGRAM
     )[0]

@@ -29,11 +29,8 @@ def require_resources() -> None:
 
 
 def require_temporary_folder() -> None:
-    """Raise ConfigError unless there is a temporary folder, and room in it.
-
-    Python takes another folder where it cannot write to the one that is named; here that is an
-    error.
-    """
+    """Raise ConfigError unless there is a temporary folder, and room in it. Python takes another
+    folder where it cannot write to the one that is named; here that is an error."""
     for variable in VARIABLES:
         if folder := os.environ.get(variable):
             _require_folder(folder, f"{variable} is {folder!r}, where nothing can be written", True)

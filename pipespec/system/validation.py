@@ -48,10 +48,8 @@ class Missing(Unreadable):
 def read_bytes(
     file: str | os.PathLike[str], *, most: int = MOST_BYTES, pipe: bool = False
 ) -> bytes:
-    """What a file holds, up to `most` bytes; with `pipe` it may also be a pipe or a device.
-
-    Raises Unreadable; Missing if there is none.
-    """
+    """What a file holds, up to `most` bytes; with `pipe` it may also be a pipe or a device. Raises
+    Unreadable; Missing if there is none."""
     # Without a writer a pipe would be waited for, even to learn that it is one.
     extra = 0 if pipe else os.O_NONBLOCK
     try:
@@ -138,12 +136,10 @@ TYPE_NAMES = {
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, made from what JSON or YAML has.
-
-    A hint is bool, int, float, str, None, a sequence or a mapping of one, a tuple, a dataclass, a
-    TypedDict, or one of several; a list may also be given as its only item, and with Any the value
-    stays as it is. Raises Unreadable.
-    """
+    """`value` as the type `hint`, made from what JSON or YAML has. A hint is bool, int, float, str,
+    None, a sequence or a mapping of one, a tuple, a dataclass, a TypedDict, or one of several; a
+    list may also be given as its only item, and with Any the value stays as it is. Raises
+    Unreadable."""
     kinds = alternatives(hint)
     for kind in kinds:
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -183,11 +179,9 @@ def _is_plain(value: Any, kind: Any) -> bool:
 
 
 def from_fields(kind: type[T], value: Any, prefix: str = "") -> T:
-    """The dataclass `kind` from an object of its fields; those with a default may be missing.
-
-    The message does not show the values of fields that the class leaves out of its repr. Raises
-    Unreadable.
-    """
+    """The dataclass `kind` from an object of its fields; those with a default may be missing. The
+    message does not show the values of fields that the class leaves out of its repr. Raises
+    Unreadable."""
     assert is_dataclass(kind)
     known = {field.name: field for field in fields(kind)}
     needed = {

@@ -234,9 +234,7 @@ class DistributedTransport:
     def abort(self) -> None:
         """Close the links from another thread: a thread that waits in `send` or `recv` gets
         RankFailed, unless a part of its message is on its way (`pipespec.transport.gloo_waits`).
-
-        gloo has no call for this, but it closes a link on which a receive has timed out.
-        """
+        gloo has no call for this, but it closes a link on which a receive has timed out."""
         self._close_links()
         if self._nccl is not None:
             self._nccl.abort()
@@ -284,10 +282,8 @@ class DistributedTransport:
 
 def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:
     """A gloo group of `size` processes, which find one another through a store of their own.
-    `local`: all of them are on one host, so the group is bound to the loopback interface.
-
-    Raises RuntimeError if one of them does not connect within RENDEZVOUS_TIMEOUT_S.
-    """
+    `local`: all of them are on one host, so the group is bound to the loopback interface. Raises
+    RuntimeError if one of them does not connect within RENDEZVOUS_TIMEOUT_S."""
     kind: Any = dist.ProcessGroupGloo  # torch's stubs are incomplete
     if not local:
         return kind(store, rank, size, timedelta(seconds=RENDEZVOUS_TIMEOUT_S))

@@ -51,10 +51,7 @@ def link_key(
 
 class Seal:
     """One end of a sealed link: the sender calls `seal`, the receiver `expect`, `arrived` and
-    `open`.
-
-    `sender` is the sending rank, for the error message.
-    """
+    `open`. `sender` is the sending rank, for the error message."""
 
     def __init__(self, key: bytes, sender: int):
         self._cipher = AESGCM(key)
@@ -80,10 +77,7 @@ class Seal:
 
     def arrived(self, buffer: torch.Tensor) -> bool:
         """Whether the next message seems to have arrived completely in a buffer that is being
-        written.
-
-        Only a hint, as nothing is authenticated yet.
-        """
+        written. Only a hint, as nothing is authenticated yet."""
         size = self._size(buffer)
         if size is None:
             return False

@@ -33,10 +33,9 @@ class Table(Protocol):
 
 
 class RendezvousStore(Store):
-    """A torch.distributed store on top of a `Table`.
-
-    `check` is called while the store waits, and may raise to end the wait. torch's C++ code does
-    not keep the Python object alive, so the caller must hold a reference."""
+    """A torch.distributed store on top of a `Table`. `check` is called while the store waits, and
+    may raise to end the wait. torch's C++ code does not keep the Python object alive, so the caller
+    must hold a reference."""
 
     def __init__(self, table: Table, check: Callable[[], None] = lambda: None):
         super().__init__()

@@ -42,10 +42,8 @@ _ALIGNMENT = 64
 
 def token(secret: str, epoch: int) -> tuple[int, int]:
     """The token that every message of an epoch carries: only a holder of the cluster's secret can
-    compute it.
-
-    In a sealed message it is encrypted, so it is never sent in the clear between hosts.
-    """
+    compute it. In a sealed message it is encrypted, so it is never sent in the clear between
+    hosts."""
     digest = hmac.digest(secret.encode(), f"wire {epoch}".encode(), hashlib.sha256)
     first, second = np.frombuffer(digest[:16], np.int64).tolist()
     return first, second
@@ -191,9 +189,7 @@ class Wire:
 
     def arrived(self, message: torch.Tensor) -> bool:
         """Whether a message seems to have arrived completely in a buffer that is being written.
-
-        Only a hint: the caller still waits for the receive to complete.
-        """
+        Only a hint: the caller still waits for the receive to complete."""
         header = self._header(message)
         step, size = int(header[_STEP]), int(header[_BYTES])
         if not _HEADER * _INT < size <= self.capacity or size % _INT:

@@ -139,11 +139,9 @@ def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
 
 
 def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
-    """How many KV slots a rank allocates with `free` bytes before its weights are loaded.
-
-    As many as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least
-    as many as one such sequence needs. `mid`: those of the mid-size model.
-    """
+    """How many KV slots a rank allocates with `free` bytes before its weights are loaded. As many
+    as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least as many
+    as one such sequence needs. `mid`: those of the mid-size model."""
     info = model_of(deployment, rank, mid=mid)
     assert info is not None
     device = deployment.devices[rank]
@@ -230,11 +228,8 @@ def free_bytes(device: str) -> int:
 
 
 def share_bytes(device: str, sharing: int) -> int:
-    """The share of one of so many ranks on a device of this machine, in bytes.
-
-    Ranks on a GPU load one after another, so the free memory depends on their order; its total
-    memory does not.
-    """
+    """The share of one of so many ranks on a device of this machine, in bytes. Ranks on a GPU load
+    one after another, so the free memory depends on their order; its total memory does not."""
     if device == "cpu" or sharing == 1:
         return free_bytes(device) // sharing
     import torch
@@ -250,11 +245,8 @@ def require_memory(
     followers: bool = True,
 ) -> None:
     """Raise ConfigError unless this machine has the memory that these ranks certainly use, and
-    `model.kv_memory`, if it is an amount, holds the longest sequence.
-
-    `free_on`: what is free on a device, in bytes. `followers`: also count the ranks'
-    tensor-parallel followers.
-    """
+    `model.kv_memory`, if it is an amount, holds the longest sequence. `free_on`: what is free on a
+    device, in bytes. `followers`: also count the ranks' tensor-parallel followers."""
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         require_kv(deployment, rank)
@@ -276,10 +268,8 @@ def require_memory(
 
 
 def require_files(deployment: Deployment, limit: int | None = None) -> None:
-    """Raise ConfigError unless this process and its children may open files enough.
-
-    `limit` is the soft limit of open files, None: the one that is in force.
-    """
+    """Raise ConfigError unless this process and its children may open files enough. `limit` is the
+    soft limit of open files, None: the one that is in force."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     local = sum(len(host.workers) for host in deployment.hosts if host.local)
@@ -306,11 +296,9 @@ UNLIMITED = 2**62
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the control groups of this process leave it; UNLIMITED without a limit.
-
-    Files that the system keeps in memory count as free: they give way. Version 1 and 2 of the
-    interface; in a container the limits of the group may be at the root.
-    """
+    """Bytes that the control groups of this process leave it; UNLIMITED without a limit. Files that
+    the system keeps in memory count as free: they give way. Version 1 and 2 of the interface; in a
+    container the limits of the group may be at the root."""
     free = UNLIMITED
     try:
         lines = own.read_text().splitlines()

@@ -48,9 +48,7 @@ class RankAssignment:
 
     def links(self, seal: str) -> tuple[LinkKind, ...]:
         """How each rank but the last is linked to the next one, where `transport.seal` is `seal`.
-
-        This is the only rule, so both ends of a link agree.
-        """
+        This is the only rule, so both ends of a link agree."""
         hosts = [worker.rpartition("/")[0] for worker in self.workers]
         local = [sender == receiver for sender, receiver in pairwise(hosts)]
         return tuple(LinkKind(each, seal == YES or (seal == AUTO and not each)) for each in local)

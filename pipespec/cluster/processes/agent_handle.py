@@ -44,9 +44,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerDeath:
     """A worker was ended by a signal, by its supervisor if it hung (WORKER_SILENT), and replaced.
-
-    `how` says why; `pid` is None where a whole host was lost.
-    """
+    `how` says why; `pid` is None where a whole host was lost."""
 
     worker: str
     how: str
@@ -260,10 +258,8 @@ class AgentHandle:
             self._agent.stdin.close()
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End every worker and helper and remove their files; harmless when called again.
-
-        An agent that has not ended after `patience_s` seconds is killed.
-        """
+        """End every worker and helper and remove their files; harmless when called again. An agent
+        that has not ended after `patience_s` seconds is killed."""
         with self._changing:
             if not self._stopped:
                 self._stopped = True

@@ -29,10 +29,8 @@ BACKEND = "pipespec"
 
 
 class OneNode:
-    """A `RendezvousHandler` of torch.distributed.elastic.
-
-    It does not inherit from it: torch loads entry points while it imports that class.
-    """
+    """A `RendezvousHandler` of torch.distributed.elastic. It does not inherit from it: torch loads
+    entry points while it imports that class."""
 
     use_agent_store = False
 
@@ -47,10 +45,8 @@ class OneNode:
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once, as the only node.
-
-        A script that calls `init_process_group` by itself finds a loopback address.
-        """
+        """Return at once, as the only node. A script that calls `init_process_group` by itself
+        finds a loopback address."""
         from torch._C._distributed_c10d import HashStore
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,

@@ -138,12 +138,9 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
 
 
 def _first_failure(directory: Path, job: WorkerJob, number: int, exitcode: int) -> str:
-    """The sentence about the worker that failed first.
-
-    `number` is the first one that the agent saw end. If it raised, so may others have done
-    before it within the agent's interval: the earliest of those that did not merely lose a
-    neighbour is to blame.
-    """
+    """The sentence about the worker that failed first. `number` is the first one that the agent saw
+    end. If it raised, so may others have done before it within the agent's interval: the earliest
+    of those that did not merely lose a neighbour is to blame."""
     raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
     if any(record["number"] == number for record in raised):
         first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
@@ -169,11 +166,9 @@ def last_line(output: bytes) -> str:
 
 
 def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
-    """Run workers until one finishes; returns its result.
-
-    A supervisor ends with torchrun's process, and with the agent: `agent` is a descriptor that
-    reaches its end with it. It ends a worker that makes no progress.
-    """
+    """Run workers until one finishes; returns its result. A supervisor ends with torchrun's
+    process, and with the agent: `agent` is a descriptor that reaches its end with it. It ends a
+    worker that makes no progress."""
     torchrun = parent_process()
     assert torchrun is not None
     # A signal ends a supervisor or a worker as SIGKILL does, and another takes its place.

@@ -108,11 +108,9 @@ class Heartbeat:
 
     @contextmanager
     def aborting(self, epoch: int, *links: Abortable) -> Iterator[None]:
-        """Abort the links, once, from another thread, if the epoch ends within the block.
-
-        Blocks may be nested; the links of the inner one come in place of the others. Raises
-        StaleEpoch if the epoch has ended already.
-        """
+        """Abort the links, once, from another thread, if the epoch ends within the block. Blocks
+        may be nested; the links of the inner one come in place of the others. Raises StaleEpoch if
+        the epoch has ended already."""
         with self._changed:
             outer, self._links = self._links, links
             self._user = threading.get_ident()

@@ -157,10 +157,8 @@ class Weights:
 
 def num_profiled_rows(config: Config) -> int:
     """The largest number of rows for which a stage profiles its batches before the first request.
-
     It is that of the largest batch if requests run concurrently, so that prefill need not slow down
-    running requests to measure it; else that of draft tokens, if a policy needs their cost.
-    """
+    running requests to measure it; else that of draft tokens, if a policy needs their cost."""
     if config.scheduler.max_num_seqs > 1:
         return config.max_rows
     needed = any(each.row_cost is None for each in config.policies)

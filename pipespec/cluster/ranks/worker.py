@@ -372,10 +372,8 @@ def _run_head(
 
 @contextmanager
 def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
-    """The store in Redis in which the workers of an epoch exchange addresses.
-
-    It stays open with the block, as NCCL reads it again for its first message.
-    """
+    """The store in Redis in which the workers of an epoch exchange addresses. It stays open with
+    the block, as NCCL reads it again for its first message."""
     where = held.where
     with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
         yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
@@ -383,10 +381,8 @@ def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
 
 @contextmanager
 def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
-    """The workers that compute a rank together, once all of them have loaded their parts.
-
-    They are on one host, so their all-reduces use no network.
-    """
+    """The workers that compute a rank together, once all of them have loaded their parts. They are
+    on one host, so their all-reduces use no network."""
     members, member, where = held.members, held.member, held.where
     assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
     first = f"member/{held.rank}/first"
