@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
-from pipespec.console.prompt import read_prompt
-from pipespec.console.terminal import labelled, progress, show, shown, write
+from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
+from pipespec.errors import PromptError
+from pipespec.system.validation import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
     from pipespec.client.single_generation import Result
@@ -63,6 +64,25 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         write("\n")
         print_statistics(result)
     return 0
+
+
+def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
+    """The prompt from the one place where it was given. Raises PromptError."""
+    if (text is not None) + (file is not None) + from_stdin != 1:
+        raise PromptError(
+            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
+        )
+    if text is None:
+        source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
+        try:
+            text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
+        except Unreadable as error:
+            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
+    if not text:
+        raise PromptError("The prompt is empty; pass at least one character.")
+    if not is_whole(text):
+        raise PromptError("The prompt is not UTF-8 text; save it as UTF-8 and pass --prompt-file.")
+    return text
 
 
 def decode(

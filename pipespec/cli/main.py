@@ -24,15 +24,6 @@ from pipespec.system.resource_limits import require_resources
 
 MODELS = ("model.target", "model.draft", "model.mid")
 COMMANDS = (generate, bench, plan, doctor, cache, up, invite, join, serve, down, status)
-# Commands of before, and what is typed instead.
-REPLACED = {
-    "compare": "pipespec bench --policies POLICY,POLICY",
-    "profile": "pipespec bench --profile FILE",
-    "check": "pipespec doctor",
-    "partition": "pipespec plan HOSTS.yaml",
-    "fetch": "pipespec cache fetch",
-    "launch": "pipespec up HOSTS.yaml",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv and argv[0] in REPLACED:
-        raise ConfigError(f"`pipespec {argv[0]}` is now `{REPLACED[argv[0]]}`.")
     arguments, rest = _parser().parse_known_args(argv)
     if arguments.version:
         from pipespec.system.versions import package_version

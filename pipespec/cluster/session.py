@@ -29,7 +29,6 @@ from pipespec.cluster.deployment.checks import (
 )
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.held_weights import expanded
-from pipespec.cluster.deployment.replanning import first_assignment
 from pipespec.cluster.host_link.running_work import RunningWork
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
@@ -262,7 +261,7 @@ def start_cluster(
         Recovery(
             redis.url,
             redis.namespace,
-            first_assignment(deployment),
+            deployment.assignment(),
             workers=[worker for host in deployment.hosts for worker in host.workers],
             replan=moves.plan,
             server=redis.server,

@@ -31,12 +31,13 @@ from pipespec.controller.lua_scripts import ScriptsLost, load_scripts, translate
 from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
     RETRY_S,
+    AsyncPinnedConnection,
     explain,
+    is_pinned,
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.request_log import cancelling, enqueuing, keeping
-from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.timing.stats import empty_report

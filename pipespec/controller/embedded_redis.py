@@ -27,8 +27,7 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.tls_proxy import TlsProxy
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
-from pipespec.system.process_identity import die_with_parent, is_stopped
-from pipespec.system.spawner import Spawner
+from pipespec.system.process_identity import Spawner, die_with_parent, is_stopped
 from pipespec.system.temporary_folder import TemporaryFolder
 
 # Reading a long append-only file takes a while; one that ends is noticed at once.

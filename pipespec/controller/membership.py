@@ -199,3 +199,24 @@ class Membership(RedisClient):
             "XREAD", "BLOCK", block, "STREAMS", key, after, timeout=block / 1000
         )
         return [(number, fields) for number, fields in found[0][1]] if found else []
+
+
+class LinkAddressTable(RedisClient):
+    """Where the ranks of an epoch publish the addresses of their links: values by name, which are
+    deleted with their epoch. Not for several threads. Raises
+    Unreachable whenever Redis is gone."""
+
+    def __init__(self, url: str, namespace: str, epoch: int):
+        super().__init__(url, namespace)
+        self._table = (self._keys.epoch, self._keys.link_addresses(epoch))
+        self._epoch = epoch
+        load(self._pipe)
+
+    def read(self, names: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = self._pipe.call("HMGET", self._table[-1], *names)
+        return found
+
+    def write(self, name: str, value: bytes) -> None:
+        """Set a value. Raises StaleEpoch."""
+        # Fenced: what is written after the epoch has ended would stay for good.
+        self._pipe.call(*evalsha("set_epoch_fields", self._table, self._epoch, name, value))

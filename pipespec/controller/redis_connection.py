@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import socket
@@ -9,13 +10,18 @@ import ssl
 from typing import Any, Self
 
 import redis
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool, UnixDomainSocketConnection, parse_url
+from redis.connection import (
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.retry import Retry
 
 from pipespec.controller.lua_scripts import WritesRefused, translate
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.tls_client import PinnedConnection, is_pinned
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
 MIN_VERSION = (6, 0)
@@ -29,6 +35,11 @@ ANSWER_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 3
 # How often to look whether a Redis that is away has come back.
 RETRY_S = 0.05
+# Where a URL holds the certificates to trust. redis-py adds them to the authorities of the system,
+# any of which could then vouch for a stranger in between; here they are all that is trusted. With
+# any other option of TLS a URL is the user's own, and redis-py does what it says.
+CERTIFICATES = "ssl_ca_data"
+PINNED_OPTIONS = {CERTIFICATES, "ssl_check_hostname", "ssl_min_version"}
 
 
 class RedisConnection:
@@ -214,6 +225,43 @@ def explain(url: str, error: Exception, timeout: float, answered: bool = False) 
     hint = "" if secure else "; if it speaks TLS, use rediss://"
     reason = str(cause or error).rstrip(".")
     return Unreachable(f"{where} cannot be reached: {reason}{hint}.")
+
+
+def is_pinned(url: str) -> bool:
+    """Whether nothing but the certificates in a URL is trusted. Raises ValueError."""
+    options = {name for name in parse_url(url) if name.startswith("ssl_")}
+    return CERTIFICATES in options and options <= PINNED_OPTIONS
+
+
+class PinnedConnection(SSLConnection):
+    """A connection of redis-py that trusts the certificates of its URL alone."""
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        context = _context_trusting(self.ca_data, self.check_hostname, self.ssl_min_version)
+        return context.wrap_socket(sock, server_hostname=self.host)
+
+
+class AsyncPinnedConnection(AsyncSSLConnection):
+    """The same for an event loop."""
+
+    async def _connect(self) -> None:
+        # redis-py makes a context only where there is none.
+        self.ssl_context.context = _context_trusting(
+            self.ca_data, self.check_hostname, self.min_version
+        )
+        await super()._connect()
+
+
+@functools.lru_cache(maxsize=16)
+def _context_trusting(
+    certificates: str, check_hostname: bool, min_version: int | None
+) -> ssl.SSLContext:
+    # Given certificates, this loads none of the system's.
+    context = ssl.create_default_context(cadata=certificates)
+    context.check_hostname = check_hostname
+    if min_version is not None:
+        context.minimum_version = ssl.TLSVersion(min_version)
+    return context
 
 
 def _parse(url: str) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from pipespec.controller.log_records import (
     event_from,
     pack_logprobs,
     pack_request,
-    unpack_request,
 )
 from pipespec.controller.lua_scripts import evalsha, load
 from pipespec.controller.redis_connection import RedisClient
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import PromptLogprobs, Request
-from pipespec.errors import UnknownRequest
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -63,13 +61,6 @@ class RequestLog(RedisClient):
 
     def cancel(self, request: int) -> None:
         self._pipe.call(*cancelling(self._keys, request))
-
-    def request(self, request: int) -> Request:
-        """The request of a number. Raises ControllerError if it is not in the log."""
-        spec = self._pipe.call("HGET", self._keys.request(request), "spec")
-        if spec is None:
-            raise Forgotten(request)
-        return unpack_request(request, spec)
 
     def tokens(self, request: int) -> tuple[int, ...]:
         """The tokens accepted so far, prompt excluded."""
@@ -145,14 +136,6 @@ class RequestLog(RedisClient):
 
     def _call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         return self._pipe.call(*evalsha(script, keys, *arguments))
-
-
-class Forgotten(UnknownRequest):
-    """A request that was never asked, or is in the log no more."""
-
-    def __init__(self, request: int):
-        super().__init__(f"Request {request} is not in the log.")
-        self.request = request
 
 
 # --- what users ask for, as commands that may run twice ----------------------------------------

@@ -24,7 +24,6 @@ from pathlib import Path
 from pipespec.controller.certificate import TlsFiles
 from pipespec.controller.listen_address import listener_at
 from pipespec.errors import ControllerError
-from pipespec.system.keep_alive import keep_alive
 from pipespec.system.process_identity import die_with_parent, is_stopped
 
 START_TIMEOUT_S = 120.0
@@ -35,6 +34,13 @@ SILENCE_S, STOPPED_S, SIGN_OF_LIFE_S = 15.0, 3.0, 1.0
 PAUSE_S = 0.1
 HANDSHAKE_S = 5.0
 LOG = "tls.log"
+# A host that is gone without a word, as when it loses power, is noticed within half a minute.
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 30_000,
+}
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +204,10 @@ class _HostEnd(_ProxyEnd):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        keep_alive(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.transport.pause_reading()
         task = asyncio.get_running_loop().create_task(self._connect())
         self._tasks.add(task)

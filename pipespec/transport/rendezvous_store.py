@@ -2,7 +2,7 @@
 
 torch.distributed needs a `Store` for that. Its own are a server without a password (TCPStore) and a
 file. This one reads and writes a table that the caller supplies: a hash in the cluster's Redis
-(`pipespec.controller.link_addresses`).
+(`pipespec.controller.membership`).
 """
 
 from __future__ import annotations

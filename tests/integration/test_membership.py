@@ -26,8 +26,7 @@ from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.link_addresses import LinkAddressTable
-from pipespec.controller.membership import Epoch, Membership, Suspicion
+from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipespec.cluster.deployment.checks import quantization_of
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
-from pipespec.placement.slices import Placement
+from pipespec.placement.slices import Placement, remaining
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,26 @@ class Deployment:
             devices=tuple(map(self.device_of, workers)),
             sizes=tuple(1 + len(self.followers_of(worker)) for worker in workers),
         )
+
+    def without(self, lost: set[str]) -> Placement:
+        """The layout over the workers that are left. Raises ConfigError if they are too few."""
+        # The members of a tensor-parallel group cannot compute without one another.
+        unusable = {
+            worker
+            for worker in (*self.workers, *self.spares)
+            if lost & {worker, *self.followers_of(worker)}
+        }
+        found = remaining(self.placement, unusable)
+        if self.config.cluster.groups is not None and len(found.layers) != len(self.layers):
+            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
+        return found
+
+    def assignment(self, placement: Placement | None = None) -> RankAssignment:
+        """The assignment of a layout; None: that of the first epoch."""
+        placement = placement or self.placement
+        workers = placement.workers_by_rank
+        followers = tuple(map(self.followers_of, workers))
+        return RankAssignment(workers, placement.layers, followers, self.joined, self.changes)
 
     def knowing(self, joined: Sequence[Host]) -> Deployment:
         """The same with hosts that have joined in place of all that had before."""

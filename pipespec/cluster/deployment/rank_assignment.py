@@ -75,3 +75,7 @@ class RankAssignment:
             for each in found["joined"]
         )
         return cls(tuple(found["workers"]), layers, followers, joined, found["changes"])
+
+
+class WeightsPending(Exception):
+    """The hosts of a new assignment get their weights first; ask for it again."""

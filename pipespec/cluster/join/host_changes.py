@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.replanning import assignment_without, placement_without
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
@@ -177,7 +176,7 @@ class HostChanges:
             begun.set()
 
         away = self._recovery.state.away & set(_workers(after))
-        assignment = assignment_without(after, set(away))
+        assignment = after.assignment(after.without(set(away)))
         self._recovery.change(LayoutChange(assignment, reason, begin))
         deadline = time.monotonic() + STARTING_S
         try:
@@ -276,7 +275,7 @@ def with_hosts(
 def without_host(before: Deployment, host: Host) -> Deployment:
     """The cluster without one of the hosts that have joined. Raises ConfigError if the others are
     too few, or have too little memory."""
-    placement = placement_without(before, set(host.workers))
+    placement = before.without(set(host.workers))
     return _changed(before, [each for each in before.joined if each != host], placement)
 
 

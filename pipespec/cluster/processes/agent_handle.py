@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -50,6 +50,10 @@ class WorkerDeath:
     how: str
     pid: int | None
     kind: FaultKind = FaultKind.WORKER_ENDED
+
+    def of(self, pids: Mapping[str, int]) -> bool:
+        """Whether the process that died is one of these, by worker."""
+        return self.worker in pids and self.pid in (None, pids[self.worker])
 
 
 class Phase(Enum):

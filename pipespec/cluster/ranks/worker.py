@@ -29,9 +29,8 @@ from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.local import on_this_host
 from pipespec.cluster.weights.plan import parts_of_rank
 from pipespec.config.hosts import Host
-from pipespec.controller.link_addresses import LinkAddressTable
 from pipespec.controller.lua_scripts import ScriptsLost
-from pipespec.controller.membership import Membership
+from pipespec.controller.membership import LinkAddressTable, Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.ggml import compute

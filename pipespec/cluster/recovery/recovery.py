@@ -31,14 +31,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
-from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.deployment.replanning import WeightsPending
+from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import ClusterState, LayoutChange
-from pipespec.cluster.recovery.joined_pids import JoinedPids
 from pipespec.cluster.recovery.progress import MAX_FAULTS, STABLE_S, Progress
-from pipespec.cluster.recovery.worker_leases import WorkerLeases
+from pipespec.cluster.recovery.worker_leases import JoinedPids, WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Membership

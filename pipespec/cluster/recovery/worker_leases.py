@@ -1,8 +1,13 @@
-"""Which workers of a cluster are alive, by the signs that they and their hosts give."""
+"""Which workers of a cluster are alive, by the signs that they and their hosts give, and which
+processes have joined its epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes.agent_handle import WorkerDeath
+from pipespec.controller.membership import Membership
 
 # Seconds without a sign after which a worker is lost, and without one in which it alone can give
 # it, from a thread that others of its process may hold up.
@@ -68,3 +73,39 @@ class WorkerLeases:
     def silent_s(self, worker: str, now: float) -> float:
         """For how many seconds a worker has been lost; 0: it is alive, or never was."""
         return now - self.lost_at.get(worker, now)
+
+
+class JoinedPids:
+    """The process ids of the workers that have joined, for one thread.
+
+    Attributes:
+        current: of those that have joined this epoch.
+    """
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}
+        self._previous: dict[str, int] = {}  # of those that joined the last epoch
+
+    def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
+        """Take note of the workers that have joined an epoch; returns how many ranks have."""
+        joined = shared.attached(epoch)
+        self.current = {
+            worker: joined[rank] for rank, worker in enumerate(assignment.workers) if rank in joined
+        } | {
+            worker: pid
+            for worker, pid in shared.followers(epoch).items()
+            if worker in assignment.everyone
+        }
+        return len(joined)
+
+    def begin_epoch(self) -> None:
+        """No worker has joined the next epoch yet."""
+        self._previous, self.current = self.current, {}
+
+    def has_joined(self, death: WorkerDeath) -> bool:
+        """Whether the process that died had joined this epoch."""
+        return death.of(self.current)
+
+    def had_joined(self, death: WorkerDeath) -> bool:
+        """Whether the process that died had joined the last epoch."""
+        return death.of(self._previous)

@@ -92,7 +92,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--api-key", "two words "], "An API key is empty"),
         (["serve", "--on", "nobody", "--api-key", ""], "An API key is empty"),
         (["serve", "--on", "nobody", "--allowed-origins", "evil"], "--allowed-origins is 'evil'"),
-        (["launch", "hosts.yaml"], "`pipespec launch` is now `pipespec up HOSTS.yaml`."),
         (["doctor", "policy=level"], "for the hosts of a hosts file alone"),
         (["doctor", "--gpu", "cpu", "policy=level"], "takes no settings"),
         (["plan", "decode.stop=x"], "takes no setting 'decode.stop=x'"),
