@@ -52,7 +52,6 @@ def fault(
 
 
 def check_whole(name: str, value: Any, least: int, most: int, hint: str = "") -> None:
-    """Raise ConfigError unless `value` is a whole number from `least` to `most`."""
     wrong = fault(name, value, least, most, hint=hint)
     if wrong:
         raise ConfigError(wrong)

@@ -103,7 +103,6 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """The text that `flush` would return."""
         return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
     def _push(self, token: int) -> str:
@@ -203,15 +202,12 @@ class FinalText:
 
     @property
     def found(self) -> str | None:
-        """The stop string that has ended the text."""
         return self._stops.found
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` make final."""
         return "".join([self._push(token) for token in ids])
 
     def flush(self) -> str:
-        """The rest at the end of the text."""
         return self._stops.push(self._text.flush()) + self._stops.flush()
 
     def _push(self, token: int) -> str:
@@ -244,7 +240,6 @@ class MarkedText(FinalText):
         self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
 
     def flush(self) -> str:
-        """The rest at the end of the text."""
         text = self._marked(super().flush())
         rest = "" if self.found is not None else "".join(marker for _, marker in self._waiting)
         self._waiting.clear()

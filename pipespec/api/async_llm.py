@@ -196,7 +196,6 @@ class AsyncLLM:
     # --- the cluster --------------------------------------------------------------------------
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        """Hold the cluster and a client of it open."""
         try:
             async with (
                 self._cluster() as running,

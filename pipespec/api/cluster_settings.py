@@ -20,7 +20,6 @@ def overrides_of(
     hosts: Path | None,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """The overrides that make the cluster. Raises ConfigError."""
     if hosts is not None and stages is not None:
         raise ConfigError(
             f"hosts={os.fspath(hosts)} and stages={stages} are both given, but a hosts file says "
@@ -48,7 +47,6 @@ def overrides_of(
 
 
 def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless this object can be the policy of a cluster with these settings."""
     if policy is None:
         return
     from pipespec.head.policies.policy import SpeculationPolicy
@@ -70,7 +68,6 @@ def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
 
 
 def value_text(value: Any) -> str:
-    """A value as an override has it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -75,7 +75,6 @@ class Launcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def _start(self) -> None:
@@ -113,7 +112,6 @@ class Launcher:
         return self._cluster
 
     def await_ready(self) -> RunningCluster:
-        """The cluster, once it is ready. Raises what the process failed with."""
         while (cluster := self.ready()) is None:
             time.sleep(LOOK_S)
         return cluster
@@ -162,7 +160,6 @@ class Launcher:
         print_error(f"{self.name}: the cluster's launcher has ended; it is started again")
 
     def end(self) -> None:
-        """End the process, and with it the cluster."""
         self._process.terminate()
         self._process.wait()
         if self._partial is not None:

@@ -30,7 +30,6 @@ LABELS = {
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "generate",
         show_settings=True,
@@ -51,7 +50,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Decode one prompt: the text as it comes, then the statistics."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=True)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file, from_stdin=STDIN in rest)
     if arguments.chat:
@@ -122,12 +120,8 @@ def _decode_here(
     on_text: Callable[[str], None],
     on_loaded: Callable[[int, int], None],
 ) -> Result:
-    """Decode a prompt on a cluster that is started for it and ended after it.
-
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
-        RankFailed: a rank died; the others have been ended.
-    """
+    """Decode a prompt on a cluster that is started for it and ended after it. Raises ConfigError,
+    Unreachable before any rank starts; RankFailed if one died: the others have been ended."""
     from pipespec.client import answers
     from pipespec.client.local_cluster import asking
     from pipespec.client.model_info import CHARACTERS, ModelInfo

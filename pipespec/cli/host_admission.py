@@ -54,14 +54,9 @@ class HostAdmission:
         return self.server.path
 
     def await_hosts(self, deployment: Deployment, problem: Problem) -> Deployment:
-        """Invite as many hosts as the cluster is to begin with, and lay it out over them.
-
-        Args:
-            deployment: of the hosts that are there, in any layout.
-            problem: what was measured of them.
-
-        Raises ConfigError if the target does not fit.
-        """
+        """Invite as many hosts as the cluster is to begin with, and lay it out over them and those
+        of `deployment`, of which `problem` was measured. Raises ConfigError if the target does not
+        fit."""
         count = self._options.hosts - len(deployment.hosts)
         if count <= 0:
             return deployment
@@ -91,7 +86,6 @@ class HostAdmission:
         return replace(with_hosts(deployment, hosts, problem), changes=0)
 
     def begin(self, cluster: ClusterSession) -> None:
-        """The cluster has begun; others may join it."""
         self._cluster = cluster
         self._begun.set()
 
@@ -122,7 +116,6 @@ class HostAdmission:
 def admitting_hosts(
     options: JoinOptions, deployment: Deployment, on_log: OnLog
 ) -> Iterator[HostAdmission]:
-    """Lets hosts join a cluster of that name, within the block. Raises ConfigError."""
     made = HostAdmission(options, deployment, on_log)
     with made.server:
         yield made
@@ -149,7 +142,6 @@ def require_open(config: Config) -> None:
 
 
 def _own_default_address() -> str | None:
-    """This machine's address on its default route."""
     for anywhere in ANYWHERE:
         with suppress(OSError):
             return source_address(anywhere)

@@ -59,7 +59,6 @@ class JoinOptions:
 
 
 def add_join_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `JoinOptions`."""
     command.add_argument(
         "--invite",
         action="store_true",
@@ -98,7 +97,6 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "invite",
         help="print a command with which one more host joins a cluster",
@@ -114,7 +112,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print an invitation."""
     refuse_settings(arguments, rest)
     if not 0 < arguments.minutes <= MOST_MINUTES:
         raise ConfigError(
@@ -161,12 +158,10 @@ def ask_for_invitation(path: str, seconds: float) -> str:
 
 
 def described(token: str, minutes: float) -> dict[str, str | float]:
-    """An invitation with its command."""
     return {"command": f"pipespec join {token}", "token": token, "minutes": minutes}
 
 
 def sentences(invitation: dict[str, str | float]) -> str:
-    """An invitation in words."""
     return (
         f"To let one more host join within {invitation['minutes']:g} minutes, run this there:\n"
         f"  {invitation['command']}\n"

@@ -41,7 +41,6 @@ LIMITS = (
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "serve",
         show_settings=True,
@@ -103,7 +102,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=arguments.on is None)
     check_installed()
     if arguments.on is not None:
@@ -121,7 +119,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serve_running(arguments: argparse.Namespace) -> int:
-    """Serve a cluster that is up."""
     from pipespec.client import registry
     from pipespec.server.api_server import FixedCluster
 
@@ -155,7 +152,6 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def target_of(settings: list[str]) -> str:
-    """The model of a cluster that is made by settings. Raises ConfigError."""
     from pipespec.config.compose import compose_sections
 
     (model,) = compose_sections(["model"], settings)
@@ -199,7 +195,6 @@ def answer_requests(
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless the packages of a server are there."""
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -281,11 +276,9 @@ def announcement(
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether a socket is reached from this machine alone."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a server is reached from this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -28,7 +28,6 @@ NO_CLUSTER = "No cluster is up."
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "status",
         help="the state of the clusters that `pipespec up` started",
@@ -51,7 +50,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def reports(name: str | None) -> list[dict[str, Any]]:
-    """The state of the cluster of that name, or of all. Raises ConfigError."""
     found = entries() if name is None else [entry(name)]
     return [report(each, time.time()) for each in found]
 

@@ -49,7 +49,6 @@ KEEPING = ("controller.url=", "controller.data=", "controller=")
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "up",
         show_settings=True,
@@ -109,7 +108,6 @@ def refuse_trace(settings: Sequence[str], command: str) -> None:
 
 
 def read_settings() -> list[str]:
-    """Settings from standard input. Raises ConfigError."""
     try:
         return parse_settings(standard_input())
     except Unreadable as error:
@@ -214,14 +212,10 @@ def stay(
 def storing_requests(
     name: str, config: Config, settings: Sequence[str]
 ) -> Iterator[tuple[Config, Callable[[], None]]]:
-    """Yields the configuration and a function to call once the cluster is up.
-
-    Unless the settings determine where requests are stored, the configuration has a folder beside
-    the registry entry for the data of the private Redis.
-
-    A cluster that dies leaves the folder to the next one of that name. An orderly end removes it,
-    and so does a failed start that has made it.
-    """
+    """Yields the configuration and a function to call once the cluster is up. Unless the settings
+    say where requests are stored, the private Redis keeps them in a folder beside the registry
+    entry. A cluster that dies leaves it to the next one of that name; an orderly end removes it,
+    and so does a failed start that has made it."""
     if any(text.startswith(KEEPING) for text in settings):
         yield config, lambda: None
         return
@@ -326,7 +320,6 @@ def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
 
 
 def explain(placement: Placement) -> None:
-    """Say why each rank has what it has."""
     from pipespec.placement.slices import reason
 
     for rank, worker in enumerate(placement.workers_by_rank):
@@ -336,12 +329,10 @@ def explain(placement: Placement) -> None:
 
 
 def on_log(source: str, line: str) -> None:
-    """Print a log line of a worker, or of the whole cluster."""
     print_error(f"{source}: {line}")
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
-    """Print that a cluster is ready, and how another host joins it if one may."""
     invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {

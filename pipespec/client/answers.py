@@ -23,7 +23,6 @@ SEED_BITS = 32
 
 
 def fresh_seed() -> int:
-    """The seed of a request that names none."""
     return secrets.randbits(SEED_BITS)
 
 
@@ -54,7 +53,6 @@ class AnswerBuilder:
         self._pieces: list[str] = []
 
     def receive(self, event: Event) -> str:
-        """The text that the event makes final."""
         answer, piece = self.answer, ""
         if isinstance(event, Accepted):
             answer.token_ids += event.tokens
@@ -119,7 +117,6 @@ def labels(served: ModelInfo, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def write_trace(deployment: Deployment, reports: Iterable[Report]) -> None:
-    """Join the ranks' spans to one file, if one was asked for."""
     if deployment.config.trace is None:
         return
     names = ["head: draft and tree"]

@@ -74,7 +74,6 @@ class AsyncAnswer:
         self._news.set()
 
     def leave(self) -> None:
-        """Cancel what has not finished."""
         for request in self._open:
             self._client.leave(request)
         self._open.clear()
@@ -82,7 +81,6 @@ class AsyncAnswer:
     # --- for the client -----------------------------------------------------------------------
 
     def expect(self, request: int) -> None:
-        """Events of a request will come."""
         self._open[request] = 0
 
     def waiting(self, request: int) -> int:
@@ -90,13 +88,11 @@ class AsyncAnswer:
         return self._open.get(request, 0)
 
     def push(self, request: int, event: Event) -> None:
-        """An event has come."""
         self._open[request] += 1
         self._events.append((request, event))
         self._news.set()
 
     def fail(self, request: int, error: Exception) -> None:
-        """Nothing more will come of a request."""
         if self._open.pop(request, None) is not None:
             self._num_failed += 1
         self.interrupt(error)

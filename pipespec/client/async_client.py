@@ -1,15 +1,7 @@
-"""Submits requests to a cluster, follows their answers, cancels them and collects reports.
-
-    async with attach(running, patience=600) as client, client.follow() as followed:
-        request = await followed.submit(prompt, sampling, max_new_tokens=64)
-        while len(followed):
-            for request, event in await followed.next():
-                ...
-
-One client serves any number of tasks of one event loop: all requests are followed over one
-connection. A task that leaves the block of `follow` cancels what has not finished. Callers without
-an event loop have the same in `pipespec.client.sync_client`.
-"""
+"""Submits requests to a cluster, follows their answers, cancels them and collects reports. One
+client (`attach`) serves any number of tasks of one event loop: all requests are followed over one
+connection. A task that leaves the block of `AsyncClient.follow` cancels what has not finished.
+Callers without an event loop have the same in `pipespec.client.sync_client`."""
 
 from __future__ import annotations
 
@@ -63,25 +55,16 @@ class OwnCluster(Protocol):
 
 
 class AsyncClient:
-    """A client of one cluster, for the tasks of one event loop.
+    """A client of one cluster, for the tasks of one event loop. When the cluster's Redis is away,
+    requests wait for it for up to `patience` seconds. With `follows_restarts` they also wait so
+    long for a cluster that has ended: one that is started again under the same name with the same
+    data (`controller.data`) goes on with them; of one that is another they fail. Without it they
+    fail at once. `own`: the cluster, if this process runs it.
 
-    When the cluster's Redis is away, requests wait for it for up to `patience` seconds. With
-    `follows_restarts` they also wait so long for a cluster that has ended: one that is started
-    again under the same name with the same data (`controller.data`) goes on with them; of one that
-    is another they fail. Without it they fail at once.
-
-    Times in its reports are those of this machine's clock: where the cluster's is another, they
-    are moved by the least delay with which a first token arrived here, so that they include the
-    way of that token.
-
-    Attributes:
-        log: its request log, of all users; another once its name belongs to another cluster.
-        away: whether the cluster is known not to answer.
-
-    Args:
-        own: the cluster, if this process runs it.
-        clock: nanoseconds, as `pipespec.timing.clock.monotonic_ns`.
-    """
+    Times in its reports are those of this machine's `clock`: where the cluster's is another, they
+    are moved by the least delay with which a first token arrived here, so that they include the way
+    of that token. `log` is the request log of all users, another once the name belongs to another
+    cluster; `away`: the cluster is known not to answer."""
 
     def __init__(
         self,

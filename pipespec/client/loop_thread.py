@@ -22,7 +22,6 @@ class LoopThread(Generic[T]):
     """
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[T]]):
-        """Raises what opening raises."""
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._opened: Future[T] = Future()

@@ -26,17 +26,11 @@ if TYPE_CHECKING:  # `pipespec status` can do without
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model of a cluster, as its users see it.
-
-    Attributes:
-        target: the folder or hub id of the model, where the cluster was started.
-        vocab_size: rows of its embedding.
-        context: tokens of prompt and answer at most.
-        eos: tokens that end a text.
-        backend: its tokenizer; None: Transformers must read `target` on the machine that asks.
-        time_scale: how many times longer everything takes than is reported (`Config.time_scale`).
-        synthetic: whether draft tokens are made from the answer.
-    """
+    """The model of a cluster, as its users see it: its folder or hub id where the cluster was
+    started, the rows of its embedding, tokens of prompt and answer at most, and tokens that end a
+    text. `backend` is its tokenizer; None: Transformers must read `target` on the machine that
+    asks. Everything takes `time_scale` times longer than is reported; `synthetic`: draft tokens are
+    made from the answer."""
 
     target: str
     vocab_size: int
@@ -113,7 +107,6 @@ class ModelInfo:
         self.check_tokens(ids, name)
 
     def check_tokens(self, ids: Sequence[int], name: str) -> None:
-        """Raise PromptError unless the model has all these tokens."""
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 shown = token if abs(token) < 10**20 else "of too many digits"

@@ -58,7 +58,6 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """The process that asks."""
         return cls(os.getpid(), own_start_time(), _machine())
 
     @property
@@ -128,7 +127,6 @@ class Damaged:
 
 
 def folder() -> Path:
-    """Where the entries lie."""
     return state_folder()
 
 
@@ -277,7 +275,6 @@ def find(name: str) -> RunningCluster:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless a cluster can have this name."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"The name of a cluster is {name!r}, but must be letters, digits, '_', '-' and '.', "

@@ -1,14 +1,6 @@
-"""`AsyncClient` for callers that block.
-
-    with attach(running) as client:
-        request = client.submit(prompt, sampling, max_new_tokens=64)
-        for event in client.events(request):
-            ...
-
-With several requests `client.follow()` yields the events of all of them as they come. Nothing here
-decides anything: each call runs its counterpart of the asynchronous client on an event loop in
-another thread (`LoopThread`).
-"""
+"""`AsyncClient` for callers that block: each call runs its counterpart of the asynchronous client
+on an event loop in another thread (`LoopThread`). With several requests `Client.follow` yields the
+events of all of them as they come."""
 
 from __future__ import annotations
 
@@ -85,7 +77,6 @@ class Client:
         self._thread.run(self._client.log.cancel(request))
 
     def reports(self, request: int) -> list[Report]:
-        """As `AsyncClient.reports`."""
         return self._thread.run(self._client.reports(request))
 
     def leave(self) -> None:
@@ -106,23 +97,18 @@ class Answers:
         self._answer = answer
 
     def __len__(self) -> int:
-        """How many have not finished."""
         return len(self._answer)
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
-        """As `AsyncAnswer.submit`."""
         return self._thread.run(self._answer.submit(prompt, sampling, **asked))
 
     def add(self, request: int) -> None:
-        """As `AsyncAnswer.add`."""
         self._thread.run(self._answer.add(request))
 
     def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
-        """As `AsyncAnswer.next`."""
         return self._thread.run(self._answer.next(timeout))
 
     def leave(self) -> None:
-        """Cancel what has not finished."""
         self._thread.run(_on_loop(self._answer.leave))
 
 

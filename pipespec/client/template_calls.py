@@ -15,14 +15,10 @@ PROBE_ID = "probe0000"
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of messages with tool calls.
-
-    Attributes:
-        as_json: arguments are a JSON text instead of an object. DeepSeek V3's template joins them
-            with other texts.
-        no_content: a message without text has None as its content. DeepSeek R1's distilled models
-            leave the calls out if it has an empty text.
-    """
+    """The form of messages with tool calls. `as_json`: arguments are a JSON text instead of an
+    object, as DeepSeek V3's template joins them with other texts. `no_content`: a message without
+    text has None as its content, as DeepSeek R1's distilled models leave the calls out beside an
+    empty text."""
 
     as_json: bool = False
     no_content: bool = False
@@ -47,12 +43,8 @@ FORMS = tuple(
 
 
 def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
-    """The first form with which a template shows the arguments of a call; the usual one if there
-    is none.
-
-    Args:
-        render: applies the template to a conversation; may raise any exception.
-    """
+    """The first form with which a template shows the arguments of a call; the usual one if there is
+    none. `render` applies the template to a conversation; it may raise any exception."""
     for form in FORMS:
         try:
             text = render([form.adapted(message) for message in _probe()])

@@ -1,8 +1,5 @@
-"""Decides before any rank starts which checkpoints, devices and layers the ranks have.
-
-No model and no rank's loop is imported here, so that commands report errors quickly, and clients
-and launchers do not spend time on imports that only ranks need.
-"""
+"""Decides before any rank starts which checkpoints, devices and layers the ranks have. It imports
+no model and no rank's loop, so that errors come quickly."""
 
 from __future__ import annotations
 
@@ -27,14 +24,10 @@ from pipespec.system.devices import resolve_devices
 def decide(
     config: Config, placement: Placement | None = None, *, ask_hosts: bool = True
 ) -> Deployment:
-    """Plan a cluster from the checkpoints and the machine.
-
-    Args:
-        placement: planned from measured figures; without it devices count as equal.
-        ask_hosts: whether models that this machine lacks are looked for on the other hosts.
-
-    Raises ConfigError, in one sentence; HostFailed if another host must be asked and cannot.
-    """
+    """Plan a cluster from the checkpoints and the machine, with a placement from measured figures
+    or, without one, with devices that count as equal. `ask_hosts`: models that this machine lacks
+    are looked for on the other hosts. Raises ConfigError; HostFailed if another host must be asked
+    and cannot."""
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is not None and ask_hosts:

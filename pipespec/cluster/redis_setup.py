@@ -43,14 +43,8 @@ def kept_model(deployment: Deployment) -> KeptModel:
 
 
 class ClusterRedis(NamedTuple):
-    """The Redis of one cluster. Both URLs hold the password.
-
-    Attributes:
-        url: for this process.
-        worker_url: for the workers, some of which may be on other hosts.
-        namespace: the prefix of the cluster's keys.
-        server: the private server; None for one that the user names.
-    """
+    """The Redis of one cluster: its URLs for this process and for the workers, both with the
+    password, the prefix of the cluster's keys, and the private server; None: the user's."""
 
     url: str
     worker_url: str

@@ -1,13 +1,6 @@
-"""A cluster that is started once and decodes many requests.
-
-    with session.start_agents(deployment) as agents:  # they import modules meanwhile
-        with session.start_cluster(deployment, agents) as cluster:
-            with asking(cluster, served) as client:  # see `pipespec.client.sync_client`
-                ...
-
-The head takes requests in the order in which they were submitted, as many at once as
-`scheduler.max_num_seqs` says; the others wait in the request log.
-"""
+"""A cluster that is started once (`start_agents`, `start_cluster`) and decodes many requests. The
+head takes them in the order in which they were submitted, as many at once as
+`scheduler.max_num_seqs` says; the others wait in the request log."""
 
 from __future__ import annotations
 
@@ -174,12 +167,10 @@ class ClusterSession:
     # --- for clients --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RankFailed if the cluster has ended."""
         if not self.poll():
             raise RankFailed("The ranks ended before the request was finished.")
 
     def reporters(self) -> tuple[int, bool]:
-        """How many ranks report on a request, and whether some reports may be lost."""
         state = self.state
         return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
 
@@ -201,16 +192,10 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
 
 @contextmanager
 def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
-    """Start the agents of a deployment's hosts, which import what the ranks need, for
-    `start_cluster`.
-
-    Before that the deployment is checked, and the hosts get the weights that they lack
-    (`weight_distribution`), unless the caller has had both done.
-
-    `stays`: the cluster does not end with a request, so workers may be started by hand. Raises
-    ConfigError (also of a missing package), before anything is started, and HostFailed if an agent
-    of another host cannot begin.
-    """
+    """Start the agents of a deployment's hosts, which import what the ranks need. Before that the
+    deployment is checked, and the hosts get the weights that they lack, unless the caller has had
+    both done. `stays`: the cluster does not end with a request, so workers may be started by hand.
+    Raises ConfigError before anything is started, and HostFailed if an agent cannot begin."""
     if not deployment.fetched:
         check_deployment(deployment, stays=stays)
         distribute_weights(deployment, on_warning=print_error)
@@ -236,21 +221,13 @@ def start_cluster(
     on_log: Callable[[str, str], None] | None = None,
     on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
-    """Start the cluster of a deployment, wait until all ranks are ready, and end it afterwards.
-
-    Leaving the block waits for submitted requests; an exception ends the ranks at once.
-
-    Args:
-        agents: of `start_agents`, for the same hosts.
-        on_loaded: called again and again until all ranks have loaded their models, with how many
-            have, and of how many. What it raises ends the start.
-        on_log: called with a worker's name and rank, and a line that it wrote.
-        on_begun: called with the controller's address, when workers started by hand may join.
-
-    Raises:
-        ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
-        RankFailed: a rank failed, or was lost again and again; the others have been ended.
-    """
+    """Start the cluster of a deployment with the agents of its hosts, wait until all ranks are
+    ready, and end it afterwards. Leaving the block waits for submitted requests; an exception ends
+    the ranks at once. `on_loaded` is called again and again with how many ranks have loaded their
+    models, and of how many; what it raises ends the start. `on_log` is called with a worker's name
+    and rank and a line that it wrote, `on_begun` with the controller's address, when workers
+    started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank starts;
+    RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
     running = RunningWork()

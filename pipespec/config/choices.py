@@ -27,12 +27,8 @@ BASES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of `conf/<group>/`.
-
-    Attributes:
-        base: the full name of its class, by which Hydra knows it too.
-        values: those that it sets itself.
-    """
+    """A file of `conf/<group>/`: the full name of its class, by which Hydra knows it too, and the
+    values that it sets itself."""
 
     group: str
     name: str
@@ -63,7 +59,6 @@ class Choice:
         )
 
     def check_names(self) -> None:
-        """Raise ConfigError if the file sets what its class has not."""
         known = [entry.name for entry in fields(self.cls)]
         for name in self.values.keys() - set(known):
             raise ConfigError(
@@ -86,7 +81,6 @@ class Setting:
 
 
 def groups() -> list[str]:
-    """The folders of `conf/`."""
     return sorted(folder.name for folder in resource_dir("conf").iterdir() if folder.is_dir())
 
 
@@ -153,7 +147,6 @@ def _imported(name: str) -> Any:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """What a file of `conf/` holds. Raises ConfigError."""
     import yaml  # type: ignore[import-untyped]
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

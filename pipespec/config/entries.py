@@ -31,7 +31,6 @@ def entry(kind: Kind, default: Any = None) -> Any:
 
 
 def kinds(cls: type) -> dict[str, Kind]:
-    """The kinds of a dataclass's entries."""
     return {each.name: each.metadata[KIND] for each in fields(cls) if KIND in each.metadata}
 
 
@@ -138,7 +137,6 @@ def devices(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def env(name: str, value: Any) -> dict[str, str]:
-    """Variables of the environment."""
     if not isinstance(value, dict):
         raise Wrong(f"{name} must map names to texts, as in {{OMP_NUM_THREADS: 8}}.")
     for key, item in value.items():

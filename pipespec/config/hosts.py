@@ -99,7 +99,6 @@ class Host:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The names of its workers, one per device."""
         return tuple(f"{self.name}/{index}" for index in range(len(self.devices)))
 
     @property
@@ -158,7 +157,6 @@ class HostsFile:
 
     @property
     def by_hand(self) -> tuple[str, ...]:
-        """The hosts that are started by hand."""
         return tuple(host.name for host in self.hosts if host.by_hand)
 
     def devices_of(self, worker: str) -> tuple[str, ...]:
@@ -166,15 +164,12 @@ class HostsFile:
         return tuple(map(self.device_of, self.members_of(worker)))
 
     def host(self, name: str) -> Host:
-        """The host of that name."""
         return next(host for host in self.hosts if host.name == name)
 
     def host_of(self, worker: str) -> Host:
-        """The host of a worker."""
         return self.host(worker.rpartition("/")[0])
 
     def require_devices(self) -> None:
-        """Raise ConfigError unless every worker has a particular device."""
         for host in self.hosts:
             if "auto" in host.devices:
                 raise ConfigError(
@@ -187,7 +182,6 @@ class HostsFile:
         return self.host_of(worker).members[worker]
 
     def device_of(self, worker: str) -> str:
-        """The device of a worker."""
         return self.host_of(worker).devices[int(worker.rpartition("/")[2])]
 
 

@@ -12,7 +12,6 @@ from pipespec.head.policies.policy import SpeculationPolicy
 
 
 def policy_class(name: str) -> type[SpeculationPolicy]:
-    """The class of a policy. Raises ConfigError."""
     known = options("policy")
     if name not in known:
         raise ConfigError(f"The policy {name!r} is not known; choose from {', '.join(known)}.")

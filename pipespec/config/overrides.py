@@ -135,7 +135,6 @@ def _kind(key: str, classes: Mapping[str, type]) -> Any:
 
 
 def check_option(group: str, value: object) -> None:
-    """Raise ConfigError unless `conf/<group>/` has that choice."""
     if value not in options(group):
         raise ConfigError(
             f"{group}={value} is not known; {suggest(str(value), options(group), f'{group}=')}."

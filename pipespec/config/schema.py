@@ -166,12 +166,10 @@ class Config(RunConfig):
 
     @property
     def max_nodes(self) -> int:
-        """Nodes that the tree of a request may hold."""
         return max(each.max_nodes for each in self.policies)
 
     @property
     def max_rows(self) -> int:
-        """Rows of one batch at most."""
         least = max(self._most_rows, self.decode.prefill_chunk)
         return self.scheduler.max_num_batched_tokens or least
 
@@ -184,7 +182,6 @@ class Config(RunConfig):
 
     @property
     def needs_mid(self) -> bool:
-        """Whether the head loads `model.mid`."""
         return self.proposer.needs_mid
 
     @property

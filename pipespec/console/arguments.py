@@ -55,7 +55,6 @@ def finish(
 
 
 def add_on(command: Parser) -> None:
-    """Add `--on`, for commands that can ask a cluster that is up already."""
     command.add_argument(
         "--on",
         metavar="NAME",
@@ -93,6 +92,5 @@ def overrides(
 
 
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Raise ConfigError if a command that takes no settings got any."""
     if found := overrides(rest, arguments.known_options):
         raise ConfigError(f"`{arguments.command_name}` takes no settings, but got {found[0]!r}.")

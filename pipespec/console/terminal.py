@@ -147,7 +147,6 @@ def labelled(labels: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A statistic as text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,8 +1,5 @@
-"""The request log as users of a cluster see it, from an event loop.
-
-What it has in common with the ranks' `RequestLog` is in `request_log` (the commands) and
-`log_records` (the format).
-"""
+"""The request log as users of a cluster see it, from an event loop; what it has in common with the
+ranks' is in `request_log` (the commands) and `log_records` (the format)."""
 
 from __future__ import annotations
 

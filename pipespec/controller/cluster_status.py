@@ -15,21 +15,13 @@ from pipespec.controller.redis_keys import RedisKeys
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """One moment of a namespace.
-
-    Attributes:
-        joined: ranks that have loaded their models and joined `epoch`.
-        open, queued, finished: requests that are being decoded, that wait, that have ended.
-        last_fault: which epoch ended last, and why; None: none has.
-        state: the newest state of the head (`Scheduler.statistics`); empty until it has begun.
-        counts: of the ranks in this epoch, by "name" or "name/label" (`Totals.counts`,
-            `StageLoop.worked`, `FaultStats`).
-        past: the sums of the counts of earlier epochs.
-        computing: attention backend and other choices of each rank (`ModelSlice.outcome`).
-        assignment: a `RankAssignment` as text; None: not known.
-        pids: the processes of the ranks that have joined.
-        followers: those of the tensor-parallel followers that have joined, by worker.
-    """
+    """One moment of a namespace: how many ranks have joined `epoch`, how many requests are decoded
+    (`open`), wait and have ended, and which epoch ended last, and why. `state` is the newest of the
+    head (`Scheduler.statistics`), `counts` those of the ranks in this epoch by "name" or
+    "name/label" (`Totals.counts`, `StageLoop.worked`, `FaultStats`), `past` the sums of earlier
+    epochs. `computing` has the attention backend and other choices of each rank
+    (`ModelSlice.outcome`), `pids` its process, and `followers` those of tensor-parallel followers,
+    by worker. `assignment` is a `RankAssignment` as text; None: not known."""
 
     epoch: int
     joined: int
@@ -81,7 +73,6 @@ class Unfinished:
 
 
 def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
-    """The counts of one name by their labels."""
     split = ((key.partition("/"), count) for key, count in counts.items())
     return {label: count for (found, _, label), count in split if found == name and label}
 
@@ -145,7 +136,6 @@ def parse_status(epoch: int, replies: list[Any]) -> ClusterStatus:
 
 
 def numbers(reply: list[bytes]) -> dict[str, int]:
-    """A hash of whole numbers, from the reply of Redis."""
     return {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
 
 

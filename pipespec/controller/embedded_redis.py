@@ -64,22 +64,14 @@ def find_redis() -> Path:
 
 
 class EmbeddedRedis:
-    """A Redis or Valkey of our own, for as long as the context lasts.
-
-        with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
-            epoch_control.begin_epoch(server.url, "demo")        # on this machine
-            elsewhere = server.url_at("10.0.0.1")   # for the other hosts
-
-    It listens on a Unix socket in a folder that only this user can open and, given addresses
-    or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a
-    random password. The TCP port accepts TLS only, by default with a certificate made for
-    this server, which `url_at` hands to its clients as the only one that they trust. A
-    server built without TLS listens on the Unix socket alone, and a process in front of it
-    on the TCP port. An append-only file keeps the data over `restart`; with `data`, a folder,
-    also over the end of the context, and password, port and certificate with them.
-
-    Any thread may restart it.
-    """
+    """A Redis or Valkey of our own, for as long as the context lasts. It listens on a Unix socket
+    in a folder that only this user can open (`url`) and, given addresses or a port, on one TCP port
+    of these addresses and of 127.0.0.1 (`url_at`); everywhere it asks for a random password. The
+    TCP port accepts TLS only, by default with a certificate made for this server, the only one that
+    its clients trust. A server built without TLS listens on the Unix socket alone, and a process in
+    front of it on the TCP port. An append-only file keeps the data over `restart`; with `data`, a
+    folder, also over the end of the context, and password, port and certificate with them. Any
+    thread may restart it."""
 
     def __init__(
         self,

@@ -75,14 +75,12 @@ def check_answered(end: Finished) -> None:
 
 
 def entries_of(found: list[Any]) -> list[Entry]:
-    """The entries of a stream, from what Redis replies."""
     return [
         (entry.decode(), dict(zip(pairs[::2], pairs[1::2], strict=True))) for entry, pairs in found
     ]
 
 
 def event_from(fields: dict[bytes, bytes]) -> Event:
-    """The event in an entry of a request's stream."""
     if b"reason" in fields:
         known = {
             name: int(fields[name.encode()]) for name in OPTIONAL_FIELDS if name.encode() in fields

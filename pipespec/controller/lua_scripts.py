@@ -96,14 +96,12 @@ def resolve(path: Path) -> str:
 
 
 def load(pipe: RedisConnection) -> None:
-    """Gives Redis every transition."""
     for script in load_scripts().values():
         pipe.send("SCRIPT", "LOAD", script.source)
     pipe.flush()
 
 
 def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:
-    """The command that runs a transition."""
     return ("EVALSHA", load_scripts()[script].sha, len(keys), *keys, *arguments)
 
 

@@ -92,7 +92,6 @@ class Membership(RedisClient):
         self._report(epoch, worker, reason)
 
     def report_failed_start(self, worker: str, reason: str) -> None:
-        """Report that a worker which was started by hand cannot join."""
         epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
         self._report(epoch, worker, reason, "start_failed", 1)
 
@@ -115,11 +114,9 @@ class Membership(RedisClient):
         self._pipe.call("SET", self._keys.plain, reason)
 
     def plain(self) -> bool:
-        """Whether `make_plain` was called in this namespace."""
         return bool(self._pipe.call("EXISTS", self._keys.plain))
 
     def note_fault(self, epoch: int, reason: str) -> None:
-        """Store why an epoch ended, for `pipespec status`."""
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
     def totals(self) -> dict[str, int]:
@@ -131,7 +128,6 @@ class Membership(RedisClient):
         self._pipe.call("HSET", self._keys.totals, *pairs)
 
     def attached(self, epoch: int) -> dict[int, int]:
-        """The ranks that have joined an epoch, and their process ids."""
         found = numbers(self._pipe.call("HGETALL", self._keys.ranks(epoch)))
         return {int(rank): pid for rank, pid in found.items()}
 
@@ -142,11 +138,9 @@ class Membership(RedisClient):
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
     def followers(self, epoch: int) -> dict[str, int]:
-        """The tensor-parallel followers that have joined an epoch, and their process ids."""
         return numbers(self._pipe.call("HGETALL", self._keys.followers(epoch)))
 
     def await_followers(self, epoch: int, workers: Sequence[str], timeout: float) -> bool:
-        """Whether these workers have joined an epoch, within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.followers(epoch).keys() >= set(workers):
             if time.monotonic() > deadline:
@@ -164,7 +158,6 @@ class Membership(RedisClient):
             time.sleep(POLL_S)
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """The admitted requests and the lengths of their sequences."""
         length = f"{self._keys.requests}:*->length"
         found = self._pipe.call(
             "SORT", self._keys.admitted, "BY", "nosort", "GET", "#", "GET", length

@@ -43,22 +43,13 @@ ARRIVED = b"ARRIVED"
 
 
 class Controller(RequestLog):
-    """One rank's client, for one epoch. Not for several threads.
-
-    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at a later
-    call, or at once if Redis was quick. A second connection always has a blocking pop of the
-    rank's ready list under way before it is needed, so an announced task costs its owner half
-    a round trip.
-
-    Args:
-        kv_tokens: how many tokens of text fit the rank's KV cache; None: it has none.
-        row_times: the times of its batches by their rows, as far as they are measured.
-        spins: see `pipespec.system.spin_wait`.
-        computing: its attention backend and other choices (`ModelSlice.outcome`), for
-            `pipespec status`; None: the rank holds no model.
-
-    Raises Unreachable or StaleEpoch.
-    """
+    """One rank's client, for one epoch. Not for several threads. `submit` and `complete` do not
+    wait for Redis: an error of theirs surfaces at a later call, or at once if Redis was quick. A
+    second connection always has a blocking pop of the rank's ready list under way before it is
+    needed, so an announced task costs its owner half a round trip. `kv_tokens` tokens of text fit
+    the rank's KV cache; None: it has none. `row_times`: of its batches, as far as they are
+    measured. `computing`: its attention backend and other choices (`ModelSlice.outcome`), for
+    `pipespec status`. Raises Unreachable or StaleEpoch."""
 
     def __init__(
         self,
@@ -244,7 +235,6 @@ class Controller(RequestLog):
         self._send("set_epoch_fields", (self._keys.epoch, key), self._epoch, *pairs)
 
     def row_times(self) -> list[BatchTimes]:
-        """The times of batches by rows that the stages have published so far."""
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(packed.decode()) for packed in found]
 
@@ -274,7 +264,6 @@ class Controller(RequestLog):
         self._cancelled.discard(request)
 
     def drop_draft_tokens(self, sequence: int) -> None:
-        """Drops the reading position of a sequence that has ended."""
         self._draft_positions.pop(sequence, None)
 
     def cancelled(self, request: int) -> bool:

@@ -58,7 +58,6 @@ class RedisConnection:
         self.open()
 
     def open(self) -> None:
-        """Connects. Raises Unreachable."""
         self._answered = False
         try:
             self._connection.connect()

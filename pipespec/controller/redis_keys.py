@@ -8,12 +8,10 @@ from typing import Any
 
 
 def _named(*names: str) -> Any:
-    """A key that a namespace has once."""
     return property(lambda keys: keys.key(*names))
 
 
 def _of_epoch(name: str) -> Callable[[RedisKeys, int], str]:
-    """A key that each epoch has."""
     return lambda keys, epoch: keys.key("epochs", epoch, name)
 
 

@@ -63,7 +63,6 @@ class RequestLog(RedisClient):
         self._pipe.call(*cancelling(self._keys, request))
 
     def tokens(self, request: int) -> tuple[int, ...]:
-        """The tokens accepted so far, prompt excluded."""
         entries = entries_of(self._pipe.call("XRANGE", self._keys.events(request), "-", "+"))
         events = [event_from(fields) for _, fields in entries]
         return tuple(t for event in events if isinstance(event, Accepted) for t in event.tokens)

@@ -52,7 +52,6 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Task:
-        """The task of an id. Raises ValueError."""
         kind, rank, step = name.split(":")
         return cls(TaskKind(kind), int(rank), int(step))
 
@@ -105,7 +104,6 @@ class Layout:
 
     @property
     def ranks(self) -> range:
-        """The head and the stages."""
         return range(self.num_stages + 1)
 
     @property

@@ -34,5 +34,4 @@ def share_cores(cores: int, num_stages: int, *, has_head: bool) -> CoreShares:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -94,12 +94,7 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
 
 class StagedArrays:
     """Arrays of one type on the host, and their copies at fixed addresses on a device, which one
-    transfer renews.
-
-    Attributes:
-        host, device: the arrays and their copies, by name; those that are named first come first
-            in memory.
-    """
+    transfer renews. Both are by name; those that are named first come first in memory."""
 
     def __init__(
         self,

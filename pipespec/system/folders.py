@@ -27,7 +27,6 @@ def resource_dir(name: str) -> Path:
 
 
 def home() -> Path:
-    """The user's home folder. Raises ConfigError if there is none."""
     found = os.path.expanduser("~")
     if os.environ.get("HOME") == "" or not os.path.isabs(found):
         raise ConfigError(

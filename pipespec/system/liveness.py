@@ -103,11 +103,8 @@ class Waiting:
 
 
 class StepTimes:
-    """The usual times of a model's steps, measured on them, by the bits of their numbers of rows.
-
-    with times.step(rows):
-        ...     # it is late after USUAL_STEPS times the usual time of so many rows
-    """
+    """The usual times of a model's steps, measured on them, by the bits of their numbers of rows. A
+    `step` is late after USUAL_STEPS times the usual time of so many rows."""
 
     def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}

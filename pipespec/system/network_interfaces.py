@@ -26,7 +26,6 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this machine."""
     states = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
@@ -42,7 +41,6 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(address: str) -> str:
-    """The IP address of a host name. Raises OSError."""
     return str(address_infos(address, None, type=socket.SOCK_STREAM)[0][4][0])
 
 

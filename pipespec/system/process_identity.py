@@ -85,7 +85,6 @@ class Spawner:
         self._thread = threading.Thread(target=self._run, name="spawner", daemon=True)
 
     def make(self, spawn: Callable[[], Made]) -> Made:
-        """What `spawn` returns or raises in that thread."""
         made: Future[Made] = Future()
 
         def order() -> None:

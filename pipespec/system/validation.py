@@ -73,7 +73,6 @@ def read_text(file: str | os.PathLike[str], *, most: int = MOST_BYTES, pipe: boo
 
 
 def decode(data: bytes) -> str:
-    """Bytes as text. Raises Unreadable."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -103,7 +102,6 @@ def home_expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises Unreadable."""
     if isinstance(text, bytes):
         text = decode(text)
     try:
@@ -117,7 +115,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(file: str | os.PathLike[str], *, pipe: bool = False) -> Any:
-    """The value in a JSON file. Raises Unreadable."""
     return parse_json(read_text(file, pipe=pipe))
 
 
@@ -222,7 +219,6 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, shortened if it is long."""
     try:
         text = _SHORT.repr(value)
     except ValueError:

@@ -59,13 +59,9 @@ _DRAWN_BYTES = 16
 
 @dataclass(frozen=True)
 class _GlooLink:
-    """One rank's end of a link.
-
-    Attributes:
-        group: the gloo group of the two ranks.
-        peer: the rank of the neighbour within the group; 0 sends, 1 receives.
-        seal: encrypts or decrypts the messages; None: they are sent in the clear.
-    """
+    """One rank's end of a link: the gloo group of the two ranks, the neighbour's rank in it (0
+    sends, 1 receives), and what encrypts or decrypts the messages; None: they are sent in the
+    clear."""
 
     group: Any  # torch's stubs are incomplete
     peer: int
@@ -125,22 +121,12 @@ class DistributedTransport:
         nccl: bool = False,
         spins: bool = False,
     ) -> DistributedTransport:
-        """Connect to the neighbouring ranks, which connect at the same time.
-
-        The ranks exchange their addresses through `store` (`pipespec.transport.rendezvous_store`).
-
-        Args:
-            devices: of every rank, the head's first.
-            links: how each rank but the last is linked to the next; None: all ranks are on one
-                host, and nothing is encrypted.
-            max_rows, max_finished, max_retained, max_kept: limits of a batch (`Wire`).
-            hidden_size, dtype: those of the target.
-            nccl: send hidden states over NCCL instead of gloo.
-            spins: poll for messages instead of sleeping (`pipespec.system.spin_wait`).
-
-        Raises:
-            RankFailed: a neighbour did not connect in time.
-        """
+        """Connect to the neighbouring ranks, which connect at the same time and exchange their
+        addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
+        rank but the last is linked to the next; None: all are on one host, and nothing is
+        encrypted. The limits of a batch are those of `Wire`. `nccl`: hidden states go over NCCL
+        instead of gloo; `spins`: see `pipespec.system.spin_wait`. Raises RankFailed if a neighbour
+        did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"

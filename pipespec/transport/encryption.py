@@ -86,11 +86,8 @@ class Seal:
 
     def open(self, buffer: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
         """Decrypt the next message, uint8 `[bytes]`, into memory of its own; bytes of the buffer
-        beyond its end are ignored.
-
-        Raises:
-            RankFailed: it is not the next message, or was altered.
-        """
+        beyond its end are ignored. Raises RankFailed if it is not the next message, or was
+        altered."""
         size = self._size(buffer)
         if size is None or not self.arrived(buffer):
             raise self._refused()

@@ -57,11 +57,7 @@ class RendezvousStore(Store):
     def wait(
         self, keys: Sequence[str], timeout: timedelta = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     ) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            DistStoreError: it takes longer than `timeout`.
-        """
+        """Wait until all keys are set. Raises DistStoreError after `timeout`."""
         self._values(keys, timeout.total_seconds())
 
     def _values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:

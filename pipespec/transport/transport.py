@@ -10,11 +10,8 @@ from pipespec.core import Batch
 
 @dataclass(frozen=True)
 class LinkKind:
-    """How a rank is linked to the next one.
-
-    `local`: both are on one host, and the link is bound to its loopback interface. `sealed`:
-    messages are encrypted and authenticated.
-    """
+    """How a rank is linked to the next one. `local`: both are on one host, and the link is bound to
+    its loopback interface. `sealed`: messages are encrypted and authenticated."""
 
     local: bool = True
     sealed: bool = False
@@ -30,19 +27,11 @@ class Transport(Protocol):
 
     def send(self, batch: Batch) -> None:
         """Start sending to the next rank, once the batch before has left. A stop batch, the last
-        one of a link, has left when this returns.
-
-        Raises:
-            RankFailed: the next rank is gone.
-        """
+        one of a link, has left when this returns. Raises RankFailed if the next rank is gone."""
 
     def recv(self) -> Batch:
-        """The next batch from the previous rank; waits for it without a time limit.
-
-        Raises:
-            RankFailed: the previous rank is gone.
-            StaleEpoch: the batch is of another epoch.
-        """
+        """The next batch from the previous rank; waits for it without a time limit. Raises
+        RankFailed if that rank is gone, and StaleEpoch if the batch is of another epoch."""
 
     def abort(self) -> None:
         """From another thread: make a thread that waits in `send` or `recv` raise RankFailed."""

@@ -51,16 +51,10 @@ def token(secret: str, epoch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The parameters of the wire format, the same for every link of a cluster.
-
-    Attributes:
-        max_rows: rows of one batch at most.
-        inline: whether hidden states are part of the message; else they are sent separately.
-        token: see the function `token`.
-        max_finished: sequences that leave with one batch at most, finished or preempted.
-        max_retained: retained prefixes that one batch changes at most.
-        max_kept: running states that one batch keeps at most.
-    """
+    """The parameters of the wire format, the same for every link of a cluster. `inline`: hidden
+    states are part of the message; else they are sent separately. A batch has at most `max_rows`
+    rows, `max_finished` sequences that leave, finished or preempted, and changes of `max_retained`
+    retained prefixes and `max_kept` running states."""
 
     epoch: int
     max_rows: int
@@ -74,7 +68,6 @@ class Wire:
 
     @property
     def capacity(self) -> int:
-        """The length of the longest message, in bytes."""
         tail = self.max_finished + 2 * self.max_retained + 3 * self.max_kept
         tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
@@ -130,15 +123,10 @@ class Wire:
         return message
 
     def unpack(self, message: torch.Tensor) -> Batch:
-        """The batch in a message; bytes beyond its end are ignored.
-
-        The hidden states are a view of the message. If they are sent separately, the batch has
-        none, and `has_hidden` is whether they follow.
-
-        Raises:
-            StaleEpoch: the message is of another epoch.
-            RankFailed: its sender does not hold the cluster's secret.
-        """
+        """The batch in a message; bytes beyond its end are ignored. The hidden states are a view of
+        the message; if they are sent separately, the batch has none, and `has_hidden` is whether
+        they follow. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
+        does not hold the cluster's secret."""
         ints = self._header(message)
         if ints[_EPOCH] != self.epoch:
             raise StaleEpoch(

@@ -55,7 +55,6 @@ def check_groups(deployment: Deployment) -> None:
 
 
 def require_kept(deployment: Deployment) -> None:
-    """Raise ConfigError unless weights stay in few bits."""
     if not any(info.can_keep for _, info in deployment.models):
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
@@ -127,7 +126,6 @@ def without_ggml(deployment: Deployment) -> str | None:
 
 
 def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
-    """The host and the device of each stage."""
     workers, devices = deployment.workers[1:], deployment.devices[1:]
     return [
         (worker.rpartition("/")[0], device) for worker, device in zip(workers, devices, strict=True)

@@ -68,7 +68,6 @@ class Deployment:
         return self.placement.spares
 
     def device_of(self, worker: str) -> str:
-        """The device of a worker."""
         return next(
             device
             for host in self.hosts
@@ -94,7 +93,6 @@ class Deployment:
         return self.dtype_of(self.target)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """The dtype in which one of the models computes."""
         stages = map(self.device_of, self.placement.workers_by_rank[1:])
         return info.chosen_dtype(self.config.model.dtype, self.stage_devices or stages)
 
@@ -110,7 +108,6 @@ class Deployment:
         return replace(self, config=replace(self.config, model=model))
 
     def laid_out(self, placement: Placement) -> Deployment:
-        """The same with another layout of its workers."""
         workers = placement.workers_by_rank
         return replace(
             self,
@@ -152,11 +149,9 @@ class Deployment:
         )
 
     def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
-        """With another checkpoint as the draft or the mid-size model."""
         return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
 
     def name_of(self, info: CheckpointInfo) -> str:
-        """Its name in `model.`."""
         return next(name for name, each in self.models if each is info)
 
     @property
@@ -193,7 +188,6 @@ class Deployment:
 
     @property
     def max_rows(self) -> int:
-        """The largest number of rows in a batch."""
         return self.config.max_rows
 
 

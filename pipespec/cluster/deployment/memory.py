@@ -1,13 +1,8 @@
-"""The memory and the open files that a deployment needs, and what is free.
-
-Only memory that is certainly used is counted, so that no cluster is refused that could run:
-the KV of one sequence or what `model.kv_memory` names, the running states of all
-sequences (layers of linear attention and the like), one batch of the largest size on its way
-through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
-more than its files, mapped into memory, of which the system keeps as much as it has room for;
-they count where loading converts them. Where there is room for them, they are packed
-(`pipespec.engine.low_bit.cpu_products`).
-"""
+"""The memory and the open files that a deployment needs, and what is free. Only memory that is
+certainly used is counted, so that no cluster is refused that could run. On a CPU weights of the
+checkpoint's own type are files mapped into memory, of which the system keeps as much as it has room
+for; they count where loading converts them, and where there is room they are packed
+(`pipespec.engine.low_bit.cpu_products`)."""
 
 from __future__ import annotations
 
@@ -61,12 +56,8 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
 def required_bytes(
     deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
 ) -> Counter[str]:
-    """Bytes that a rank certainly uses on its device, by setting or WEIGHTS.
-
-    Args:
-        mid: those of the mid-size model alone.
-        member: those of this one of the tensor-parallel members that compute the rank.
-    """
+    """Bytes that a rank, or this tensor-parallel member of it, certainly uses on its device, by
+    setting or WEIGHTS. `mid`: those of the mid-size model alone."""
     info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
@@ -96,7 +87,6 @@ def required_bytes(
 
 
 def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
-    """The layers of `info` that a rank holds."""
     return deployment.layers[rank - 1] if rank else range(info.num_layers)
 
 
@@ -218,7 +208,6 @@ def held_bytes(
 
 
 def free_bytes(device: str) -> int:
-    """Free bytes on a device of this machine."""
     if device == "cpu":
         swap = psutil.swap_memory().free
         return min(psutil.virtual_memory().available, cgroup_free()) + swap
@@ -285,7 +274,6 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 
 
 def local_ranks(deployment: Deployment) -> list[int]:
-    """The ranks of this machine's workers in the first epoch."""
     here = {worker for host in deployment.hosts if host.local for worker in host.workers}
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
 

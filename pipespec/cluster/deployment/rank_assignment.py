@@ -14,15 +14,10 @@ from pipespec.transport.transport_settings import YES
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The workers and layers of the ranks in an epoch; it is sent as JSON.
-
-    Attributes:
-        workers: the worker of each rank, the head's first.
-        layers: of each stage, from rank 1 on.
-        followers: the tensor-parallel followers of each rank; empty: every rank has one worker.
-        joined: hosts that were not there when the cluster began, which older workers do not know.
-        changes: how many epochs began because a host joined or left, and not for a fault.
-    """
+    """The worker of each rank in an epoch, the head's first, and the layers of each stage, from
+    rank 1 on; sent as JSON. `followers` are the tensor-parallel ones of each rank; empty: none has
+    any. `joined` are hosts that came after the cluster began, which older workers do not know, and
+    `changes` counts the epochs that began because a host joined or left, and not for a fault."""
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
@@ -66,7 +61,6 @@ class RankAssignment:
 
     @classmethod
     def decode(cls, text: str) -> RankAssignment:
-        """The inverse of `encode`."""
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
         followers = tuple(tuple(each) for each in found["followers"])

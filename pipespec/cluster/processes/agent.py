@@ -75,17 +75,12 @@ class EndRequested(Exception):
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the agent must know before torchrun can import.
-
-    Attributes:
-        directory: of all files of this host; None: the agent makes and removes one.
-        preload: modules to import once for all workers.
-        address: of the host, whose interface carries the batches.
-        interface: its name, if the address does not identify it.
-        lock: the name of the lock that one agent of the host holds; an older holder is ended.
-        remote: whether the launcher is at the other end of an SSH connection.
-        restarted: whether the cluster runs already; the host may have another version by now.
-    """
+    """What the agent must know before torchrun can import. `directory` has all files of this host;
+    None: the agent makes and removes one. `preload`: modules to import once for all workers.
+    Batches use `interface`, or the one that has `address`. `lock` names the lock that one agent of
+    the host holds; an older holder is ended. `remote`: the launcher is at the other end of an SSH
+    connection; `restarted`: the cluster runs already, and the host may have another version by
+    now."""
 
     directory: str | None
     preload: tuple[str, ...]
@@ -103,7 +98,6 @@ def make_directory() -> Path:
 
 
 def main() -> None:
-    """Read the job from standard input, run the workers, leave the outcome."""
     try:
         _main(sys.stdin.buffer)
     except PipespecError as error:
@@ -160,7 +154,6 @@ def _main(stdin: BinaryIO) -> NoReturn:
 
 
 def check_version(launcher: str) -> None:
-    """Raise HostFailed unless the launcher's pipespec is ours."""
     if launcher != (own := own_version()):
         raise HostFailed(
             f"pipespec there is {own}, but that of the launcher is {launcher}; install the same on "
@@ -187,7 +180,6 @@ def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> Non
 
 
 def _end(torchrun: subprocess.Popen[bytes]) -> None:
-    """Have it end its supervisors."""
     torchrun.terminate()
     try:
         torchrun.wait(PATIENCE_S)
@@ -213,7 +205,6 @@ def _send_message(message: dict[str, Any]) -> None:
 
 
 def _set_environment(setup: AgentSetup, directory: Path) -> None:
-    """The environment of every process of this host."""
     environment = os.environ
     # Until a worker knows its rank, and with it its share of the cores. OpenBLAS keeps idle threads
     # from import on, and a process with threads must not fork.
@@ -309,7 +300,6 @@ class _Reporter:
         return found
 
     def stop(self) -> None:
-        """Report what is left."""
         self._done.set()
         self._over.wait(PATIENCE_S)
 
@@ -324,7 +314,6 @@ class _Reporter:
 
 
 def _remove_leftovers() -> None:
-    """Remove what this agent made itself."""
     for path in _leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

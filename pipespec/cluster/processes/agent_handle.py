@@ -81,15 +81,10 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 class AgentHandle:
-    """The agent of one host, and what it has reported.
-
-    Its listener, a thread per agent, writes `reached`, `ended_at`, the phase and the result.
-    The session's thread and the recovery's both start and stop agents, under one lock; only the
-    recovery restarts lost agents.
-
-    Attributes:
-        signs: changes for a worker whenever the agent has seen its process run.
-    """
+    """The agent of one host, and what it has reported. Its listener, a thread per agent, writes
+    `reached`, `ended_at`, the phase and the result; `signs` changes for a worker whenever the agent
+    has seen its process run. The session's thread and the recovery's both start and stop agents,
+    under one lock; only the recovery restarts lost agents."""
 
     def __init__(
         self,
@@ -159,11 +154,9 @@ class AgentHandle:
 
     @property
     def display_name(self) -> str:
-        """The name of the host in messages."""
         return socket.gethostname() if self.host.name == LOCAL else self.host.name
 
     def start_workers(self, job: WorkerJob, on_log: Callable[[str, str], None] | None) -> None:
-        """Send the agent the job of its workers."""
         self._on_log = on_log
         with self._changing:
             self._job = job
@@ -225,7 +218,6 @@ class AgentHandle:
         return self._result is None or "ended" not in self._result
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the host, up to `timeout` seconds."""
         self._listener.join(timeout)
 
     @property
@@ -256,7 +248,6 @@ class AgentHandle:
             self.outcome = self._outcome()
 
     def close_stdin(self) -> None:
-        """Ask the agent to end."""
         assert self._agent.stdin is not None
         with self._writing, suppress(OSError):  # It ended before it had read its job.
             self._agent.stdin.close()

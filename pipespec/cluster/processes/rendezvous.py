@@ -1,14 +1,8 @@
-"""torchrun's rendezvous for a single node, inside its own process.
-
-torchrun's own kinds open a TCPStore on every address of the machine, and the dynamic one
-unpickles what it finds there. What torchrun starts for us is one node, whose agent meets no
-other, so this one keeps its store in memory: nothing listens and nothing is read from outside.
-
-    torchrun --rdzv-backend=pipespec --nproc-per-node=2 -m ...
-
-finds it by the entry point group `torchrun.handlers`; `register` makes it known to a process
-without an installed package. The ranks meet elsewhere (`pipespec.transport.distributed`).
-"""
+"""torchrun's rendezvous for a single node, inside its own process. torchrun's own kinds open a
+TCPStore on every address of the machine, and the dynamic one unpickles what it finds there; this
+one keeps its store in memory, and nothing listens. `torchrun --rdzv-backend=pipespec` finds it by
+the entry point group `torchrun.handlers`. The ranks meet elsewhere
+(`pipespec.transport.distributed`)."""
 
 from __future__ import annotations
 

@@ -1,15 +1,10 @@
-"""The process of a host in which torchrun's elastic launcher runs, and the supervisors it forks.
-
-    python -m pipespec.cluster.processes.torchrun
-
-It imports torch, the models and the entrypoint once, and stays a process of one thread without a
-CUDA context: all other processes of the host are forked from it, so that seventeen workers start
-almost as fast as one. The elastic launcher lives in its main thread, where that launcher's signal
-handlers must be. It reads what to import from standard input, then the job. Nothing more is written
-there, so it ends when the agent is gone. For the agent it writes one JSON object to the file
-`outcome`: {"ended": true}, with the results beside it, {"failed": sentence} or, when a signal ended
-a supervisor and the host may be started again, {"lost": sentence}.
-"""
+"""The process of a host in which torchrun's elastic launcher runs, and the supervisors it forks. It
+imports torch, the models and the entrypoint once, and stays a process of one thread without a CUDA
+context: all others are forked from it, so that seventeen workers start almost as fast as one. It
+reads what to import from standard input, then the job, and ends when the agent is gone. For the
+agent it writes one JSON object to the file `outcome`: {"ended": true}, with the results beside it,
+{"failed": sentence} or, when a signal ended a supervisor and the host may be started again,
+{"lost": sentence}."""
 
 from __future__ import annotations
 
@@ -54,16 +49,10 @@ WORKER = "PIPESPEC_WORKER"
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the workers run: `entrypoint(*args)`, with the worker's name in the environment.
-
-    Attributes:
-        entrypoint: "module:function"; only the workers import it.
-        args: a pickled tuple; only the workers read it, who have imported its types.
-        workers: their names; `titles` are their names in messages.
-        host: the name of their host in messages.
-        restart: whether one that a signal ended is replaced by another.
-        logs: whether the output of the workers is forwarded, line by line.
-    """
+    """What the workers run: `entrypoint(*args)`, with the worker's name in the environment. Only
+    the workers import the entrypoint, "module:function", and read the pickled tuple `args`.
+    `titles` and `host` are names in messages. `restart`: a worker that a signal ended is replaced;
+    `logs`: the output of the workers is forwarded, line by line."""
 
     entrypoint: str
     args: bytes

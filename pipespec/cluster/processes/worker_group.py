@@ -60,16 +60,10 @@ def launch(
 
 
 class WorkerGroup:
-    """The running workers. Leaving the `with` block ends those that still run.
-
-    Their agents start at once and import `modules`, which takes longest; meanwhile the caller may
-    prepare the job, which `start_workers` sends.
-
-    Args:
-        hosts: where they run, one worker per device.
-        modules: to import once for all workers of a host.
-        name: of the cluster; with the host's name, the name of an agent's lock.
-    """
+    """The running workers of `hosts`, one per device; leaving the `with` block ends those that
+    still run. Their agents start at once and import `modules`, which takes longest; meanwhile the
+    caller may prepare the job, which `start_workers` sends. An agent's lock has the `name` of the
+    cluster and the host's."""
 
     def __init__(
         self, hosts: Sequence[Host], modules: Sequence[str] = PRELOAD, *, name: str | None = None
@@ -105,17 +99,13 @@ class WorkerGroup:
         return agent
 
     def remove(self, agent: AgentHandle) -> None:
-        """End what runs on a host that was added."""
         self._hosts = tuple(host for host in self._hosts if host is not agent)
         self._guests -= {agent}
         agent.stop()
 
     def await_agents(self) -> None:
-        """Wait until the agents of other hosts have sent their first message.
-
-        Raises:
-            HostFailed: one of them could not begin; all others have been ended.
-        """
+        """Wait until the agents of other hosts have sent their first message. Raises HostFailed if
+        one of them could not begin; all others have been ended."""
         while not self._failed() and not all(
             host.reached or host.host.local for host in self._hosts
         ):
@@ -132,15 +122,10 @@ class WorkerGroup:
         on_log: Callable[[str, str], None] | None = None,
         on: AgentHandle | None = None,
     ) -> None:
-        """Have every worker run `entrypoint(*args)`, and return while they begin.
-
-        Args:
-            entrypoint: as "module:function"; it is not imported here.
-            restart: whether a worker that a signal ended, or a host that was lost, is started
-                again; else it ends the cluster.
-            on_log: called with the worker's name and a line that it wrote.
-            on: the host whose workers are started; None: all hosts.
-        """
+        """Have every worker of a host, `on`, or of all run `entrypoint(*args)`, a "module:function"
+        that is not imported here, and return while they begin. `restart`: a worker that a signal
+        ended, or a host that was lost, is started again; else it ends the cluster. `on_log` is
+        called with a worker's name and a line that it wrote."""
         packed = pickle.dumps(tuple(args))
         for host in self._hosts if on is None else (on,):
             names = host.host.workers
@@ -152,25 +137,16 @@ class WorkerGroup:
             )
 
     def poll(self) -> bool:
-        """Whether the workers still run.
-
-        Raises:
-            RankFailed: a worker ended before its work did; all others have been ended too.
-        """
+        """Whether the workers still run. Raises RankFailed if one ended before its work did; all
+        others have been ended too."""
         if not self._failed() and all(host.running for host in self._own):
             return True
         self.wait()
         return False
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """The results of the workers of this machine, once they and all helpers have ended.
-
-        `timeout` is in seconds.
-
-        Raises:
-            RankFailed: a worker ended before its work did; all others have been ended too.
-            TimeoutError: the workers still run.
-        """
+        """The results of this machine's workers, once they and all helpers have ended. Raises
+        RankFailed as `poll`, and TimeoutError if they still run after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while any(host.running for host in self._own) and not self._failed():
             if deadline is not None and time.monotonic() >= deadline:
@@ -186,7 +162,6 @@ class WorkerGroup:
 
     @property
     def _own(self) -> list[AgentHandle]:
-        """The hosts with which the cluster began."""
         return [host for host in self._hosts if host not in self._guests]
 
     def _failed(self) -> list[AgentHandle]:
@@ -212,7 +187,6 @@ class WorkerGroup:
         return any(host.preparing for host in self._hosts if worker in host.host.workers)
 
     def restart_lost_hosts(self) -> None:
-        """Start the agents anew of hosts that were lost."""
         for host in self._hosts:
             host.restart_if_lost()
 

@@ -40,22 +40,15 @@ class Abortable(Protocol):
 
 
 class Heartbeat:
-    """Renews a worker's lease, and aborts the links of an epoch that is over.
-
-        with Heartbeat(url, namespace, worker, patience_s=30) as heartbeat:
-            epoch = heartbeat.next(0)
-            with heartbeat.aborting(epoch.number, link):
-                ...     # `link` fails soon after a newer epoch begins, or Redis is gone
-
-    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. With
-    `by_hand`, as no process of the launcher's ends this one, the cluster has ended, too, if the
-    launcher gives no sign of life for LAUNCHER_S seconds more.
+    """Renews a worker's lease, and aborts the links of an epoch that is over. While Redis does not
+    answer, it tries to connect again for `patience_s` seconds. With `by_hand`, as no process of the
+    launcher's ends this one, the cluster has ended, too, if the launcher gives no sign of life for
+    LAUNCHER_S seconds more.
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
     Whether the main thread makes progress otherwise is for the supervisor to judge
-    (`pipespec.system.liveness`); a heartbeat that comes late ends nothing.
-    """
+    (`pipespec.system.liveness`); a heartbeat that comes late ends nothing."""
 
     def __init__(
         self,
@@ -99,7 +92,6 @@ class Heartbeat:
             raise self._gone
 
     def check(self, epoch: int) -> None:
-        """Raise StaleEpoch if a newer epoch has begun, and Unreachable if Redis is gone."""
         with self._changed:
             if self._epoch.number > epoch:
                 raise StaleEpoch(f"Epoch {epoch} is over: a newer one has begun.")

@@ -18,12 +18,9 @@ from pipespec.system.cores import SHARES_CORES, CoreShares, num_cores, share_cor
 
 @dataclass(frozen=True)
 class HeldRank:
-    """A rank in one epoch, for a worker of that rank.
-
-    Attributes:
-        deployment: with the layers and devices of this epoch, and the paths of this host.
-        member: which of the workers that compute the rank this one is; 0 leads them.
-    """
+    """A rank in one epoch, for a worker of that rank. `deployment` has the layers and devices of
+    this epoch, and the paths of this host. `member`: which of the rank's workers this one is; 0
+    leads."""
 
     deployment: Deployment
     where: ControllerAddress
@@ -35,7 +32,6 @@ class HeldRank:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The workers that compute the rank."""
         return self.assignment.members(self.rank)
 
     def num_models_on(self, device: str) -> int:
@@ -77,5 +73,4 @@ class HeldRank:
         return int(threads)
 
     def _place(self, worker: str) -> tuple[str, str]:
-        """The host and the device of a worker."""
         return self.hosts[worker].name, self.deployment.device_of(worker)

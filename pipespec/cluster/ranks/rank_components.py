@@ -52,13 +52,9 @@ def load_model(
     mid: bool = False,
     tp_rank: TPRank | None = None,
 ) -> ModelSlice | None:
-    """Load a stage's part of the target, or the draft model at rank 0. None: it has no model.
-
-    Args:
-        sharing: models on the device, this one included; each takes its share of free memory.
-        mid: load the mid-size model beside the head in place of the draft model.
-        tp_rank: which part to load, of a rank that several workers compute.
-    """
+    """Load a stage's part of the target, or at rank 0 the draft model, with `mid` the mid-size
+    model. None: it has no model. `sharing` models, this one included, share the device's free
+    memory. `tp_rank`: which part to load, of a rank that several workers compute."""
     info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
         return None
@@ -123,13 +119,9 @@ class Weights:
         member: int = 0,
         size: int = 1,
     ) -> ModelSlice | None:
-        """The model of a rank, loaded unless it is the one in memory.
-
-        Args:
-            sharing: models on its device, this one included.
-            mid: the mid-size model beside the head in place of the draft.
-            member: which part to load, of a rank that `size` workers compute.
-        """
+        """The model of a rank, with `mid` the mid-size model beside the head, loaded unless it is
+        the one in memory: the part `member` of a rank that `size` workers compute. `sharing`:
+        models on its device, this one included."""
         layers = deployment.layers[rank - 1] if rank else None
         device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
@@ -147,7 +139,6 @@ class Weights:
         return self._model
 
     def drop(self) -> None:
-        """Free the model."""
         if self._model is not None:
             self._model = self._loaded = None
             if torch.cuda.is_initialized():  # before free memory is measured
@@ -243,7 +234,6 @@ def draft_proposer(
     runner: SliceRunner,
     parallel: ParallelDraft | None = None,
 ) -> DraftModelProposer:
-    """The proposer that runs a draft model or a mid-size one."""
     config, states = deployment.config, None
     if info.recurrent is not None:
         members = memory.members_of(deployment, 0, mid=info is deployment.mid)

@@ -69,15 +69,9 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
-    """Run ranks until the head stops the cluster: the entrypoint of every worker.
-
-    Args:
-        hosts: the host of each worker, by the worker's name.
-
-    Raises:
-        Unreachable: Redis stayed away.
-        PipespecError: something is wrong with this worker rather than with its neighbours.
-    """
+    """Run ranks until the head stops the cluster: the entrypoint of every worker. `hosts`: the host
+    of each worker. Raises Unreachable if Redis stays away, and PipespecError if something is wrong
+    with this worker rather than with its neighbours."""
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
     here = on_this_host(deployment, hosts[worker])
@@ -196,12 +190,9 @@ def join_and_run(
     group: TPProcessGroup | None = None,
     num_slots: int | None = None,
 ) -> None:
-    """Join the controller and the neighbours, and run the loop of a rank.
-
-    Args:
-        group: of the workers that compute the rank; it is aborted with the links.
-        num_slots: of the model's KV slots, which the rank may use; None: all.
-    """
+    """Join the controller and the neighbours, and run the loop of a rank. `group`: of the workers
+    that compute it, aborted with the links. It may use `num_slots` KV slots of the model; None:
+    all."""
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
     hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
@@ -280,14 +271,8 @@ def join_rank(
     num_slots: int | None = None,
 ) -> Iterator[Callable[[Transport], None]]:
     """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
-    runs the loop of the head or of a stage over its links, until the head says stop.
-
-    Args:
-        mid: the mid-size model beside the head of a cascade.
-        grammars: see `rank_grammars`.
-        spins: see `pipespec.system.spin_wait`.
-        num_slots: of the model's KV slots, which the rank may use; None: all.
-    """
+    runs the loop of the head or of a stage over its links, until the head says stop. The rank may
+    use `num_slots` KV slots of the model; None: all."""
     config, layout = deployment.config, deployment.layout
     runner = tokens = None
     if model is not None:

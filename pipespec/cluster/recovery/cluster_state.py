@@ -23,12 +23,8 @@ class ClusterState:
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """Another assignment, which is no consequence of a fault: a host joins or leaves.
-
-    Attributes:
-        reason: a clause for the log.
-        on_begun: called by the recovery's thread when the epoch begins.
-    """
+    """Another assignment, which is no consequence of a fault: a host joins or leaves. `reason` is a
+    clause for the log; the recovery's thread calls `on_begun` when the epoch begins."""
 
     assignment: RankAssignment
     reason: str

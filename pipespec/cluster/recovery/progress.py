@@ -16,11 +16,8 @@ STABLE_S = 10.0
 
 
 class Progress:
-    """The progress of one cluster, for one thread.
-
-    Attributes:
-        new_faults: faults since `too_many_faults` was called.
-    """
+    """The progress of one cluster, for one thread; `new_faults`: since `too_many_faults` was
+    called."""
 
     def __init__(self) -> None:
         self.new_faults = 0

@@ -52,17 +52,12 @@ log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """A thread that keeps one cluster going, from `watch` to the end of the `with` block.
-
-    Args:
-        assignment: of the first epoch, which begins at once.
-        workers: all workers, spares included.
-        replan: makes an assignment without workers that are lost, or raises ConfigError, or
-            WeightsPending while it cannot begin yet.
-        server: the private Redis, if there is one; it is started again when it has ended or hangs.
-        patience_s: how long the recovery waits for a lost worker before the assignment changes, and
-            for a Redis that it cannot start again before the cluster ends.
-    """
+    """A thread that keeps one cluster going, from `watch` to the end of the `with` block. The first
+    epoch has `assignment` and begins at once; `replan` makes one without workers that are lost, or
+    raises ConfigError, or WeightsPending while it cannot begin yet. The private Redis, `server`, is
+    started again when it has ended or hangs. `patience_s`: how long a lost worker is waited for
+    before the assignment changes, and a Redis that cannot be started again before the cluster
+    ends."""
 
     def __init__(
         self,
@@ -104,7 +99,6 @@ class Recovery:
 
     @property
     def stopped(self) -> bool:
-        """Whether it watches no more."""
         return self._stop.is_set()
 
     @property
@@ -113,7 +107,6 @@ class Recovery:
         return self._state
 
     def watch(self, workers: WorkerGroup) -> None:
-        """Begin to watch."""
         self._workers = workers
         self._thread.start()
 
@@ -146,7 +139,6 @@ class Recovery:
             self._thread.join()
 
     def check(self) -> None:
-        """Raise RankFailed if the cluster was given up."""
         if (failure := self._state.failure) is not None:
             raise RankFailed(failure)
 
@@ -287,7 +279,6 @@ class Recovery:
             self._published_counts = Counter(self._stats.counts)
 
     def _newly_silent(self, beats: Mapping[str, bytes]) -> list[str]:
-        """Workers that are lost since the last call."""
         assert self._workers is not None
         now = time.monotonic()
         silent = self._leases.update(beats, self._workers.signs(), now)

@@ -18,18 +18,11 @@ LOOK_S = 0.5
 
 class WorkerLeases:
     """The signs of life of workers, as one process sees them. Pure: callers pass the signs, and the
-    time in seconds of the monotonic clock.
-
-    A sign is a renewed lease (`Membership.beats`), or that the agent of its host has seen the
-    process of the worker (`WorkerGroup.signs`). So a worker is lost if its host is cut off, or its
-    process neither runs nor is started again, but not if its threads are late. Redis expires leases
-    by its wall clock, which may be changed meanwhile; so what counts is how long ago each sign was
-    seen.
-
-    Attributes:
-        alive: workers that have renewed a lease, and are not lost.
-        lost_at: when each other one was lost; not of those that never had a lease.
-    """
+    time of the monotonic clock. A sign is a renewed lease (`Membership.beats`), or that the agent
+    of its host has seen the process of the worker (`WorkerGroup.signs`). So a worker is lost if its
+    host is cut off, or its process neither runs nor is started again, but not if its threads are
+    late. Redis expires leases by its wall clock, so what counts is how long ago each sign was seen
+    here. `alive` have renewed a lease and are not lost; `lost_at`: when each other one was lost."""
 
     def __init__(self, workers: Sequence[str]):
         self.workers = tuple(workers)
@@ -76,11 +69,7 @@ class WorkerLeases:
 
 
 class JoinedPids:
-    """The process ids of the workers that have joined, for one thread.
-
-    Attributes:
-        current: of those that have joined this epoch.
-    """
+    """The process ids of the workers that have joined this epoch, `current`, and the last one."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
@@ -99,7 +88,6 @@ class JoinedPids:
         return len(joined)
 
     def begin_epoch(self) -> None:
-        """No worker has joined the next epoch yet."""
         self._previous, self.current = self.current, {}
 
     def has_joined(self, death: WorkerDeath) -> bool:
