@@ -72,15 +72,6 @@ def chunks(data: st.DataObject, ids: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in zip([0, *borders], [*borders, len(ids)], strict=True)]
 
 
-@given(text=st.text(), data=st.data())
-def test_pieces_of_any_text_join_to_the_text(text: str, data: st.DataObject) -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    ids = tokenizer.encode(text)
-    pieces = [stream.push(chunk) for chunk in chunks(data, ids)]
-    assert "".join(pieces) + stream.flush() == text == whole(tokenizer, ids)
-
-
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT)))
 def test_no_piece_holds_a_broken_character(text: str) -> None:
     tokenizer = byte_level()
@@ -123,26 +114,12 @@ def test_without_a_context_the_first_space_is_dropped() -> None:
     assert Detokenizer(tokenizer, context=ids).push(ids) == " the cat"
 
 
-def test_a_character_appears_with_its_last_byte() -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    ids = tokenizer.encode("🙂")
-    assert len(ids) == 4, "the character is not in the training text"
-    assert [stream.push([token]) for token in ids] == ["", "", "", "🙂"]
-
-
 def test_a_character_cut_short_is_flushed_as_a_replacement() -> None:
     tokenizer = byte_level()
     stream = Detokenizer(tokenizer)
     assert stream.push(tokenizer.encode("a🙂")[:-1]) == "a"
     assert stream.flush() == REPLACEMENT
     assert stream.flush() == ""
-
-
-def test_special_tokens_have_no_text() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("the"), tokenizer.eos_token_id, *tokenizer.encode(" cat")]
-    assert Detokenizer(tokenizer).push(ids) == "the cat"
 
 
 # --- stop strings -----------------------------------------------------------------------------
@@ -189,23 +166,6 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
         held = StopStrings(stops).push(text[:end])
         rest = text[len(held) : end]
         assert not rest or any(stop.startswith(rest) for stop in stops)
-
-
-def test_a_stop_string_is_found_across_pieces() -> None:
-    stream = StopStrings(["\n\nQ:"])
-    assert [stream.push(piece) for piece in ["yes\n", "\nQ", ": more"]] == ["yes", "", ""]
-    assert stream.found == "\n\nQ:"
-    assert stream.push("never shown") == stream.flush() == ""
-
-
-def test_a_false_beginning_is_shown_as_soon_as_it_is_known() -> None:
-    stream = StopStrings(["END"])
-    assert [stream.push(piece) for piece in ["EN", "E", "ND?"]] == ["", "EN", ""]
-    assert stream.found == "END"
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert StopStrings([]).push("text") == "text"
 
 
 def test_stop_checker_returns_true_at_the_token_that_completes_a_stop_string() -> None:

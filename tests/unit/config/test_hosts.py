@@ -141,6 +141,8 @@ def test_the_examples_are_valid(example):
         ("", "it has no hosts"),
         ("- a\n", "the file is"),
         ("hosts: [\n", "it is not YAML in line"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("hosts: 0x" + "f" * 9000, "a number of too many digits"),
         ("name: a\nname: b\n", "it is not YAML in line 2"),
         ("hosts: [{address: a, devices: [cpu, cpu], adress: b}]", "unknown setting 'adress'"),
         ("hosts: [{name: a, devices: [cpu, cpu]}]", "hosts[0] has no address"),

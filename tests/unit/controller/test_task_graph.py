@@ -185,10 +185,6 @@ def test_a_task_is_known_by_its_id(kind: TaskKind, rank: int, step: int) -> None
     assert Task.parse(task.id) == task
 
 
-def test_the_id_is_short() -> None:
-    assert compute(3, 17).id == "c:3:17"
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
