@@ -76,15 +76,14 @@ class ClusterThread:
         require_resources()
         with session.start_agents(deployment) as agents:
             served = ModelInfo.of(deployment)
-            with session.start_cluster(deployment, agents, self._on_loaded) as cluster:
+            with session.start_cluster(
+                deployment, agents, lambda ranks, of: self._require_wanted(0)
+            ) as cluster:
                 self._session = cluster
                 self.ready.set_result(own_entry(cluster, served, settings))
                 while cluster.poll():
                     self._require_wanted(LOOK_S)
         raise RankFailed("The ranks of the cluster ended by themselves.")
-
-    def _on_loaded(self, ranks: int, of: int) -> None:
-        self._require_wanted(0)
 
     def _require_wanted(self, timeout: float) -> None:
         if self._unwanted.wait(timeout) or not threading.main_thread().is_alive():

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.chat:
         settings.append("decode.chat=true")
 
-    result = decode(prompt, settings, arguments.on, _ignore if arguments.json else write)
+    result = decode(prompt, settings, arguments.on, (lambda _: None) if arguments.json else write)
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
@@ -145,10 +145,6 @@ def _decode_here(
             result, reports = ask(client, settings, ids, on_text)
     answers.write_trace(deployment, reports)
     return result
-
-
-def _ignore(_: str) -> None:
-    """The text comes with the result."""
 
 
 def print_statistics(result: Result) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -110,15 +110,6 @@ class HostAdmission:
             self._on_log,
             joined=session.host.name in self._with_it,
         )
-
-
-@contextmanager
-def admitting_hosts(
-    options: JoinOptions, deployment: Deployment, on_log: OnLog
-) -> Iterator[HostAdmission]:
-    made = HostAdmission(options, deployment, on_log)
-    with made.server:
-        yield made
 
 
 def hosts_of(config: Config) -> HostsFile:

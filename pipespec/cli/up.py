@@ -297,14 +297,20 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli.host_admission import admitting_hosts, hosts_of, open_to_hosts, require_open
+    from pipespec.cli.host_admission import (
+        HostAdmission,
+        hosts_of,
+        open_to_hosts,
+        require_open,
+    )
 
     require_open(config)
     problem = measured_problem(config, hosts_of(config))
     # Before others are there, the layers may not fit.
     placement = plan_slices(problem) if join_options.hosts == 1 else None
     alone = open_to_hosts(decide(config, placement), join_options)
-    with admitting_hosts(join_options, alone, on_log) as admission:
+    admission = HostAdmission(join_options, alone, on_log)
+    with admission.server:
         deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)
         yield deployment, admission

@@ -47,11 +47,9 @@ class OwnCluster(Protocol):
 
     def check(self) -> None:
         """Raise RankFailed if it has ended, so that no open request will finish."""
-        ...
 
     def reporters(self) -> tuple[int, bool]:
         """How many ranks report on a request, and whether some reports may be lost."""
-        ...
 
 
 class AsyncClient:
@@ -137,7 +135,7 @@ class AsyncClient:
             # Its number must be known, or it could not be cancelled.
             request = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._meanwhile(self._cancel_late(log, asking))
+            self._meanwhile(self._cancel(log, asking))
             raise
         if log is not self.log:  # meanwhile the cluster has become another
             raise self._ended()
@@ -167,15 +165,10 @@ class AsyncClient:
         task.add_done_callback(self._leaving.discard)
 
     @staticmethod
-    async def _cancel(log: AsyncRequestLog, request: int) -> None:
+    async def _cancel(log: AsyncRequestLog, request: int | asyncio.Future[int]) -> None:
         # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
         with suppress(ControllerError):
-            await log.cancel(request)
-
-    @staticmethod
-    async def _cancel_late(log: AsyncRequestLog, asking: asyncio.Future[int]) -> None:
-        with suppress(ControllerError):
-            await log.cancel(await asking)
+            await log.cancel(request if isinstance(request, int) else await request)
 
     async def wake(self) -> None:
         """Have a read that is under way begin anew, as there is more to read."""
@@ -275,14 +268,11 @@ class AsyncClient:
         if isinstance(event, Finished):
             del self._followed[request]
         elif isinstance(event, Accepted) and not self.running.owner.here:
-            self._saw_first(request)
+            # It came from a machine with another clock.
+            self._first_seen.setdefault(request, self._clock())
+            if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
+                del self._first_seen[next(iter(self._first_seen))]
         answer.push(request, event)
-
-    def _saw_first(self, request: int) -> None:
-        """A token of a request came from a machine with another clock."""
-        self._first_seen.setdefault(request, self._clock())
-        if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
-            del self._first_seen[next(iter(self._first_seen))]
 
     async def _end(self) -> RankFailed | None:
         """Why no open request will finish, as far as can be known while Redis answers."""

@@ -138,7 +138,10 @@ class ModelInfo:
         """
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
-        conversation = [self._adapted(message) for message in messages]
+        conversation = [
+            self._call_form.adapted(each) if each.get("tool_calls") else dict(each)
+            for each in messages
+        ]
         mark = f"<{secrets.token_hex(16)}>"
         if continuing:
             conversation[-1]["content"] += mark
@@ -158,10 +161,6 @@ class ModelInfo:
         if continuing and mark not in text:
             raise TemplateFailed("it leaves the last message out, which is to be continued")
         return text.rpartition(mark)[0] if continuing else text
-
-    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a message in the form that the template wants."""
-        return self._call_form.adapted(message) if message.get("tool_calls") else dict(message)
 
     @cached_property
     def _call_form(self) -> CallForm:

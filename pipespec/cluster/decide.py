@@ -45,7 +45,7 @@ def decide(
         draft = inspect(elsewhere.get("draft", config.model.draft))
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
     mid = None
-    if config.needs_mid:
+    if config.proposer.needs_mid:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(elsewhere.get("mid", config.model.mid))
         mid.check_quantization("model.mid_quantization", config.model.mid_quantization)

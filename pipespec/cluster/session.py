@@ -203,9 +203,11 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     for line in (expanded(deployment), shared_gpu(deployment), without_ggml(deployment)):
         if line is not None:
             log.warning(line)
+    types = dict.fromkeys(info.model_type for _, info in deployment.models)
+    entrypoint = WORKER_ENTRYPOINT.partition(":")[0]
     with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
-        (*PRELOAD, *modules_of(deployment)),
+        (*PRELOAD, entrypoint, *map(modeling_module, types)),
         name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
         # Before this process imports more: an error of an agent ends the command at once.
@@ -286,10 +288,3 @@ def start_cluster(
                 recovery.stop()
                 epoch_control.end_epoch(redis.url, redis.namespace, failed=failed)
             agents.stop()
-
-
-def modules_of(deployment: Deployment) -> list[str]:
-    """The modules that the workers of a deployment import besides PRELOAD: the entrypoint, and the
-    classes of its models."""
-    types = dict.fromkeys(info.model_type for _, info in deployment.models)
-    return [WORKER_ENTRYPOINT.partition(":")[0], *map(modeling_module, types)]

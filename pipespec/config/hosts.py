@@ -244,8 +244,6 @@ def _refuse_too_many(root: Any) -> None:
         )
 
 
-# --- the file ---------------------------------------------------------------------------------
-
 HOST = entries.kinds(Host)
 DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}
 FILE: dict[str, entries.Kind] = {
@@ -274,7 +272,8 @@ def _hosts(values: Any, stem: str) -> HostsFile:
     if "name" not in given:
         given["name"] = entries.host_name("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem))
     _check_draft(given.get("draft"), hosts)
-    _check_order(given.get("order"), names)
+    if "order" in given:
+        _check_order(given["order"], names)
     given.update({key: tuple(given[key]) for key in ("order", "split") if key in given})
     hosts_file = HostsFile(hosts=hosts, **given)
     num_workers = len(hosts_file.workers)
@@ -343,8 +342,6 @@ def _check_draft(value: Any, hosts: Sequence[Host]) -> None:
 
 
 def _check_order(order: Any, names: Sequence[str]) -> None:
-    if order is None:
-        return
     for name in order:
         if name not in names:
             raise Wrong(

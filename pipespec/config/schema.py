@@ -144,20 +144,10 @@ class Config(RunConfig):
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 
     @property
-    def clock(self) -> StepClock:
-        """The least times of the work of all ranks."""
-        return self.emulate
-
-    @property
-    def link_delay(self) -> LinkDelay:
-        """What the links between ranks add to the times of messages."""
-        return self.emulate_link
-
-    @property
     def time_scale(self) -> float | None:
         """How many times longer everything takes here than is reported; None: times are those of
         this machine."""
-        return self.clock.scale if self.clock or self.link_delay else None
+        return self.emulate.scale if self.emulate or self.emulate_link else None
 
     @property
     def policies(self) -> tuple[SpeculationPolicy, ...]:
@@ -181,15 +171,6 @@ class Config(RunConfig):
         return min(most, self.max_rows)
 
     @property
-    def needs_mid(self) -> bool:
-        return self.proposer.needs_mid
-
-    @property
-    def mid_rows(self) -> int:
-        """Nodes that one pass of a mid-size model scores; 0: there is no such model."""
-        return self.proposer.mid_rows
-
-    @property
     def _most_rows(self) -> int:
         """Rows of one request that a batch has at most, prompts left out."""
         return max(each.max_rows for each in self.policies)
@@ -200,7 +181,7 @@ class Config(RunConfig):
                 "model.draft is null, but this proposer uses a draft model; name its folder "
                 "or hub id, or choose proposer=suffix, which needs none."
             )
-        if self.needs_mid and self.model.mid is None:
+        if self.proposer.needs_mid and self.model.mid is None:
             raise ConfigError(
                 "model.mid is null, but in a cascade a mid-size model scores the tree; name its "
                 "folder or hub id, or choose proposer=draft_model."
@@ -210,7 +191,7 @@ class Config(RunConfig):
                 "proposer.overlap is no, but only best_first with policy.row_cost=null can draft "
                 "while the stages wait; leave proposer.overlap out."
             )
-        self.clock.check(self.cluster.stages)
+        self.emulate.check(self.cluster.stages)
         given = self.scheduler.max_num_batched_tokens
         if given is not None and given < self._most_rows:
             raise ConfigError(

@@ -13,7 +13,7 @@ from pipespec.system.validation import MOST_BYTES, Unreadable, decode
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
     from rich.table import Table
 
 
@@ -72,16 +72,19 @@ def output(name: str = "Standard output") -> Iterator[None]:
         ) from error
 
 
+def _bars(*columns: ProgressColumn) -> Progress:
+    from rich.progress import Progress
+
+    out = _console(stderr=True)
+    hidden = not out.is_terminal
+    return Progress(*columns, console=out, transient=True, redirect_stdout=False, disable=hidden)
+
+
 @contextmanager
 def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
     """Bars on a terminal, one per name, that go when all are full; else nothing. Yields what moves
     each bar: how much is done, and of how much."""
-    from rich.progress import Progress
-
-    console = _console(stderr=True)
-    with Progress(
-        console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-    ) as bars:
+    with _bars() as bars:
 
         def mover(name: str) -> Callable[[int, int], None]:
             bar = bars.add_task(name, total=None)
@@ -100,18 +103,10 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
 def named_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Bars of bytes on a terminal, which go when the block ends; else nothing. Yields what moves
     the bar of a name: bytes done, and of how many. It may be called from several threads."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-    console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(
-        *columns,
-        TransferSpeedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        disable=not console.is_terminal,
-    ) as bars:
+    shown = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with _bars(*shown) as bars:
         names: dict[str, TaskID] = {}
 
         def move(name: str, done: int, of: int) -> None:

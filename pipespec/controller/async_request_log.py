@@ -24,7 +24,7 @@ from pipespec.controller.cluster_status import (
     unfinished_commands,
 )
 from pipespec.controller.log_records import entries_of
-from pipespec.controller.lua_scripts import ScriptsLost, load_scripts, translate
+from pipespec.controller.lua_scripts import ScriptsLost, evalsha, load_scripts, translate
 from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
     RETRY_S,
@@ -34,7 +34,7 @@ from pipespec.controller.redis_connection import (
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.request_log import cancelling, enqueuing, keeping
+from pipespec.controller.request_log import cancelling, enqueuing
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.timing.stats import empty_report
@@ -43,6 +43,9 @@ from pipespec.timing.stats import empty_report
 KEEP_LISTENER_S = 3600
 # A blocking read is renewed this often, so that a silent Redis is noticed.
 LISTEN_S = 5.0
+# How long a conversation can be continued, and how many bytes all of them may take.
+KEEP_CONVERSATION_S = 3600
+MAX_CONVERSATION_BYTES = 64 * 2**20
 
 
 class AsyncRedisConnection:
@@ -140,10 +143,6 @@ class AsyncRequestLog:
         self._pipe = AsyncRedisConnection(url, scripts=True)
         self._reports = AsyncRedisConnection(url)  # on which a wait for reports holds up no request
 
-    @property
-    def connected(self) -> bool:
-        return self._pipe.connected
-
     async def close(self) -> None:
         await self._pipe.close()
         await self._reports.close()
@@ -167,7 +166,11 @@ class AsyncRequestLog:
 
     async def keep_conversation(self, name: str, conversation: bytes) -> None:
         """Keeps what a later request may continue, for an hour and within a bound."""
-        await self._patiently(self._pipe, keeping(self._keys, name, conversation))
+        keys = self._keys
+        names = (keys.conversation_order, keys.conversation_bytes, keys.conversations)
+        bounds = (KEEP_CONVERSATION_S, MAX_CONVERSATION_BYTES)
+        command = evalsha("keep_conversation", names, name, conversation, *bounds)
+        await self._patiently(self._pipe, command)
 
     async def conversation(self, name: str) -> bytes | None:
         """What was kept under a name; None: nothing, or not any more."""

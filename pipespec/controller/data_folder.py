@@ -5,7 +5,6 @@ Besides the append-only file it holds the identity of the server and the model o
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError
 from pipespec.system.atomic_write import write_atomically
+from pipespec.system.file_lock import lock_file
 from pipespec.system.validation import Missing, Unreadable, from_fields, read_json
 
 IDENTITY, MODEL = "server.json", "model.json"
@@ -106,31 +106,22 @@ def locked(data: Path) -> Iterator[int]:
     A server that inherits the descriptor holds the folder for as long as it lives, so no other
     server writes to its file after its starter was killed. Raises ConfigError if another server has
     the folder."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        while (lock := lock_file(data / LOCK)) is None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"controller.data is {str(data)!r}, which another running cluster uses: end "
+                    "that one, or name another folder."
+                )
+            time.sleep(LOCK_POLL_S)
     except OSError as error:
         raise ConfigError(
             f"controller.data is {str(data)!r}, where nothing can be kept ({error.strerror}): "
             "name a folder that you can write to."
         ) from None
     try:
-        _take(lock, data)
         yield lock
     finally:
         os.close(lock)
-
-
-def _take(lock: int, data: Path) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"controller.data is {str(data)!r}, which another running cluster uses: end "
-                    "that one, or name another folder."
-                ) from None
-            time.sleep(LOCK_POLL_S)

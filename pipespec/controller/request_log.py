@@ -25,9 +25,6 @@ from pipespec.core import PromptLogprobs, Request
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
-# How long a conversation can be continued, and how many bytes all of them may take.
-KEEP_CONVERSATION_S = 3600
-MAX_CONVERSATION_BYTES = 64 * 2**20
 # How long Redis remembers that it has taken a request; longer than anybody's patience.
 KEEP_TICKET_S = 600
 
@@ -164,16 +161,4 @@ def cancelling(keys: RedisKeys, request: int) -> tuple[Any, ...]:
         request,
         CANCELLED,
         KEEP_FINISHED_S,
-    )
-
-
-def keeping(keys: RedisKeys, name: str, conversation: bytes) -> tuple[Any, ...]:
-    """Keeps a conversation that a later request may continue, under a name of its own."""
-    return evalsha(
-        "keep_conversation",
-        (keys.conversation_order, keys.conversation_bytes, keys.conversations),
-        name,
-        conversation,
-        KEEP_CONVERSATION_S,
-        MAX_CONVERSATION_BYTES,
     )

@@ -96,7 +96,7 @@ def require_backend(deployment: Deployment) -> None:
 def shared_gpu(deployment: Deployment) -> str | None:
     """A line that names a GPU which computes several stages, or tensor-parallel members of stages;
     None: there is none."""
-    if deployment.config.clock:
+    if deployment.config.emulate:
         return None
     followers = [each for lead in deployment.workers[1:] for each in deployment.followers_of(lead)]
     places = [

@@ -186,10 +186,6 @@ class Deployment:
             return 0
         return KEPT_STATES
 
-    @property
-    def max_rows(self) -> int:
-        return self.config.max_rows
-
 
 @dataclass(frozen=True)
 class ControllerAddress:

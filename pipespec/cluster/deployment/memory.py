@@ -70,7 +70,7 @@ def required_bytes(
         found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
     if mid:
-        found["proposer.mid_rows"] += config.mid_rows * info.vocab_size * item
+        found["proposer.mid_rows"] += config.proposer.mid_rows * info.vocab_size * item
     elif rank == 0:
         nodes = config.scheduler.max_num_seqs * config.max_nodes
         found["policy.capacity"] += nodes * NODE_BYTES

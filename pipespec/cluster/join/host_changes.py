@@ -150,7 +150,7 @@ class HostChanges:
 
     def over(self) -> bool:
         """Whether the cluster ends, so that no host need be looked after."""
-        return self._recovery.stopped
+        return self._recovery.stopped.is_set()
 
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
@@ -182,7 +182,7 @@ class HostChanges:
         try:
             while not (begun.is_set() and self._recovery.state.complete):
                 self._recovery.check()
-                if self._recovery.stopped:
+                if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
                 if agent is not None and agent.failed:
                     agent.read_outcome()

@@ -21,7 +21,7 @@ from typing import Any
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
 from pipespec.cluster.processes.torchrun import WorkerJob
-from pipespec.config.hosts import LOCAL, Host, this_machine
+from pipespec.config.hosts import LOCAL, Host
 from pipespec.errors import HostFailed, RankFailed
 
 # Modules that almost every rank needs and that take longest to import.
@@ -31,32 +31,6 @@ _MONITOR_S, _LOOK_S = 0.1, 0.02
 # Seconds that the agents have to end once one host has failed: a client of the cluster gets the
 # error within three.
 _FAILING_S = 2.0
-
-
-def launch(
-    entrypoint: Callable[..., Any],
-    args: Sequence[Any] = (),
-    *,
-    num_ranks: int,
-    preload: Sequence[str] = PRELOAD,
-) -> WorkerGroup:
-    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
-
-    `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
-    pickle. Each rank finds RANK, LOCAL_RANK and WORLD_SIZE in its environment. `preload` names
-    modules to import once for all ranks, next to the entrypoint's own.
-
-        with launch(run_rank, (config,), num_ranks=5) as cluster:
-            ...             # the ranks run meanwhile
-            cluster.wait()
-    """
-    assert num_ranks > 0
-    module, function = entrypoint.__module__, entrypoint.__qualname__
-    assert module != "__main__", "the ranks must be able to import the entrypoint"
-    devices = ["cpu"] * num_ranks
-    cluster = WorkerGroup([this_machine(devices)], (*preload, module))
-    cluster.start_workers(f"{module}:{function}", args)
-    return cluster
 
 
 class WorkerGroup:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, Self
+from typing import Self
 
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
@@ -30,13 +30,6 @@ RELEASE_S = 3.0
 LAUNCHER_S = 20.0
 
 log = logging.getLogger(__name__)
-
-
-class Abortable(Protocol):
-    """Links of a rank."""
-
-    def abort(self) -> None:
-        """Make waiting calls fail. It is called from another thread."""
 
 
 class Heartbeat:
@@ -67,7 +60,7 @@ class Heartbeat:
         self._epoch = Epoch(0, "")
         self._gone: ControllerError | None = None
         self._closed = False
-        self._links: tuple[Abortable, ...] = ()
+        self._links: tuple[Callable[[], None], ...] = ()
         # The thread whose links were aborted; None: it has left them, or none were. Since when it
         # waits in gloo, for how many seconds that was seen, and when last.
         self._user = 0
@@ -99,10 +92,10 @@ class Heartbeat:
                 raise self._gone
 
     @contextmanager
-    def aborting(self, epoch: int, *links: Abortable) -> Iterator[None]:
-        """Abort the links, once, from another thread, if the epoch ends within the block. Blocks
-        may be nested; the links of the inner one come in place of the others. Raises StaleEpoch if
-        the epoch has ended already."""
+    def aborting(self, epoch: int, *links: Callable[[], None]) -> Iterator[None]:
+        """Abort links by these functions, once, from another thread, if the epoch ends within the
+        block. Blocks may be nested; the links of the inner one come in place of the others. Raises
+        StaleEpoch if the epoch has ended already."""
         with self._changed:
             outer, self._links = self._links, links
             self._user = threading.get_ident()
@@ -143,7 +136,8 @@ class Heartbeat:
                         if not self._by_hand or shared.launcher_lives():
                             launched = reached
                         elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
-                            self._publish(gone=_launcher_gone(away_s))
+                            what = f"The launcher gave no sign of life for {away_s:.0f} s."
+                            self._publish(gone=Unreachable(what))
                             return
                         self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
@@ -170,7 +164,7 @@ class Heartbeat:
             self._changed.notify_all()
             for link in links:
                 # Under the lock: the block cannot end, and its link close, meanwhile.
-                link.abort()
+                link()
             if links:
                 self._aborted = self._user
 
@@ -187,7 +181,3 @@ class Heartbeat:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()
-
-
-def _launcher_gone(away_s: float) -> Unreachable:
-    return Unreachable(f"The launcher of the cluster gave no sign of life for {away_s:.0f} s.")

@@ -182,7 +182,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
 
 def measures_steps(config: Config) -> bool:
     """Whether what steps take is learnt as they run. Emulated times are stated."""
-    return not config.clock and any(each.refills for each in config.policies)
+    return not config.emulate and any(each.refills for each in config.policies)
 
 
 def step_times_key(deployment: Deployment) -> list[Any]:
@@ -196,7 +196,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
         *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),
-        *map(str, (config.transport, config.link_delay, config.proposer)),
+        *map(str, (config.transport, config.emulate_link, config.proposer)),
     ]
 
 
@@ -216,16 +216,16 @@ def make_proposer(
 
     config = deployment.config
     proposer = config.proposer.make(draft, target.vocab_size, encode)
-    if not config.mid_rows:
+    if not config.proposer.mid_rows:
         return proposer
     mid_proposer = None
     if deployment.mid is not None:
         assert mid is not None
         mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
     beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
-    scoring = Scoring(config.mid_rows, deployment.context)
+    scoring = Scoring(config.proposer.mid_rows, deployment.context)
     device = "cpu" if mid is None else mid.device
-    return CascadeProposer(proposer, AsyncProposer(beside, config.clock, device), scoring)
+    return CascadeProposer(proposer, AsyncProposer(beside, config.emulate, device), scoring)
 
 
 def draft_proposer(

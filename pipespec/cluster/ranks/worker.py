@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
@@ -24,13 +24,13 @@ from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.processes.torchrun import WORKER
 from pipespec.cluster.ranks import rank_components
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.cluster.ranks.held_rank import HeldRank
+from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group
 from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.local import on_this_host
 from pipespec.cluster.weights.plan import parts_of_rank
 from pipespec.config.hosts import Host
 from pipespec.controller.lua_scripts import ScriptsLost
-from pipespec.controller.membership import LinkAddressTable, Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.ggml import compute
@@ -51,14 +51,11 @@ from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.spin_wait import should_spin
 from pipespec.timing.batch_times import RowTimes
 from pipespec.timing.trace import Timeline
-from pipespec.transport.distributed import FOREVER, DistributedTransport
-from pipespec.transport.rendezvous_store import RendezvousStore
-from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.tp_group import TPProcessGroup
 from pipespec.transport.transport import Transport
-from pipespec.transport.transport_settings import GLOO, NCCL
+from pipespec.transport.transport_settings import NCCL
 
-# Seconds between two checks whether all ranks have joined.
-LOOK_S = 0.5
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
 LONGER_S = 15.0
@@ -159,7 +156,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
             join_and_run(held, model, mid, grammars)
             return
         assert model is not None
-        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group.abort):
             progress.begin(LOADING_S)
             if member:
                 follow_tp_leader(model, group)
@@ -226,7 +223,7 @@ def join_and_run(
             nccl=wanted == NCCL and all(link.local for link in links[1:]),
             spins=spinning,
         )
-        aborted = (transport,) if group is None else (transport, group)
+        aborted = (transport.abort, *([] if group is None else [group.abort]))
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
             try:
                 run_loop(transport)
@@ -248,7 +245,7 @@ def connect_links(
         rank=rank,
         epoch=where.epoch,
         secret=where.secret,
-        max_rows=deployment.max_rows,
+        max_rows=deployment.config.max_rows,
         max_finished=scheduling.max_num_seqs,
         max_retained=scheduling.max_num_seqs + deployment.max_retained,
         max_kept=deployment.kept_states,
@@ -284,7 +281,7 @@ def join_rank(
         times = profile_run(
             runner,
             most,
-            lambda rows: config.clock.min_stage_ms(rank, 0, rows),
+            lambda rows: config.emulate.min_stage_ms(rank, 0, rows),
             last=rank == layout.last,
         )
     # The launcher and the other ranks learn from this that the models are loaded.
@@ -302,8 +299,8 @@ def join_rank(
         def run_loop(transport: Transport) -> None:
             # A verdict travels from the last stage to the head's machine, and from there to the
             # rank's.
-            delay_ms = config.link_delay.latency_ms * config.clock.scale * (2 if rank else 1)
-            transport = config.link_delay.delayed(transport, config.clock.scale)
+            delay_ms = config.emulate_link.latency_ms * config.emulate.scale * (2 if rank else 1)
+            transport = config.emulate_link.delayed(transport, config.emulate.scale)
             begin = None if grammars is None else grammars.begin
             if not rank:
                 _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
@@ -311,7 +308,7 @@ def join_rank(
             assert runner is not None
             attention = runner.model.attention
             settings = StageSettings(
-                layout, delay_ms, config.clock, attention, begin, compute.share_cores
+                layout, delay_ms, config.emulate, attention, begin, compute.share_cores
             )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
@@ -341,7 +338,7 @@ def _run_head(
         deployment.layout,
         rank_components.stop_check(deployment),
         delay_ms,
-        config.clock,
+        config.emulate,
         begin_grammar,
         keep_learnt=partial(store_cached, STEP_TIMES, key),
     )
@@ -352,40 +349,3 @@ def _run_head(
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
         head.run_until_done()
-
-
-@contextmanager
-def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
-    """The store in Redis in which the workers of an epoch exchange addresses. It stays open with
-    the block, as NCCL reads it again for its first message."""
-    where = held.where
-    with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
-        yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
-
-
-@contextmanager
-def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
-    """The workers that compute a rank together, once all of them have loaded their parts. They are
-    on one host, so their all-reduces use no network."""
-    members, member, where = held.members, held.member, held.where
-    assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
-    first = f"member/{held.rank}/first"
-    with meeting_store(held) as store:
-        progress.begin(MEETING_S)
-        with Membership(where.url, where.namespace) as shared, Waiting():
-            if member:
-                shared.follow(where.epoch, members[member])
-                store.wait([first], FOREVER)
-            else:
-                while not shared.await_followers(where.epoch, members[1:], LOOK_S):
-                    held.heartbeat.check(where.epoch)
-                store.set(first, "")
-        devices = [*map(held.deployment.device_of, members)]
-        transport = held.deployment.config.transport
-        nccl = can_use_nccl(devices) and transport.backend != GLOO
-        yield TPProcessGroup(
-            PrefixStore(f"member/{held.rank}", store),
-            member,
-            len(members),
-            devices[member] if nccl else None,
-        )

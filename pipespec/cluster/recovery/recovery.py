@@ -75,7 +75,7 @@ class Recovery:
         self._server = server
         self._patience_s = patience_s
         self._answer_s = ANSWER_TIMEOUT_S if server is None else TRY_S
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
         self._orders = queue.SimpleQueue()
@@ -90,21 +90,13 @@ class Recovery:
         self._pids = JoinedPids()
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
-        self._state = ClusterState(
+        # The cluster now. Any thread may read it.
+        self.state = ClusterState(
             epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
         )
         with Membership(url, namespace) as shared:
             self._stats = FaultStats(shared.totals())
         self._published_counts = Counter(self._stats.counts)
-
-    @property
-    def stopped(self) -> bool:
-        return self._stop.is_set()
-
-    @property
-    def state(self) -> ClusterState:
-        """The cluster now. Any thread may read it."""
-        return self._state
 
     def watch(self, workers: WorkerGroup) -> None:
         self._workers = workers
@@ -134,23 +126,23 @@ class Recovery:
 
     def stop(self) -> None:
         """Stop watching; harmless when called again."""
-        self._stop.set()
+        self.stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def check(self) -> None:
-        if (failure := self._state.failure) is not None:
+        if (failure := self.state.failure) is not None:
             raise RankFailed(failure)
 
     def _watch(self) -> None:
         reached, tried_s = time.monotonic(), 0.0
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             began = time.monotonic()
             try:
                 with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
-                    if self._stats.ended(self._state.epoch):
+                    if self._stats.ended(self.state.epoch):
                         self._begin_next_epoch(shared)
-                    while not self._stop.is_set():
+                    while not self.stopped.is_set():
                         reached, tried_s = time.monotonic(), 0.0
                         began = reached
                         self._check_signs(shared)
@@ -167,7 +159,7 @@ class Recovery:
                 if not isinstance(error, PipespecError):
                     log.exception("the recovery fails")
                 self._give_up(f"{type(error).__name__}: {error}")
-            self._stop.wait(LOOK_S)
+            self.stopped.wait(LOOK_S)
 
     def _restart_if_gone(self, server: EmbeddedRedis, tried_s: float) -> None:
         """Start a private Redis again if it has ended, a signal has stopped it, or it has not
@@ -188,7 +180,7 @@ class Recovery:
         assert self._workers is not None
         self._take_orders()
         shared.renew_launcher()
-        found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
+        found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self.state.epoch]
         failed = next((each for each in found if each.start_failed), None)
         if failed is not None and not self._ever_complete:
             self._give_up(f"{failed.worker}: {failed.reason}")
@@ -200,7 +192,7 @@ class Recovery:
         ]
         reported = self._workers.deaths
         deaths = [reported.get() for _ in range(reported.qsize())]
-        num_joined = self._pids.update(shared, self._state.epoch, self._assignment)
+        num_joined = self._pids.update(shared, self.state.epoch, self._assignment)
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
             self._progress.new_faults += 1
@@ -218,8 +210,8 @@ class Recovery:
             self._complete_since = time.monotonic()
             self._ever_complete = True
             self._stats.all_ranks_joined(self._complete_since)
-        if self._state.complete != (complete := self._complete_since is not None):
-            self._state = replace(self._state, complete=complete)
+        if self.state.complete != (complete := self._complete_since is not None):
+            self.state = replace(self.state, complete=complete)
         beats = shared.beats(self._leases.workers)
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} and its host give no sign of life")
@@ -228,7 +220,7 @@ class Recovery:
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
         working = [beats.get(worker) for worker in self._assignment.everyone]
-        if self._progress.stalls(shared, self._state.epoch, working, complete=self._state.complete):
+        if self._progress.stalls(shared, self.state.epoch, working, complete=self.state.complete):
             stalled = "all ranks wait, though a request is running"
             reasons.append((FaultKind.STEP_STALLED, stalled))
         self._workers.restart_lost_hosts()
@@ -256,7 +248,7 @@ class Recovery:
                 self._change = order
 
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
-        log.info("epoch %d: %s", self._state.epoch, change.reason)
+        log.info("epoch %d: %s", self.state.epoch, change.reason)
         before, self._assignment = self._assignment, change.assignment
         try:
             self._begin_epoch(shared)
@@ -264,7 +256,7 @@ class Recovery:
             self._assignment = before
             raise
         self._change = None
-        self._state = replace(self._state, away=frozenset())
+        self.state = replace(self.state, away=frozenset())
         change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:
@@ -311,27 +303,27 @@ class Recovery:
             if now - self._preparing_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
-        self._state = replace(self._state, away=frozenset(away))
+        self.state = replace(self.state, away=frozenset(away))
         self._record_fault(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
     def _record_fault(self, kind: FaultKind, reason: str) -> None:
         """Keep the first reason why an epoch must end."""
-        if not self._stats.ended(self._state.epoch):
-            epoch = self._state.epoch
+        if not self._stats.ended(self.state.epoch):
+            epoch = self.state.epoch
             self._stats.record_fault(Fault(epoch, kind, reason, time.monotonic()))
             self._publish_faults()
             log.info("epoch %d: %s", epoch, reason)
 
     def _publish_faults(self) -> None:
-        self._state = replace(self._state, faults=tuple(self._stats.faults))
+        self.state = replace(self.state, faults=tuple(self._stats.faults))
 
     def _begin_next_epoch(self, shared: Membership) -> None:
         self._progress.new_faults += 1
         self._latest_reason = self._stats.faults[-1].reason
-        shared.note_fault(self._state.epoch, self._latest_reason)
+        shared.note_fault(self.state.epoch, self._latest_reason)
         self._give_up_without_progress(shared)
-        if not self._stop.is_set():
+        if not self.stopped.is_set():
             running = [number for number, _ in shared.progress()]
             self._begin_epoch(shared)
             # Not before: until then the last epoch may decide tokens.
@@ -339,9 +331,9 @@ class Recovery:
 
     def _begin_epoch(self, shared: Membership) -> None:
         begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
-        if begun <= self._state.epoch:
+        if begun <= self.state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
-        self._state = replace(self._state, epoch=begun, assignment=self._assignment, complete=False)
+        self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
         self._pids.begin_epoch()
         log.info("epoch %d begins", begun)
@@ -350,7 +342,7 @@ class Recovery:
         """Give up after too many faults in a row between which no token was decided."""
         since = self._complete_since
         stalled = (
-            self._stats.ended(self._state.epoch)
+            self._stats.ended(self.state.epoch)
             and self._stats.faults[-1].kind is FaultKind.STEP_STALLED
         )
         stable = since is not None and time.monotonic() - since > STABLE_S and not stalled
@@ -358,5 +350,5 @@ class Recovery:
             self._give_up(f"{self._latest_reason}; {MAX_FAULTS} faults without a new token.")
 
     def _give_up(self, reason: str) -> None:
-        self._state = replace(self._state, failure=reason)
-        self._stop.set()
+        self.state = replace(self.state, failure=reason)
+        self.stopped.set()
