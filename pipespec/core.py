@@ -1,5 +1,4 @@
-"""The data types that all parts share: requests, batches, verdicts. Of pipespec it imports
-`device_copy` alone."""
+"""The data types that all parts share; of pipespec they need `device_copy` alone."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> lis
 
 
 def _byte_of() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable ones as themselves, others in order as the
-    characters from 256 on."""
+    """How byte-level tokenizers write bytes: printable ones as themselves, others from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}

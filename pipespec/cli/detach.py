@@ -39,8 +39,7 @@ class LauncherEnded(PipespecError):
 
 
 def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
-    """Start `pipespec up` with these flags in a session of its own and wait until it is ready.
-    Raises what it failed with."""
+    """Start `pipespec up` in a session of its own, once it is ready. Raises what it failed with."""
     launcher = Launcher(name, settings, flags)
     try:
         return launcher.await_ready()

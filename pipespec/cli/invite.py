@@ -51,8 +51,7 @@ class JoinOptions:
 
     @property
     def flags(self) -> list[str]:
-        """The options of `up` that say the same to a process whose output goes to a log, where
-        no token belongs."""
+        """The same options for a process whose output goes to a log, where no token belongs."""
         where = self.address or ""
         at = [] if self.address is None else ["--at", f"[{where}]:{self.port}"]
         return ["--invite", "--no-token", *at]
@@ -128,8 +127,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
-    """A new invitation to a cluster of this machine: "command", "token" and "minutes". Raises
-    ConfigError."""
+    """A new invitation to a cluster of this machine, as `described`. Raises ConfigError."""
     if running.joins_through is None:
         raise ConfigError(
             f"No host can join the cluster {running.name!r}; start it with `pipespec up --invite`."
@@ -145,8 +143,7 @@ def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str
 
 
 def ask_for_invitation(path: str, seconds: float) -> str:
-    """The token of an invitation of the launcher with that socket, made by another process of this
-    user. Raises OSError."""
+    """A token from the launcher with that socket, a process of this user. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         server.sendall(f"{seconds}\n".encode())

@@ -234,8 +234,7 @@ def read_limits(given: list[str]) -> dict[str, Any]:
 
 
 def read_keys(given: list[str]) -> list[str]:
-    """Keys of the command line, of files that it names, and of the environment. Raises
-    ConfigError."""
+    """Keys of the command line, files that it names, and the environment. Raises ConfigError."""
     keys = [key for key in given if not key.startswith("@")]
     for file in (key[1:] for key in given if key.startswith("@")):
         try:

@@ -282,8 +282,7 @@ def invited(
 def planned(
     config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
-    """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
-    ConfigError, HostFailed."""
+    """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
     from pipespec.cluster.decide import decide
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices

@@ -74,8 +74,7 @@ def gather(
     text: FinalText,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """The answer that all events of a request make; `on_text` is called with each piece of text
-    once it is final."""
+    """The answer that events make; `on_text` is called with each final piece of text."""
     builder = AnswerBuilder(text)
     for event in events:
         on_text(builder.receive(event))

@@ -30,8 +30,7 @@ class AsyncAnswer:
         self._num_failed = 0
 
     def __len__(self) -> int:
-        """How many have not finished, as far as was received. Those that failed never do: `next`
-        raises."""
+        """How many have not finished, as far as was received, or have failed."""
         return len(self._open) + self._num_failed
 
     async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:

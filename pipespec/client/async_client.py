@@ -126,8 +126,7 @@ class AsyncClient:
     async def submit_for(
         self, followed: AsyncAnswer, prompt: Sequence[int], **asked: object
     ) -> int:
-        """Put a request, given as the fields of `Request`, in the queue and follow it; its
-        number."""
+        """Put a request, as the fields of `Request`, in the queue and follow it; its number."""
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
         log = self.log
         asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
@@ -143,8 +142,7 @@ class AsyncClient:
         return request
 
     async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None:
-        """Follow a request of the log; `known`: it is there for certain. Raises what has ended the
-        reader."""
+        """Follow a request, which is in the log for certain if `known`. Raises the reader's end."""
         if self._broken is not None:
             raise self._broken
         stream = self._keys.events(request).encode()
@@ -190,8 +188,7 @@ class AsyncClient:
         await self.log.close()
 
     async def _read(self) -> None:
-        """Read until the client is closed. What ends it earlier is raised to every task that
-        waits."""
+        """Read until the client is closed; an earlier end is raised to every task that waits."""
         try:
             await self._read_all()
         except Exception as error:
@@ -200,8 +197,7 @@ class AsyncClient:
             raise
 
     async def _read_all(self) -> None:
-        """Hand events to the tasks that wait for them, and find the cluster again when it was
-        away."""
+        """Hand events to the tasks that wait for them, and find a cluster that was away again."""
         since: float | None = None
         while True:
             problem: Unreachable | None = None
@@ -364,8 +360,7 @@ async def attach(
 
 @dataclass
 class _Followed:
-    """A request whose events are read: the name of its stream, and the last entry that was read.
-    `known`: it is in the log for certain."""
+    """A followed request: its stream and the last entry that was read, in the log if `known`."""
 
     answer: AsyncAnswer
     stream: bytes

@@ -65,8 +65,7 @@ def running(
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
 ) -> Iterator[Running]:
-    """Start the cluster of a deployment and ask it; it ends with the block. Raises what
-    `session.prepare`, `session.start` and `ModelInfo.of` do."""
+    """Start the cluster of a deployment and ask it; it ends with the block."""
     with session.start_agents(deployment) as agents:
         served = ModelInfo.of(deployment)
         with (

@@ -191,6 +191,5 @@ class TemplateFailed(Exception):
 
 
 def full_name(target: str) -> str:
-    """A model that was set by `target`: the whole path of its folder or file, or its id on the
-    hub."""
+    """A model that was set by `target`: its absolute path, or its id on the hub."""
     return str(Path(target).absolute() if Path(target).exists() else target)

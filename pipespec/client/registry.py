@@ -175,15 +175,13 @@ def serving(name: str) -> Iterator[None]:
 
 
 def server_of(name: str) -> Owner | None:
-    """The process of this machine that serves the cluster of a name and starts it again, if there
-    is one. Raises ConfigError."""
+    """The process here that serves a cluster and starts it again, if any. Raises ConfigError."""
     owner = _read(folder() / (name + SERVER), Owner)
     return owner if owner is not None and owner.here and not owner.gone else None
 
 
 def left(name: str) -> bool:
-    """Whether a cluster that has died on this machine left something under its name. Raises
-    ConfigError."""
+    """Whether a cluster that died here left something under its name. Raises ConfigError."""
     check_name(name)
     if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
@@ -205,8 +203,7 @@ def remove_data(name: str) -> None:
 
 
 def publish(cluster: RunningCluster) -> Path:
-    """Write the entry of a name that this process holds, in one go; its file. Raises ConfigError if
-    that fails."""
+    """Write the entry of a name that this process holds; its file. Raises ConfigError."""
     with kept_folder() as here:
         file = here / (cluster.name + ENTRY)
         write_atomically(file, json.dumps(asdict(cluster)).encode())

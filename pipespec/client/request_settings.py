@@ -95,8 +95,7 @@ def grammar_of(decode: DecodeConfig) -> str:
 
 
 def grammar_for(name: str, kind: str, value: Any) -> str:
-    """The grammar that requests carry, for a value of one of `GRAMMARS` that users know as `name`.
-    Raises ConfigError."""
+    """The grammar for a value of `GRAMMARS` that users know as `name`. Raises ConfigError."""
     require_installed(name)
     try:
         found = GRAMMARS[kind](value)

@@ -40,8 +40,7 @@ def ask(
     prompt: Sequence[int],
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> tuple[Result, list[Report]]:
-    """Decode one prompt on a cluster that runs, and what its ranks say of it. Raises Unreachable,
-    RankFailed."""
+    """Decode one prompt; what its ranks say of it, too. Raises Unreachable, RankFailed."""
     served = client.served
     sampling = settings.params(fresh_seed=answers.fresh_seed())
     enqueued = monotonic_ns()

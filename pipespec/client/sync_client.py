@@ -72,8 +72,7 @@ class Client:
             answers.leave()
 
     def cancel(self, request: int) -> None:
-        """End a request of any user. Raises Unreachable, or ControllerError if it is not in the
-        log."""
+        """End a request of any user. Raises Unreachable, UnknownRequest."""
         self._thread.run(self._client.log.cancel(request))
 
     def reports(self, request: int) -> list[Report]:

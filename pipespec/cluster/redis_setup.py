@@ -23,8 +23,7 @@ from pipespec.system.network_interfaces import source_address
 def require_same_model(
     deployment: Deployment, remedy: str = "remove that folder, or name another controller.data"
 ) -> None:
-    """Raise ConfigError, which ends with `remedy`, if `controller.data` holds requests of
-    another model."""
+    """Raise ConfigError, which ends with `remedy`, if `controller.data` is of another model."""
     data = deployment.config.controller.data
     if data is not None:
         check_model(Path(data), kept_model(deployment), remedy)
@@ -81,8 +80,7 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
 
 
 def own_address(hosts: Sequence[Host]) -> str | None:
-    """This machine's address towards the other hosts; None if there are none. Raises ConfigError if
-    no route leads to them."""
+    """This machine's address towards the other hosts, if there are any. Raises ConfigError."""
     far = next((host.address for host in hosts if not host.local), None)
     if far is None:
         return None

@@ -110,8 +110,7 @@ def default_choices() -> dict[str, str]:
 
 
 def settings() -> Iterator[Setting]:
-    """Every group, and every setting of the choices that `conf/config.yaml` makes, but for
-    experimental ones."""
+    """Every group, and every setting of the default choices that is not experimental."""
     for group, name in default_choices().items():
         yield Setting(group, name, "one of " + ", ".join(options(group)))
         choice = read_choice(group, name)

@@ -41,8 +41,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
-    """Some sections by themselves; the limits of the others are not checked. Raises ConfigError as
-    `compose` does."""
+    """Some sections; the limits of the others are not checked. Raises ConfigError."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,5 +1,4 @@
-"""The policies that there are: a file of `conf/policy/` registers the class that it names, under
-the name of the file."""
+"""The policies that there are, by the names of the files of `conf/policy/`."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def with_files(overrides: Sequence[str]) -> list[str]:
-    """`cluster=FILE.yaml` and `emulate=FILE.json` as the settings that they stand for. Raises
-    ConfigError."""
+    """`cluster=FILE.yaml` and `emulate=FILE.json` as what they stand for. Raises ConfigError."""
     found = []
     for text in overrides:
         name, _, value = text.partition("=")

@@ -145,8 +145,7 @@ class Config(RunConfig):
 
     @property
     def time_scale(self) -> float | None:
-        """How many times longer everything takes here than is reported; None: times are those of
-        this machine."""
+        """How many times longer everything takes here than is reported; None: times are real."""
         return self.emulate.scale if self.emulate or self.emulate_link else None
 
     @property

@@ -76,8 +76,7 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def overrides(
     rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
 ) -> list[str]:
-    """What argparse did not know, as overrides; an unknown option is refused. HOSTS.yaml by itself
-    is cluster=HOSTS.yaml."""
+    """What argparse did not know, as overrides; HOSTS.yaml is cluster=HOSTS.yaml."""
     for argument in rest:
         if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
             name = argument.partition("=")[0]

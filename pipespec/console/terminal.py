@@ -25,8 +25,7 @@ def write(text: str) -> None:
 
 
 def show(*parts: str | Table, stderr: bool = False) -> None:
-    """Show sentences and tables as they are: nothing in them is taken for markup. Raises
-    OutputClosedError if its reader has closed it."""
+    """Show sentences and tables, without markup. Raises OutputClosedError."""
     with output("Standard error" if stderr else "Standard output"):
         out = _console(stderr=stderr)
         for part in parts:
@@ -82,8 +81,7 @@ def _bars(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Bars on a terminal, one per name, that go when all are full; else nothing. Yields what moves
-    each bar: how much is done, and of how much."""
+    """Bars on a terminal until all are full. Yields what moves each: how much, of how much."""
     with _bars() as bars:
 
         def mover(name: str) -> Callable[[int, int], None]:

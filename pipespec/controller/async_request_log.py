@@ -69,8 +69,7 @@ class AsyncRedisConnection:
         return (await self.batch([command], timeout))[-1]
 
     async def batch(self, commands: Sequence[tuple[Any, ...]], timeout: float = 0.0) -> list[Any]:
-        """The replies to commands that are sent together. Raises what an error among them
-        means."""
+        """The replies to commands that are sent together. Raises what an error among them means."""
         async with self._turn:
             try:
                 if self._connection is None:
@@ -214,8 +213,7 @@ class AsyncRequestLog:
         return dict(sorted(found.items()))
 
     async def wake(self, listener: str) -> None:
-        """End the wait of a listener. Nothing is repeated: one that must connect again needs
-        not to be woken."""
+        """End the wait of a listener; one that must connect again needs not to be woken."""
         key = self._keys.listener(listener)
         with suppress(Unreachable):
             await self._pipe.batch(
@@ -236,8 +234,7 @@ class AsyncRequestLog:
         return parse_status(int(epoch), replies[-1])
 
     async def unfinished(self, most: int) -> list[Unfinished]:
-        """The first `most` requests that the head has, and as many of those that wait, in their
-        order; without patience."""
+        """The first `most` requests that the head has, and as many of those that wait, in order."""
         replies = await self._pipe.batch(unfinished_commands(self._keys, most))
         return parse_unfinished(replies[-1])
 

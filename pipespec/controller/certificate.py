@@ -39,8 +39,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """The files cert.pem, key.pem and ca.pem of a folder. Raises ConfigError if one cannot be
-        read, or they do not belong together."""
+        """The files cert.pem, key.pem and ca.pem of a folder. Raises ConfigError."""
         here = folder.resolve()
         files = cls(here / CERT, here / KEY, here / CA)
         for file in (files.cert, files.key, files.ca):
@@ -144,8 +143,7 @@ class Certificate:
 
 
 def tls_of(setting: str) -> TlsFiles | bool:
-    """What `controller.tls` means to a private Redis: files, or whether to make a certificate.
-    Raises ConfigError if a file cannot be read."""
+    """What `controller.tls` means: files, or whether to make a certificate. Raises ConfigError."""
     if setting in (AUTO, OFF):
         return setting == AUTO
     return TlsFiles.of(Path(setting))

@@ -78,8 +78,7 @@ def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def read_status(url: str, namespace: str) -> ClusterStatus | None:
-    """The status of the cluster of a namespace; None if Redis has no such namespace. Raises
-    Unreachable."""
+    """The status of the cluster of a namespace, if Redis has it. Raises Unreachable."""
     keys = RedisKeys(namespace)
     with RedisConnection(url) as pipe:
         epoch = pipe.call("GET", keys.epoch)
@@ -140,8 +139,7 @@ def numbers(reply: list[bytes]) -> dict[str, int]:
 
 
 def unfinished_commands(keys: RedisKeys, most: int) -> list[tuple[Any, ...]]:
-    """The commands that read the first `most` admitted requests and as many waiting ones. The reply
-    to the last one holds all replies."""
+    """The commands for `most` admitted requests and as many waiting ones; the last replies."""
     fields = [f"{keys.requests}:*->{name}" for name in ("length", "prompt")]
     got = [text for name in ("#", *fields) for text in ("GET", name)]
     sort = ("BY", "nosort", "LIMIT", 0, most, *got)

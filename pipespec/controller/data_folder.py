@@ -30,8 +30,7 @@ LOCK_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Identity:
-    """What clients know of a server: its password, its TCP port if it has one, and the certificate
-    that was made for it, if any."""
+    """What clients know of a server: its password, its TCP port and its certificate, if any."""
 
     password: str = field(repr=False)
     port: int | None
@@ -66,8 +65,7 @@ class KeptModel:
 
 
 def check_model(data: Path, model: KeptModel, remedy: str) -> None:
-    """Raise ConfigError, whose sentence ends with `remedy`, if the requests in a folder are for
-    another model, or for a longer context."""
+    """Raise ConfigError, with `remedy`, if a folder's requests are not for this model."""
     file = data / MODEL
     try:
         kept = from_fields(KeptModel, read_json(file))

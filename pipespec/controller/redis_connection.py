@@ -87,8 +87,7 @@ class RedisConnection:
             self.read()
 
     def call(self, *command: Any, timeout: float = 0.0) -> Any:
-        """Sends a command and returns its reply, having read those before it. `timeout` is for how
-        long the command itself may block, in seconds."""
+        """Sends a command, which may block for `timeout` seconds, and returns its reply."""
         self.send(*command)
         while self._owed > 1:
             self.read()
@@ -182,8 +181,7 @@ def place(url: str) -> str:
 
 
 def password(url: str) -> str | None:
-    """The password in a URL: of a private server, what it is known by
-    (`pipespec.controller.data_folder`)."""
+    """The password in a URL: of a private server, its identity."""
     found: str | None = _parse(url).get("password")
     return found
 
@@ -193,8 +191,7 @@ def _lost(url: str) -> Unreachable:
 
 
 def explain(url: str, error: Exception, timeout: float, answered: bool = False) -> Unreachable:
-    """One sentence for a connection that did not come about or, if Redis has `answered` on it, was
-    lost."""
+    """One sentence for a connection that failed or, if Redis has `answered` on it, was lost."""
     if answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
         return _lost(url)
     where = f"Redis at {place(url)}"

@@ -198,8 +198,7 @@ def step_graph(layout: Layout, step: int) -> Graph:
 
 
 def _sends_early(layout: Layout, rank: int) -> bool:
-    """Whether `rank` sends before it knows the verdict of the step. Inside a group the batch has to
-    move on before there can be a verdict."""
+    """Whether `rank` sends before the verdict: within a group it has to, for there to be one."""
     return layout.sync == "free" or layout.same_group(rank)
 
 

@@ -20,8 +20,7 @@ MOST_STEPS = 64
 
 
 class TelemetryReader:
-    """The steps of a cluster as they are published, and the tree of one request if one is chosen.
-    For one task."""
+    """The steps of a cluster as they are published, and the tree of one request, for one task."""
 
     def __init__(self, url: str, *, namespace: str, request: int | None):
         keys = RedisKeys(namespace)

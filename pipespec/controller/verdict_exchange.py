@@ -99,8 +99,7 @@ class VerdictReceiver:
         return verdicts
 
     def link(self, step: int) -> int:
-        """Wait until the batch of `step` may be sent; when the next rank took the one before,
-        on its clock."""
+        """Wait until a batch may be sent; when the next rank took the one before, on its clock."""
         with self.timeline("wait"):
             payload = self._announced(transfer(self.rank, step), None)
             assert payload is not None

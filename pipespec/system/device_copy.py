@@ -44,8 +44,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 def staged(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """The same values where a copy to `device` starts that the host does not wait for: pinned, if
-    it is a GPU and they are in main memory."""
+    """The same values where a copy to `device` starts without a wait: pinned, if it is a GPU."""
     import torch
 
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values

@@ -36,14 +36,12 @@ def home() -> Path:
 
 
 def state_folder() -> Path:
-    """The folder of files to keep: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`. Raises
-    ConfigError."""
+    """Files to keep: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`. Raises ConfigError."""
     return _base("XDG_STATE_HOME", Path(".local", "state")) / "pipespec"
 
 
 def cache_folder() -> Path:
-    """The folder of cached files: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`. Raises
-    ConfigError."""
+    """Cached files: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`. Raises ConfigError."""
     return _base("XDG_CACHE_HOME", Path(".cache")) / "pipespec"
 
 

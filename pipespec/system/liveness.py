@@ -42,8 +42,7 @@ _WAITING = 0
 
 
 class Progress:
-    """The progress of this process. Only the thread that shares it counts; calls of others do
-    nothing."""
+    """The progress of this process; only the thread that shares it counts."""
 
     def __init__(self) -> None:
         self.share(memoryview(bytearray(SIZE)))

@@ -1,5 +1,4 @@
-"""Identifies processes by id and start time, as the system reuses ids; starts those that end with
-this one."""
+"""Identifies processes by id and start time, and starts some that end with this one."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def find_process(pid: int, created: float) -> psutil.Process | None:
 
 
 def since_boot(process: psutil.Process) -> float:
-    """When a process started, in seconds since boot. Seconds since 1970 would change when the
-    system clock is set."""
+    """When a process started, in seconds since boot, whatever the system clock is set to."""
     return float(process.create_time() - psutil.boot_time())
 
 
@@ -59,8 +57,7 @@ def is_ours(process: psutil.Process) -> bool:
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn` for a child of the process `parent` that ends the child with the parent, on
-    Linux; elsewhere it does nothing."""
+    """A `preexec_fn` that ends a child with the process `parent`, on Linux."""
     if sys.platform != "linux":
         return lambda: None
     # Loaded here: between fork and exec little is safe.

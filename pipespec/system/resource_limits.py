@@ -21,8 +21,7 @@ VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
 def require_resources() -> None:
-    """Raise ConfigError, in one sentence, unless ranks can start here: by the limits of this
-    process (`ulimit -v`, `ulimit -f`) and the temporary folder."""
+    """Raise ConfigError unless ulimits and the temporary folder let ranks start here."""
     _require_limit(resource.RLIMIT_AS, ADDRESS_BYTES, "map {} of memory", "a rank needs", "v")
     _require_limit(resource.RLIMIT_FSIZE, FILE_BYTES, "write files of {}", "a cluster needs", "f")
     require_temporary_folder()

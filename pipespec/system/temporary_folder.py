@@ -21,8 +21,7 @@ _REMOVER = 'read -r _; exec rm -rf -- "$0"'
 
 
 def private_folder(longest_name: str) -> Path:
-    """A new folder that only this user can open, with a path short enough for a Unix socket of
-    this name in it."""
+    """A new folder of this user alone, with a path short enough for a socket of this name."""
     base = tempfile.gettempdir()
     name = os.path.join(base, PREFIX + 8 * "x", longest_name)
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(name) < MAX_SOCKET else "/tmp"))

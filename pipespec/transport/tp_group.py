@@ -98,8 +98,7 @@ class TPProcessGroup:
         return torch.cat((message, rest))
 
     def abort(self) -> None:
-        """End the group, from any thread: a thread that waits in `gather` gets RankFailed. See
-        `DistributedTransport.abort`."""
+        """End the group, from any thread; see `DistributedTransport.abort`."""
         for other in range(self.size):
             if other != self.rank:
                 close_link(self._backend, other)

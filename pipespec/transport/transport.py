@@ -52,6 +52,5 @@ class LinkDelay:
         return False
 
     def delayed(self, transport: Transport, scale: float) -> Transport:
-        """The transport with this delay added to its batches; all times are multiplied by
-        `scale`."""
+        """The transport with this delay added to its batches, times `scale`."""
         return transport

@@ -198,8 +198,7 @@ class ControllerAddress:
 
 
 def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:
-    """The deployment with KV pools for so many requests at once and no longer context than they
-    can reach."""
+    """The deployment with KV pools for so many requests, as long as they can become."""
     config = deployment.config
     reach = prompt_length + config.decode.max_new_tokens
     most = min(config.scheduler.max_num_seqs, requests)

@@ -257,8 +257,7 @@ def require_memory(
 
 
 def require_files(deployment: Deployment, limit: int | None = None) -> None:
-    """Raise ConfigError unless this process and its children may open files enough. `limit` is the
-    soft limit of open files, None: the one that is in force."""
+    """Raise ConfigError unless this process and its children may open files enough, or `limit`."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     local = sum(len(host.workers) for host in deployment.hosts if host.local)

@@ -67,8 +67,7 @@ class FaultStats:
             self.faults[-1] = replace(self.faults[-1], kind=kind)
 
     def begin_epoch(self, lengths: Mapping[int, int]) -> None:
-        """Begin the next epoch; `lengths`: of the sequences that the last one decoded, in
-        tokens."""
+        """Begin the next epoch; `lengths`: of the sequences of the last one, in tokens."""
         if lengths and not self.silent_lengths:
             self.silent_lengths = dict(lengths)
             self._silent_since = self.faults[-1].at_s

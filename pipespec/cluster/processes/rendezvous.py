@@ -39,8 +39,7 @@ class OneNode:
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once, as the only node. A script that calls `init_process_group` by itself
-        finds a loopback address."""
+        """Return at once, as the only node, with an address for `init_process_group`."""
         from torch._C._distributed_c10d import HashStore
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,

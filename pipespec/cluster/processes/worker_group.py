@@ -78,8 +78,7 @@ class WorkerGroup:
         agent.stop()
 
     def await_agents(self) -> None:
-        """Wait until the agents of other hosts have sent their first message. Raises HostFailed if
-        one of them could not begin; all others have been ended."""
+        """Wait for the first message of the agents of other hosts. Raises HostFailed."""
         while not self._failed() and not all(
             host.reached or host.host.local for host in self._hosts
         ):
@@ -111,8 +110,7 @@ class WorkerGroup:
             )
 
     def poll(self) -> bool:
-        """Whether the workers still run. Raises RankFailed if one ended before its work did; all
-        others have been ended too."""
+        """Whether the workers still run. Raises RankFailed, once all have been ended."""
         if not self._failed() and all(host.running for host in self._own):
             return True
         self.wait()

@@ -136,8 +136,8 @@ class Heartbeat:
                         if not self._by_hand or shared.launcher_lives():
                             launched = reached
                         elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
-                            what = f"The launcher gave no sign of life for {away_s:.0f} s."
-                            self._publish(gone=Unreachable(what))
+                            sentence = "The launcher of the cluster gave no sign of life for "
+                            self._publish(gone=Unreachable(f"{sentence}{away_s:.0f} s."))
                             return
                         self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)

@@ -72,8 +72,7 @@ class HeldRank:
 
     @property
     def most_threads(self) -> int:
-        """Threads of a rank that finds the others of its host waiting, as stages do while one batch
-        at a time is in the pipeline."""
+        """Threads of a rank that finds the others of its host waiting."""
         return self._stated_threads or num_cores()
 
     @property
@@ -89,8 +88,7 @@ class HeldRank:
 
 @contextmanager
 def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
-    """The store in Redis in which the workers of an epoch exchange addresses. It stays open with
-    the block, as NCCL reads it again for its first message."""
+    """The store in Redis for addresses; it stays open, as NCCL reads it at its first message."""
     where = held.where
     with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
         yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
@@ -98,8 +96,7 @@ def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
 
 @contextmanager
 def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
-    """The workers that compute a rank together, once all of them have loaded their parts. They are
-    on one host, so their all-reduces use no network."""
+    """The workers that compute a rank on one host, once all of them have loaded their parts."""
     members, member, where = held.members, held.member, held.where
     assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
     first = f"member/{held.rank}/first"

@@ -203,8 +203,7 @@ def step_times_key(deployment: Deployment) -> list[Any]:
 def make_proposer(
     deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
 ) -> Proposer:
-    """The proposer; `runner` holds the draft model and `mid` is the mid-size model of a cascade,
-    where there is one."""
+    """The proposer of the draft model in `runner`, and of the mid-size model of a cascade."""
     draft = None
     if deployment.draft is not None:
         assert runner is not None

@@ -236,8 +236,7 @@ def join_and_run(
 def connect_links(
     deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
 ) -> DistributedTransport:
-    """The links of a rank to its neighbours, which connect at the same time; `how` they are linked
-    is described at `DistributedTransport.connect`. Raises RankFailed."""
+    """The links of a rank to its neighbours, as `DistributedTransport.connect` makes them."""
     scheduling = deployment.config.scheduler
     return DistributedTransport.connect(
         deployment.devices,

@@ -16,8 +16,7 @@ STABLE_S = 10.0
 
 
 class Progress:
-    """The progress of one cluster, for one thread; `new_faults`: since `too_many_faults` was
-    called."""
+    """The progress of one cluster; `new_faults`: since `too_many_faults` was called."""
 
     def __init__(self) -> None:
         self.new_faults = 0
@@ -44,8 +43,7 @@ class Progress:
         return now - self._latest_at > STALL_S
 
     def too_many_faults(self, shared: Membership, *, stable: bool) -> bool:
-        """Whether no token was decided between too many faults in a row. `stable`: the cluster is
-        well all the same."""
+        """Whether no token was decided between too many faults in a row, and it is not `stable`."""
         finished, lengths = shared.finished(), dict(shared.progress())
         # A sequence that is admitted again is no progress; a new token is.
         grown = any(length > self._lengths.get(n, length) for n, length in lengths.items())

@@ -162,8 +162,7 @@ class Recovery:
             self.stopped.wait(LOOK_S)
 
     def _restart_if_gone(self, server: EmbeddedRedis, tried_s: float) -> None:
-        """Start a private Redis again if it has ended, a signal has stopped it, or it has not
-        answered in so many seconds of trying."""
+        """Start a private Redis again if it has ended, is stopped, or was tried for long."""
         hangs = server.alive()
         if hangs and not server.stopped() and tried_s < ANSWER_TIMEOUT_S:
             return

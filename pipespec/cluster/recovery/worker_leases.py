@@ -1,5 +1,4 @@
-"""Which workers of a cluster are alive, by the signs that they and their hosts give, and which
-processes have joined its epochs."""
+"""Which workers of a cluster are alive, by their signs, and which have joined its epochs."""
 
 from __future__ import annotations
 
