@@ -1,8 +1,6 @@
-"""Ranges and choices of values, and the messages for values outside them.
-
-The upper limits are far above sensible values, and low enough that a larger memory demand than the
-machine has is detected at once.
-"""
+"""Ranges and choices of values, and the messages for values outside them. The upper limits are far
+above sensible values, and low enough that a larger memory demand than the machine has is detected
+at once."""
 
 from __future__ import annotations
 

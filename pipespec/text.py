@@ -209,6 +209,11 @@ class FinalText:
     def flush(self) -> str:
         return self._stops.push(self._text.flush()) + self._stops.flush()
 
+    def completes(self, token: int) -> bool:
+        """Whether a stop string is complete with this token, the next one."""
+        self.push([token])
+        return self.found is not None
+
     def _push(self, token: int) -> str:
         return self._before_stop(self._text.push([token]))
 
@@ -275,20 +280,3 @@ def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str
             if hidden and tokenizer.convert_ids_to_tokens(token) == text:
                 found[token] = text
     return found
-
-
-class StopChecker:
-    """Checks the tokens of one request: returns whether a stop string is complete."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
-        context: Sequence[int] = (),
-        min_tokens: int = 0,
-    ):
-        self._text = FinalText(tokenizer, context, stops, min_tokens)
-
-    def __call__(self, token: int) -> bool:
-        self._text.push([token])
-        return self._text.found is not None

@@ -23,7 +23,7 @@ from pipespec.api.prompts import (
 )
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
-from pipespec.client.answers import fresh_seed
+from pipespec.client.answers import AnswerBuilder, fresh_seed
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
@@ -37,6 +37,7 @@ from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import ConfigError, PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
+from pipespec.text import FinalText
 from pipespec.timing.clock import monotonic_ns
 
 if TYPE_CHECKING:  # it imports torch
@@ -301,4 +302,5 @@ class AsyncLLM:
                 "priority": chosen.priority,
             }
         number = await followed.submit(prompt.token_ids, params, **fields)
-        return PendingRequest(served, prompt, params, number, began, stop)
+        text = FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
+        return PendingRequest(params, number, began, AnswerBuilder(text))

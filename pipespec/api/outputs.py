@@ -12,7 +12,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.core import TokenLogprobs
-from pipespec.text import FinalText, Tokenizer, token_text
+from pipespec.text import Tokenizer, token_text
 from pipespec.timing.stats import Report
 
 
@@ -127,34 +127,24 @@ class RequestOutput:
         return self.outputs[0].metrics
 
 
+@dataclass(frozen=True)
 class PendingRequest:
     """A request, submitted at `submitted_ns` as `number`, and what has arrived of its answer."""
 
-    def __init__(
-        self,
-        served: ModelInfo,
-        prompt: Tokenized,
-        params: RequestParams,
-        number: int,
-        submitted_ns: int,
-        stop: Sequence[str],
-    ):
-        self.params = params
-        self.number = number
-        self.submitted_ns = submitted_ns
-        self._builder = AnswerBuilder(
-            FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
-        )
+    params: RequestParams
+    number: int
+    submitted_ns: int
+    builder: AnswerBuilder
 
     @property
     def answer(self) -> Answer:
-        return self._builder.answer
+        return self.builder.answer
 
     def receive(self, event: Event) -> str:
         """The text that an event makes final. Raises what ends the request without an answer."""
         if isinstance(event, Finished):
             check_answered(event)
-        return self._builder.receive(event)
+        return self.builder.receive(event)
 
 
 def output_of(

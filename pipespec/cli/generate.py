@@ -14,7 +14,7 @@ from pipespec.errors import PromptError
 from pipespec.system.validation import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
-    from pipespec.client.single_generation import Result
+    from pipespec.client.answers import Result
     from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.console.arguments import Commands
 
@@ -89,8 +89,8 @@ def decode(
     """Decode a prompt on the running cluster of that name, or on one of its own."""
     if on is not None:
         from pipespec.client import registry
+        from pipespec.client.answers import ask
         from pipespec.client.request_settings import RequestSettings
-        from pipespec.client.single_generation import ask
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
@@ -123,10 +123,10 @@ def _decode_here(
     """Decode a prompt on a cluster that is started for it and ended after it. Raises ConfigError,
     Unreachable before any rank starts; RankFailed if one died: the others have been ended."""
     from pipespec.client import answers
+    from pipespec.client.answers import ask
     from pipespec.client.local_cluster import asking
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings
-    from pipespec.client.single_generation import ask
     from pipespec.cluster import session
     from pipespec.cluster.deployment.deployment import fit_context
 

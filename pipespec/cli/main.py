@@ -1,9 +1,6 @@
-"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
-
-Each command is a module of `pipespec.cli` or `pipespec.extras.commands`. torch and
-transformers are imported only by the commands that need them, so that help and mistakes are
-answered at once.
-"""
+"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`. Each command
+is a module of `pipespec.cli` or `pipespec.extras.commands`. torch and transformers are imported
+only by the commands that need them, so that help and mistakes are answered at once."""
 
 from __future__ import annotations
 

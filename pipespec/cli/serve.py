@@ -9,14 +9,15 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import default_name, read_settings, refuse_trace
+from pipespec.cli.up import default_name, read_settings
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import check_name, clear, left, serving
-from pipespec.console.arguments import STDIN, finish, overrides
+from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
@@ -59,40 +60,31 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--port", type=int, default=usual.port, help=f"port; 0 is a free one ({usual.port})"
     )
-    command.add_argument(
+    repeated = partial(command.add_argument, action="append", default=[])
+    repeated(
         "--api-key",
-        action="append",
-        default=[],
         metavar="KEY",
         help=f"refuse requests without it; @FILE: a file of keys, one per line; may be given "
         f"several times ({KEY_VARIABLE}; without any, all requests are accepted)",
     )
-    command.add_argument(
+    repeated(
         "--served-model-name",
-        action="append",
-        default=[],
         metavar="NAME",
         help="a name of the model; may be given several times (the name of its folder)",
     )
-    command.add_argument(
+    repeated(
         "--limit",
-        action="append",
-        default=[],
         metavar="NAME=VALUE",
         help=f"may be given several times: {', '.join(LIMITS)} (docs/serving.md)",
     )
-    command.add_argument(
+    repeated(
         "--allowed-origins",
-        action="append",
-        default=[],
         metavar="ORIGIN",
         help="web pages that may send requests (CORS), such as http://localhost:3000 or *; "
         "may be given several times (none)",
     )
-    command.add_argument(
+    repeated(
         "--allowed-hosts",
-        action="append",
-        default=[],
         metavar="HOST",
         help="names by which clients may reach the server, such as lab.example, *.example or *; "
         "may be given several times (without an API key: localhost, --host and addresses; with "

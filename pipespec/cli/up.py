@@ -24,7 +24,7 @@ from pipespec.client.registry import (
     remove_data,
 )
 from pipespec.client.request_settings import group
-from pipespec.console.arguments import STDIN, finish, overrides
+from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import progress, show, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.end_signals import raise_swallowed
@@ -96,15 +96,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return stay(
         name, settings, as_json=arguments.json, measure=arguments.measure, join_options=join_options
     )
-
-
-def refuse_trace(settings: Sequence[str], command: str) -> None:
-    """Raise ConfigError for a trace, which would grow for as long as the cluster runs."""
-    if any(text.startswith("trace=") for text in settings):
-        raise ConfigError(
-            f"`pipespec {command}` writes no trace; leave trace=FILE to `pipespec generate` "
-            "without --on."
-        )
 
 
 def read_settings() -> list[str]:
@@ -296,19 +287,14 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli.host_admission import (
-        HostAdmission,
-        hosts_of,
-        open_to_hosts,
-        require_open,
-    )
+    from pipespec.cli import host_admission
 
-    require_open(config)
-    problem = measured_problem(config, hosts_of(config))
+    host_admission.require_open(config)
+    problem = measured_problem(config, host_admission.hosts_of(config))
     # Before others are there, the layers may not fit.
     placement = plan_slices(problem) if join_options.hosts == 1 else None
-    alone = open_to_hosts(decide(config, placement), join_options)
-    admission = HostAdmission(join_options, alone, on_log)
+    alone = host_admission.open_to_hosts(decide(config, placement), join_options)
+    admission = host_admission.HostAdmission(join_options, alone, on_log)
     with admission.server:
         deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)

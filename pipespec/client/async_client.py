@@ -3,6 +3,7 @@ client (`attach`) serves any number of tasks of one event loop: all requests are
 connection. A task that leaves the block of `AsyncClient.follow` cancels what has not finished.
 Callers without an event loop have the same in `pipespec.client.sync_client`."""
 
+# Longer than 350 lines: one reader of one connection, whose state all of its methods share.
 from __future__ import annotations
 
 import asyncio

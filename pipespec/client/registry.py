@@ -1,14 +1,11 @@
 """The registry of clusters that stay up: files that say how to reach them.
 
 `pipespec up` holds its cluster's name from before the start until the end, by a lock on
-`<name>.lock`, which also says which process holds it. Once the cluster is ready there is an entry
-beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
-counts for nothing and is replaced. Only the requests that it had not finished count: they lie in
-`<name>.data`, and the next cluster of that name goes on with them.
-
-An entry holds the password of the cluster's Redis, so folder and files are for this user alone.
-Copied to the same folder on another host, it lets that host ask the cluster too.
-"""
+`<name>.lock`, which also says which process holds it; once the cluster is ready there is an entry
+beside it, `<name>.json`. What a killed process left behind counts for nothing, but for the requests
+in `<name>.data`, with which the next cluster of that name goes on. An entry holds the password of
+the cluster's Redis, so folder and files are for this user alone. Copied to the same folder on
+another host, it lets that host ask the cluster too."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipespec.config.cluster import ClusterConfig
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.model_path import refuse_unread
-from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
@@ -39,16 +39,15 @@ def decide(
             refuse_unread(model)
     target = inspect(elsewhere.get("target", config.model.target))
     target.check_quantization("model.quantization", config.model.quantization)
-    draft = None
-    if config.proposer.needs_draft:
-        assert config.model.draft is not None  # as Config checks
-        draft = inspect(elsewhere.get("draft", config.model.draft))
-        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
-    mid = None
-    if config.proposer.needs_mid:
-        assert config.model.mid is not None  # as Config checks
-        mid = inspect(elsewhere.get("mid", config.model.mid))
-        mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
+
+    def inspected(kind: str) -> CheckpointInfo:
+        found = inspect(elsewhere.get(kind, getattr(config.model, kind)))
+        name = f"{kind}_quantization"
+        found.check_quantization(f"model.{name}", getattr(config.model, name))
+        return found
+
+    draft = inspected("draft") if config.proposer.needs_draft else None
+    mid = inspected("mid") if config.proposer.needs_mid else None
     if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "

@@ -1,8 +1,6 @@
 """What may be set: the groups and choices of `conf/`, and the dataclasses behind them.
-
 `conf/<group>/<choice>.yaml` names the dataclass that holds its settings, and the values in which it
-differs from the defaults of that class.
-"""
+differs from the defaults of that class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""From overrides to a configuration: Hydra is used here alone.
-
-Hydra composes the choices of `conf/` on top of the dataclasses that they name, and OmegaConf checks
-the types and makes the objects. Any mistake becomes one sentence in a ConfigError.
-"""
+"""From overrides to a configuration: Hydra is used here alone. Hydra composes the choices of
+`conf/` on top of the dataclasses that they name, and OmegaConf checks the types and makes the
+objects. Any mistake becomes one sentence in a ConfigError."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The entries of a hosts file, each with its kind: a function of `(name, value)`.
-
-It returns the value that is kept, and raises `Wrong` with a sentence that names it.
-"""
+"""The entries of a hosts file, each with its kind: a function of `(name, value)`. It returns the
+value that is kept, and raises `Wrong` with a sentence that names it."""
 
 from __future__ import annotations
 

@@ -112,9 +112,8 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsFile:
-    """All hosts, as the file lists them, and what it says about their parts. None where the planner
-    is to choose. Without planner: the first worker is the head, and the hosts have the file's
-    order."""
+    """All hosts, as the file lists them, and what it says about their parts; None where the planner
+    is to choose. Without one, the first worker is the head, and hosts have the file's order."""
 
     name: str
     hosts: tuple[Host, ...]

@@ -93,3 +93,12 @@ def overrides(
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:
     if found := overrides(rest, arguments.known_options):
         raise ConfigError(f"`{arguments.command_name}` takes no settings, but got {found[0]!r}.")
+
+
+def refuse_trace(settings: Sequence[str], command: str) -> None:
+    """Raise ConfigError for a trace, which would grow for as long as the cluster runs."""
+    if any(text.startswith("trace=") for text in settings):
+        raise ConfigError(
+            f"`pipespec {command}` writes no trace; leave trace=FILE to `pipespec generate` "
+            "without --on."
+        )

@@ -131,11 +131,6 @@ class Certificate:
         finally:
             os.close(descriptor)
 
-    @property
-    def der(self) -> bytes:
-        """The certificate without its key, in DER."""
-        return ssl.PEM_cert_to_DER_cert(self.cert)
-
     def write(self, folder: Path) -> TlsFiles:
         write_atomically(folder / CERT, self.cert.encode("ascii"))
         write_atomically(folder / KEY, self.key.encode("ascii"))

@@ -1,7 +1,5 @@
-"""The folder in which a private Redis keeps its data from one start to the next.
-
-Besides the append-only file it holds the identity of the server and the model of the requests.
-"""
+"""The folder in which a private Redis keeps its data from one start to the next. Besides the
+append-only file it holds the identity of the server and the model of the requests."""
 
 from __future__ import annotations
 

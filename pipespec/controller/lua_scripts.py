@@ -1,7 +1,5 @@
-"""The transitions in `lua/`: loading them, and what their errors mean.
-
-A line `--- @include "name"` stands for the file `lua/includes/name.lua`, once per script.
-"""
+"""The transitions in `lua/`: loading them, and what their errors mean. A line `--- @include "name"`
+stands for the file `lua/includes/name.lua`, once per script."""
 
 from __future__ import annotations
 

@@ -33,6 +33,16 @@ ANSWER_TIMEOUT_S = 10.0
 # A link that is cut is noticed within about this time and one second more, also by who only
 # listens: silence is probed every second, and what is not acknowledged in time ends it.
 LINK_TIMEOUT_S = 3
+PROBES = {
+    getattr(socket, name): value
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", LINK_TIMEOUT_S),
+        ("TCP_USER_TIMEOUT", 1000 * LINK_TIMEOUT_S),
+    )
+    if hasattr(socket, name)  # as far as the system has them
+}
 # How often to look whether a Redis that is away has come back.
 RETRY_S = 0.05
 # Where a URL holds the certificates to trust. redis-py adds them to the authorities of the system,
@@ -280,16 +290,5 @@ def options_of(url: str, timeout: float) -> dict[str, Any]:
         "socket_connect_timeout": timeout,
         # Nothing here retries in silence: a lost reply would be a lost task.
         "retry_on_error": [],
-        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": _probes()}),
+        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": PROBES}),
     }
-
-
-def _probes() -> dict[int, int]:
-    """Options of a TCP socket with which a cut link is noticed, as far as the system has them."""
-    wanted = {
-        "TCP_KEEPIDLE": 1,
-        "TCP_KEEPINTVL": 1,
-        "TCP_KEEPCNT": LINK_TIMEOUT_S,
-        "TCP_USER_TIMEOUT": 1000 * LINK_TIMEOUT_S,
-    }
-    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}

@@ -1,7 +1,5 @@
-"""The request log: requests and their answers, stored in Redis.
-
-It is the only durable state of a cluster; everything else can be rebuilt from it.
-"""
+"""The request log: requests and their answers, stored in Redis. It is the only durable state of a
+cluster; everything else can be rebuilt from it."""
 
 from __future__ import annotations
 

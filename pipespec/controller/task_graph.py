@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from pipespec.errors import ConfigError
@@ -57,22 +57,11 @@ class Task(NamedTuple):
 
 
 Edge = tuple[Task, Task]
-
-
-def compute(rank: int, step: int) -> Task:
-    return Task(TaskKind.COMPUTE, rank, step)
-
-
-def prune(rank: int, step: int) -> Task:
-    return Task(TaskKind.PRUNE, rank, step)
-
-
-def transfer(rank: int, step: int) -> Task:
-    return Task(TaskKind.TRANSFER, rank, step)
-
-
-def join(step: int) -> Task:
-    return Task(TaskKind.JOIN, 0, step)
+# Of a rank and a step, but for the virtual one, which is of a step alone.
+compute = partial(Task, TaskKind.COMPUTE)
+prune = partial(Task, TaskKind.PRUNE)
+transfer = partial(Task, TaskKind.TRANSFER)
+join = partial(Task, TaskKind.JOIN, 0)
 
 
 @dataclass(frozen=True)

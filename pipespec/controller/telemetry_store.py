@@ -1,8 +1,6 @@
-"""Reads the steps that the head publishes for dashboards, from an event loop.
-
-A reader sets a key that expires. The head looks for such keys once a second, and publishes its
-steps while there is one (`lua/publish_step.lua`).
-"""
+"""Reads the steps that the head publishes for dashboards, from an event loop. A reader sets a key
+that expires. The head looks for such keys once a second, and publishes its steps while there is one
+(`lua/publish_step.lua`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Copies between main memory and the device of a model.
-
-The host waits for a copy to a GPU unless its source is pinned, and for every read of a result. So
-what a step sends to the GPU goes through pinned memory, which torch keeps and reuses once it is
-copied, and what a step reads is read at once.
-"""
+"""Copies between main memory and the device of a model. The host waits for a copy to a GPU unless
+its source is pinned, and for every read of a result. So what a step sends to the GPU goes through
+pinned memory, which torch keeps and reuses once it is copied, and what a step reads is read at
+once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The exit codes of commands, and the last line that they write to standard error.
-
-An error that the user can remedy is a PipespecError, which is shown as one sentence. Any other
-exception is a bug of pipespec: its traceback is written to a file, which the message names.
-"""
+"""The exit codes of commands, and the last line that they write to standard error. An error that
+the user can remedy is a PipespecError, which is shown as one sentence. Any other exception is a bug
+of pipespec: its traceback is written to a file, which the message names."""
 
 from __future__ import annotations
 

@@ -1,14 +1,9 @@
 """Whether a process makes progress, as its parent sees it.
 
-A worker counts what it does in memory that it shares with its supervisor: its loops, and whatever
-loads or measures before them, count (`progress`), and state for how long the next count may be
-away. The supervisor compares (`Watch`). Nothing depends on a thread being scheduled in time: the
-supervisor counts only time in which it looked itself, and in which no thread of the worker was
-waiting for a processor.
-
-A worker that waits, for a batch, a verdict or a request, may do so for ever, but needs no processor
-for it. One that burns time all the same does not wait, but loops.
-"""
+A worker counts what it does in memory that it shares with its supervisor (`progress`), and states
+for how long the next count may be away. The supervisor compares (`Watch`), and counts only time in
+which it looked itself and no thread of the worker was waiting for a processor. A worker that waits
+may do so for ever, but needs no processor for it; one that burns time all the same loops."""
 
 from __future__ import annotations
 

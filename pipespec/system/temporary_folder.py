@@ -1,8 +1,6 @@
-"""A private temporary folder that is removed when all its users have ended, even if killed.
-
-A killed process removes nothing. So a small helper process, `rm` behind a pipe, waits until all
-processes that hold the pipe have ended: the creator, and the children that inherit it.
-"""
+"""A private temporary folder that is removed when all its users have ended, even if killed. A
+killed process removes nothing. So a small helper process, `rm` behind a pipe, waits until all
+processes that hold the pipe have ended: the creator, and the children that inherit it."""
 
 from __future__ import annotations
 

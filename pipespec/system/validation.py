@@ -1,8 +1,6 @@
-"""Reads and validates files and JSON that other programs wrote.
-
-Errors are `Unreadable`, whose text is a clause: the caller, which knows the purpose of the file,
-adds the file's name and the remedy to make a sentence.
-"""
+"""Reads and validates files and JSON that other programs wrote. Errors are `Unreadable`, whose text
+is a clause: the caller, which knows the purpose of the file, adds the file's name and the remedy to
+make a sentence."""
 
 from __future__ import annotations
 

@@ -2,25 +2,17 @@
 torch.distributed.
 
 Each batch is one gloo message (`pipespec.transport.wire`), which is encrypted if it leaves the host
-(`pipespec.transport.encryption`). Two properties of gloo determine the design:
-
-- A send delivers its payload only once the receiver has posted a buffer. So the receiver always
-  has one posted: the next batch arrives while the rank computes the current one, and a hop costs
-  one trip over the network instead of three.
-- A message may be shorter than the posted buffer. So the buffer has room for the largest batch,
-  while a small batch is a small message.
-
-Each link is a gloo group of two ranks. A link within a host is bound to the loopback interface, so
-that it cannot be reached from the network.
+(`pipespec.transport.encryption`). A gloo send delivers its payload only once the receiver has
+posted a buffer, so the receiver always has one posted: the next batch arrives while the rank
+computes the current one, and a hop costs one trip instead of three. As a message may be shorter
+than the buffer, there is room for the largest batch, while a small one is a small message. Each
+link is a gloo group of two ranks, within a host bound to the loopback interface.
 
 The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
-has a GPU (torch caches pinned memory). With the backend `nccl`, for the GPUs of one host, NCCL
-sends them after the message. By default NCCL ends the process on an error, and the weights would be
-lost with it; that is turned off, and `abort` releases a rank that waits in an NCCL kernel.
-
-A rank that spins while it waits polls the memory that the message is written to, as gloo has no
-non-blocking test.
-"""
+has a GPU. With the backend `nccl`, for the GPUs of one host, NCCL sends them after the message. By
+default NCCL ends the process on an error, and the weights would be lost with it; that is turned
+off, and `abort` releases a rank that waits in an NCCL kernel. A rank that spins while it waits
+polls the memory that the message is written to, as gloo has no non-blocking test."""
 
 from __future__ import annotations
 

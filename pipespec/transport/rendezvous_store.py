@@ -1,9 +1,7 @@
 """The store through which ranks exchange the addresses of their links, before they have any.
-
 torch.distributed needs a `Store` for that. Its own are a server without a password (TCPStore) and a
 file. This one reads and writes a table that the caller supplies: a hash in the cluster's Redis
-(`pipespec.controller.membership`).
-"""
+(`pipespec.controller.membership`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""The process group of a tensor-parallel slice: processes of one host, over gloo and NCCL.
-
-The gloo group is bound to the loopback interface, so nothing leaves the host. Partial results are
-gathered over NCCL if each member has a CUDA device of its own, else over gloo.
-"""
+"""The process group of a tensor-parallel slice: processes of one host, over gloo and NCCL. The gloo
+group is bound to the loopback interface, so nothing leaves the host. Partial results are gathered
+over NCCL if each member has a CUDA device of its own, else over gloo."""
 
 from __future__ import annotations
 

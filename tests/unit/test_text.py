@@ -14,7 +14,6 @@ from pipespec.text import (
     Detokenizer,
     FinalText,
     MarkedText,
-    StopChecker,
     StopStrings,
     special_markers,
     token_bytes,
@@ -107,21 +106,6 @@ def test_text_after_a_context_equals_what_decode_appends(
     assert text == whole(tokenizer, prompt + ids)
 
 
-def test_without_a_context_the_first_space_is_dropped() -> None:
-    tokenizer = byte_fallback()
-    ids = tokenizer.convert_tokens_to_ids(["▁the", "▁cat"])
-    assert Detokenizer(tokenizer).push(ids) == "the cat"
-    assert Detokenizer(tokenizer, context=ids).push(ids) == " the cat"
-
-
-def test_a_character_cut_short_is_flushed_as_a_replacement() -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    assert stream.push(tokenizer.encode("a🙂")[:-1]) == "a"
-    assert stream.flush() == REPLACEMENT
-    assert stream.flush() == ""
-
-
 # --- stop strings -----------------------------------------------------------------------------
 
 
@@ -168,24 +152,14 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
         assert not rest or any(stop.startswith(rest) for stop in stops)
 
 
-def test_stop_checker_returns_true_at_the_token_that_completes_a_stop_string() -> None:
-    tokenizer = byte_level()
-    ids = tokenizer.encode("the cat, the hat")
-    checker = StopChecker(tokenizer, ["t, t"])
-    answers = [checker(token) for token in ids]
-    end = answers.index(True)
-    assert "t, t" in whole(tokenizer, ids[: end + 1])
-    assert "t, t" not in whole(tokenizer, ids[:end])
-
-
 def test_stop_strings_are_ignored_before_min_tokens() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the cat, the hat")
     first = tokenizer.encode("the cat")
     for least, shown in ((0, ""), (1, "the cat, "), (len(first), "the cat, ")):
         text = FinalText(tokenizer, stops=["the"], min_tokens=least)
-        checker = StopChecker(tokenizer, ["the"], min_tokens=least)
-        ends = [checker(token) for token in ids]
+        checked = FinalText(tokenizer, stops=["the"], min_tokens=least)
+        ends = [checked.completes(token) for token in ids]
         assert text.push(ids) + text.flush() == shown
         assert text.found == "the"
         assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)

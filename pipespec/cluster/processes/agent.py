@@ -4,21 +4,16 @@
                        └─ supervisor ── worker (host/1)
 
 The *agent* talks with the launcher of the cluster and imports no torch. *torchrun*'s elastic
-launcher has a process of its own (`torchrun.py`), from which all others are forked.
-What torchrun treats as a rank is a *supervisor*: it forks the worker,
-and, in a cluster that recovers, forks another one when a signal has ended it; the other workers of
-the host go on.
+launcher has a process of its own (`torchrun.py`), from which all others are forked. What it treats
+as a rank is a *supervisor*, which forks the worker, and another one when a signal has ended it.
 
-The agent reads the version of the launcher's pipespec from standard input, one line, and ends
-unless they have one protocol and, when the cluster starts, are the same; then its setup and its
-job; then lines that are signs of life of the launcher. The end of standard input, or on a host
-behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
-per line to standard output: {"preparing": true} until it has forked a worker,
-then {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}
-and, as a sign of life, {"present": the numbers of the workers that run}, and at last {"failed":
-sentence}, {"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin. All
-processes of the host hold that standard output, so it ends when the last of them is gone.
-"""
+The agent reads from standard input the launcher's version, one line, its setup and its job; then
+lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
+line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
+until it has forked a worker, {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number,
+"line": ...}, as a sign of life {"present": numbers of the workers that run}, and at last {"failed":
+sentence}, {"lost": sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All
+processes of the host hold that output, so it ends when the last of them is gone."""
 
 from __future__ import annotations
 
@@ -92,11 +87,6 @@ class AgentSetup:
     restarted: bool = False
 
 
-def make_directory() -> Path:
-    """A directory that only this user can open."""
-    return Path(tempfile.mkdtemp(prefix=PREFIX))
-
-
 def main() -> None:
     try:
         _main(sys.stdin.buffer)
@@ -119,7 +109,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
     setup: AgentSetup = pickle.load(stdin)
     if not setup.restarted:
         check_version(launcher)
-    directory = Path(setup.directory) if setup.directory else make_directory()
+    directory = Path(setup.directory) if setup.directory else Path(tempfile.mkdtemp(prefix=PREFIX))
     if setup.directory is None:
         _leftovers.append(directory)
     with sole_agent(setup.lock, directory) as lock:

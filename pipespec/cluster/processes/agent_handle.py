@@ -25,10 +25,11 @@ from typing import Any
 
 from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
-from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup, make_directory
+from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.processes.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
+from pipespec.system.temporary_folder import PREFIX
 from pipespec.system.versions import own_version
 
 AGENT = "pipespec.cluster.processes.agent"
@@ -63,12 +64,6 @@ class Phase(Enum):
     PREPARING = auto()
     WORKING = auto()
     LOST = auto()
-
-
-def _phase(message: dict[str, Any]) -> Phase:
-    if "preparing" in message:
-        return Phase.PREPARING
-    return Phase.LOST if "lost" in message else Phase.WORKING
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
@@ -125,23 +120,22 @@ class AgentHandle:
             raise
         self._writing = threading.Lock()
         self._write(f"{own_version()}\n".encode())
-        self._send(self._setup(restarted=restarted))
-
-    def _setup(self, *, restarted: bool) -> AgentSetup:
-        return AgentSetup(
-            directory=None if self._directory is None else str(self._directory),
-            preload=self._modules,
-            num_workers=len(self.host.devices),
-            address=self.host.address,
-            interface=self.host.interface,
-            lock=self._lock,
-            remote=not self.host.local,
-            restarted=restarted,
+        self._send(
+            AgentSetup(
+                directory=None if self._directory is None else str(self._directory),
+                preload=self._modules,
+                num_workers=len(self.host.devices),
+                address=self.host.address,
+                interface=self.host.interface,
+                lock=self._lock,
+                remote=not self.host.local,
+                restarted=restarted,
+            )
         )
 
     def _spawn(self) -> programs.Program:
         if self.host.local:  # other hosts make one of their own
-            self._directory = make_directory()
+            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return programs.start_module(
             self.host,
@@ -272,7 +266,9 @@ class AgentHandle:
                 self._note_refusal(message["refused"])
                 continue
             self._answered = True
-            self._phase = _phase(message)
+            self._phase = Phase.LOST if "lost" in message else Phase.WORKING
+            if "preparing" in message:
+                self._phase = Phase.PREPARING
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED

@@ -49,7 +49,9 @@ class OneNode:
 
         if self._closed:
             raise RendezvousClosedError
-        place = RendezvousStoreInfo(LOOPBACK, _free_port())
+        with socket.socket() as probe:  # bound and never listened on
+            probe.bind((LOOPBACK, 0))
+            place = RendezvousStoreInfo(LOOPBACK, int(probe.getsockname()[1]))
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=place)
 
     def is_closed(self) -> bool:
@@ -86,10 +88,3 @@ def register() -> None:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(BACKEND, create)
-
-
-def _free_port() -> int:
-    # Bound and never listened on.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

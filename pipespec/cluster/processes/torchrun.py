@@ -217,11 +217,12 @@ def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: in
         code = leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:  # noqa: BLE001 - any error is reported to the agent
         lost_neighbour = isinstance(error, RankFailed)
+        lines = [line for line in str(error).splitlines() if line.strip()]
         record = {
             "number": number,
             "time": time.monotonic_ns(),
             "lost_neighbour": lost_neighbour,
-            "line": _one_line(error),
+            "line": ": ".join([type(error).__name__, *lines[:1]]),
         }
         sys.excepthook(type(error), error, error.__traceback__)
         # The agent reads it when any worker of the host has ended.
@@ -232,11 +233,6 @@ def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: in
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _end_with(pipe: int) -> None:

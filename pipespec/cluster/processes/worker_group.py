@@ -3,12 +3,10 @@
     this process ─┬─ agent of this machine ── ...          (pipespec.cluster.processes.agent)
                   └─ ssh ── agent of another host ── ...
 
-No process survives: only this process writes to the pipe that is an agent's input, and its end
-(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the host.
-All processes of this machine hold their agent's standard output, so that pipe ends
-when the last of them is gone. They form a session of their own: Ctrl-C reaches this process
-alone, and one signal to the group ends what hangs.
-"""
+Only this process writes to the pipe that is an agent's input, and its end (closed by us, by the
+kernel or by SSH) ends the host. All processes of this machine hold their agent's standard output,
+so that ends with the last of them. They form a session of their own: Ctrl-C reaches this process
+alone, and one signal to the group ends what hangs."""
 
 from __future__ import annotations
 

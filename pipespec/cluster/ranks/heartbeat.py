@@ -1,8 +1,6 @@
-"""Renews the lease of a worker and watches for new epochs, in a thread beside its work.
-
-The thread hands over epochs under its condition, and ends the links of an epoch that is over.
-Everything else belongs to the worker's main thread.
-"""
+"""Renews the lease of a worker and watches for new epochs, in a thread beside its work. The thread
+hands over epochs under its condition, and ends the links of an epoch that is over. Everything else
+belongs to the worker's main thread."""
 
 from __future__ import annotations
 

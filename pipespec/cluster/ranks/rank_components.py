@@ -39,7 +39,7 @@ from pipespec.head.sequence import StopCheck
 from pipespec.placement.rank_needs import draft_slots
 from pipespec.system.device_copy import on_device
 from pipespec.system.versions import package_version
-from pipespec.text import StopChecker
+from pipespec.text import FinalText
 
 log = logging.getLogger(__name__)
 
@@ -251,17 +251,11 @@ def draft_proposer(
 def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
     """A factory of the stop-string checks of requests."""
 
-    def never(_: int) -> bool:
-        return False
-
     def make(request: Request) -> StopCheck:
         if not request.stop:
-            return never
-        return StopChecker(
-            tokenizer.load(deployment.target.path),
-            request.stop,
-            request.prompt,
-            request.sampling.min_tokens,
-        )
+            return lambda token: False
+        found = tokenizer.load(deployment.target.path)
+        text = FinalText(found, request.prompt, request.stop, request.sampling.min_tokens)
+        return text.completes
 
     return make

@@ -1,8 +1,6 @@
 """The process of a worker: it computes a rank in one epoch after another, and keeps its weights.
-
 `run_worker` waits for an epoch, loads what its assignment needs and calls `run_rank`, which joins
-the controller and the neighbours and runs the loop of the head or of a stage.
-"""
+the controller and the neighbours and runs the loop of the head or of a stage."""
 
 from __future__ import annotations
 

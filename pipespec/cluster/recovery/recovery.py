@@ -1,24 +1,17 @@
 """Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four signs indicate a fault: neither a worker nor its host gives a sign of life (the host is cut
-off), a supervisor replaces a worker that a signal ended or that made no progress, a worker reports
-a suspicion (the link to a neighbour broke), or all ranks wait while a request is running. What
-follows is always the same: the next epoch begins, with the same assignment or, where a worker stays
-away, with a spare in its place or with fewer stages. Running requests return to the queue, the
-remaining ranks join again with their weights in memory, and the head prefills prompt and accepted
-tokens and goes on. The launcher kills no worker: whether one makes progress is for its supervisor
-to judge (`pipespec.system.liveness`).
+Four signs indicate a fault: neither a worker nor its host gives a sign of life, a supervisor
+replaces a worker that a signal ended or that made no progress, a worker reports a suspicion (the
+link to a neighbour broke), or all ranks wait while a request is running. Then the next epoch
+begins, with the same assignment or, where a worker stays away, with a spare in its place or fewer
+stages. Running requests return to the queue, the other ranks join again with their weights in
+memory, and the head prefills prompt and accepted tokens. The launcher kills no worker: whether one
+makes progress is for its supervisor to judge (`pipespec.system.liveness`).
 
-Threads share state by these rules:
-
-- Every field of `Recovery` belongs to its thread as soon as `watch` has started it. Other threads
-  read `Recovery.state` alone, an immutable value that this thread replaces as a whole. Epoch and
-  assignment of one `ClusterState` thus always fit each other; read it once for one decision.
-- Other threads hand over a `LayoutChange`, or other workers to watch, by a queue.
-- The session's thread sends `stop`, an event. The listeners of the agents send deaths, by the queue
-  `WorkerGroup.deaths`. `AgentHandle` says which of its fields its listener writes; what starts and
-  ends an agent holds a lock, as both the session and the recovery do it.
-"""
+Every field of `Recovery` belongs to its thread once `watch` has started it. Other threads read
+`Recovery.state` alone, an immutable value that is replaced as a whole (read it once for one
+decision), and hand over what they want by a queue and the event `stopped`. The listeners of the
+agents send deaths by the queue `WorkerGroup.deaths`; what starts and ends an agent holds a lock."""
 
 from __future__ import annotations
 
@@ -34,8 +27,13 @@ from typing import Self
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.processes.worker_group import WorkerGroup
-from pipespec.cluster.recovery.cluster_state import ClusterState, LayoutChange
-from pipespec.cluster.recovery.progress import MAX_FAULTS, STABLE_S, Progress
+from pipespec.cluster.recovery.cluster_state import (
+    MAX_FAULTS,
+    STABLE_S,
+    ClusterState,
+    LayoutChange,
+    Progress,
+)
 from pipespec.cluster.recovery.worker_leases import JoinedPids, WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -43,10 +41,8 @@ from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable
 
-# Seconds between two checks of the signs.
-LOOK_S = 0.1
-# Seconds that one try to reach a private Redis takes at most.
-TRY_S = 2.0
+# Seconds between two checks of the signs, and that one try to reach a private Redis takes at most.
+LOOK_S, TRY_S = 0.1, 2.0
 
 log = logging.getLogger(__name__)
 

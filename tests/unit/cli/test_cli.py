@@ -185,7 +185,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_the_plain_truth_is_labelled(
     flag: str, label: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pipespec.client.single_generation import Result
+    from pipespec.client.answers import Result
 
     for stated in (False, True):
         stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}
