@@ -218,7 +218,6 @@ class FinalText:
         return self._before_stop(self._text.push([token]))
 
     def _before_stop(self, piece: str) -> str:
-        """The final text of a piece that a token has completed."""
         if self._free:
             self._free -= 1
             return self._stops.pass_over(piece)

@@ -34,7 +34,7 @@ from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
 from pipespec.core import SamplingParams as RequestParams
-from pipespec.errors import ConfigError, PipespecError, RankFailed
+from pipespec.errors import PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
 from pipespec.text import FinalText
@@ -231,10 +231,6 @@ class AsyncLLM:
 
     def _deployment(self) -> Deployment:
         config = compose(self._overrides)
-        if config.trace is not None:
-            raise ConfigError(
-                "An LLM writes no trace; leave trace=FILE to `pipespec generate` without --on."
-            )
         return decide(config if self._policy is None else replace(config, policy=self._policy))
 
     # --- requests -----------------------------------------------------------------------------

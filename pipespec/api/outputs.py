@@ -150,7 +150,6 @@ class PendingRequest:
 def output_of(
     served: ModelInfo, prompt: Tokenized, requests: Sequence[tuple[PendingRequest, list[Report]]]
 ) -> RequestOutput:
-    """What the user gets for a prompt, from its finished requests with what the ranks reported."""
     first = requests[0][0]
     scored = logprobs_by_place(
         served.tokenizer,

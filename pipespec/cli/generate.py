@@ -148,7 +148,6 @@ def _decode_here(
 
 
 def print_statistics(result: Result) -> None:
-    """The statistics as a table, on standard error: standard output has the text."""
     from rich.table import Table
 
     table = Table(

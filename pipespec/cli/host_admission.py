@@ -35,8 +35,6 @@ OnLog = Callable[[str, str], None]
 
 
 class HostAdmission:
-    """Lets hosts join one cluster. `on_log`: called with a host's name and a sentence."""
-
     def __init__(self, options: JoinOptions, deployment: Deployment, on_log: OnLog) -> None:
         self._options, self._on_log = options, on_log
         self._patience_s = deployment.config.cluster.patience_s
@@ -47,11 +45,6 @@ class HostAdmission:
         assert deployment.open_to is not None
         taken = [host.name for host in deployment.hosts]
         self.server = JoinServer(deployment.open_to, options.port, self._attend, taken)
-
-    @property
-    def path(self) -> str:
-        """The socket at which invitations are asked for."""
-        return self.server.path
 
     def await_hosts(self, deployment: Deployment, problem: Problem) -> Deployment:
         """Invite as many hosts as the cluster is to begin with, and lay it out over them and those

@@ -121,7 +121,6 @@ def serve_running(arguments: argparse.Namespace) -> int:
 
 
 def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
-    """Start a cluster and serve it; both end together."""
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     read_options(arguments, name)  # errors before anything starts
@@ -250,7 +249,6 @@ def read_keys(given: list[str]) -> list[str]:
 def announcement(
     listener: socket.socket, options: ServerOptions, running: RunningCluster, *, as_json: bool
 ) -> str:
-    """The text to print once requests are answered."""
     url = f"{url_of(listener)}/v1"
     if as_json:
         fields = {

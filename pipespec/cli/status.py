@@ -119,7 +119,6 @@ def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
 
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
-    """One row per cluster, and notes below; or a sentence if there is none."""
     if not clusters:
         show(NO_CLUSTER)
         return

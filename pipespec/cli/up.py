@@ -185,7 +185,7 @@ def stay(
                     ):
                         running = running_cluster(name, cluster, served, settings)
                         if admission is not None:
-                            running = replace(running, joins_through=admission.path)
+                            running = replace(running, joins_through=admission.server.path)
                             admission.begin(cluster)
                         publish(running)
                         on_ready()

@@ -152,7 +152,6 @@ class AsyncClient:
         await self.wake()
 
     def leave(self, request: int) -> None:
-        """No task waits for a request any more."""
         self._followed.pop(request, None)
         self._first_seen.pop(request, None)
         self._meanwhile(self._cancel(self.log, request))

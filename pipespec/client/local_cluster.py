@@ -47,7 +47,6 @@ def running_cluster(
 def own_entry(
     cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
 ) -> RunningCluster:
-    """The same for clients in this process alone."""
     namespace = cluster.deployment.config.controller.namespace
     return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
 

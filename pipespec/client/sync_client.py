@@ -25,8 +25,6 @@ PATIENCE_S = 30.0
 
 
 class Client:
-    """A client of one cluster. Not for several threads."""
-
     def __init__(self, thread: LoopThread[AsyncClient]):
         self._thread = thread
         self._client = thread.resource
@@ -89,8 +87,6 @@ class Client:
 
 
 class Answers:
-    """Requests whose events are received as they come, until each has finished."""
-
     def __init__(self, thread: LoopThread[AsyncClient], answer: AsyncAnswer):
         self._thread = thread
         self._answer = answer

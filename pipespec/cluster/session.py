@@ -81,7 +81,6 @@ class ClusterSession:
 
     @property
     def state(self) -> ClusterState:
-        """Epoch, assignment and faults, at one moment."""
         return self._recovery.state
 
     @property
@@ -90,7 +89,6 @@ class ClusterSession:
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """The faults that have ended epochs so far."""
         return self.state.faults
 
     def poll(self) -> bool:
@@ -100,7 +98,6 @@ class ClusterSession:
             return self._cluster.poll()
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
-        """Wait until every rank has loaded its model and joined."""
         joined = -1
 
         def all_joined(shared: Membership) -> bool:
@@ -116,7 +113,6 @@ class ClusterSession:
         self._until(all_joined)
 
     def finish(self) -> None:
-        """Wait until all submitted requests have finished and the ranks have ended."""
         by_hand = [
             worker for host in self.deployment.hosts if host.by_hand for worker in host.workers
         ]

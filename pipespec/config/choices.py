@@ -71,8 +71,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the help text."""
-
     name: str
     default: str
     note: str
@@ -138,7 +136,6 @@ def written(value: Any) -> str:
 
 
 def _imported(name: str) -> Any:
-    """What has that full name, in a module."""
     module, _, own = name.rpartition(".")
     return getattr(import_module(module), own)
 

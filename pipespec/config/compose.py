@@ -53,7 +53,6 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    """The raw tree of settings, all names and types checked."""
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
@@ -125,7 +124,6 @@ def _hydra(overrides: list[str]) -> DictConfig:
 
 
 def _build(name: str, node: DictConfig) -> Any:
-    """The checked object of one section, or a value that has none."""
     from omegaconf import OmegaConf
 
     section = node[name]
@@ -138,7 +136,6 @@ def _build(name: str, node: DictConfig) -> Any:
 
 
 def _config_error(error: BaseException) -> ConfigError:
-    """An error of Hydra or OmegaConf as one sentence."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     at = getattr(error, "full_key", None)
     return ConfigError(

@@ -22,7 +22,6 @@ class Wrong(Exception):
 
 
 def entry(kind: Kind, default: Any = None) -> Any:
-    """A field of a dataclass that is an entry of this kind."""
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata={KIND: kind})
     return field(default=default, metadata={KIND: kind})
@@ -101,7 +100,6 @@ gib = number(0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
 
 
 def numbered(device: str) -> str:
-    """A device with its number."""
     return "cuda:0" if device == "cuda" else device
 
 

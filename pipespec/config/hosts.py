@@ -185,7 +185,6 @@ class HostsFile:
 
 
 def this_machine(devices: Sequence[str], groups: Sequence[int] = ()) -> Host:
-    """The only host of a cluster that needs no hosts file."""
     return Host(LOCAL, LOOPBACK, LOCAL, devices=tuple(devices), groups=tuple(groups))
 
 

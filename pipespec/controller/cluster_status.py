@@ -44,7 +44,6 @@ class ClusterStatus:
 
     @cached_property
     def totals(self) -> Counter[str]:
-        """The sums of the counts since the log began."""
         return Counter(self.past) + Counter(self.counts)
 
     @property
@@ -109,7 +108,6 @@ def status_commands(keys: RedisKeys, epoch: int) -> list[tuple[Any, ...]]:
 
 
 def parse_status(epoch: int, replies: list[Any]) -> ClusterStatus:
-    """The status in the reply to the last of `status_commands`."""
     ranks, followers, finished, queued, admitted, fault, *hashes, computing, assigned = replies
     pids = {
         int(rank): pid
@@ -147,7 +145,6 @@ def unfinished_commands(keys: RedisKeys, most: int) -> list[tuple[Any, ...]]:
 
 
 def parse_unfinished(replies: list[Any]) -> list[Unfinished]:
-    """The requests in the reply to the last of `unfinished_commands`."""
     return [
         Unfinished(int(request), taken, int(length or 0), None if prompt is None else int(prompt))
         for taken, found in zip((True, False), replies, strict=True)

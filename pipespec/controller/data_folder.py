@@ -36,7 +36,6 @@ class Identity:
 
 
 def read_identity(data: Path) -> Identity | None:
-    """The identity of the server that used the folder before. Raises ConfigError."""
     file = data / IDENTITY
     try:
         return from_fields(Identity, read_json(file))

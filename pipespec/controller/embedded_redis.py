@@ -22,9 +22,8 @@ from pipespec.controller.data_folder import (
     remove_partial,
     write_identity,
 )
-from pipespec.controller.listen_address import PORT_ATTEMPTS, PortInUse, free_port, resolve
 from pipespec.controller.redis_connection import RedisConnection
-from pipespec.controller.tls_proxy import TlsProxy
+from pipespec.controller.tls_proxy import PORT_ATTEMPTS, PortInUse, TlsProxy, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.process_identity import Spawner, die_with_parent, is_stopped

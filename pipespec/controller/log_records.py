@@ -67,7 +67,6 @@ def failure_of(reason: str) -> PipespecError | None:
 
 
 def check_answered(end: Finished) -> None:
-    """Raise why a request of ours has ended without an answer, if it has."""
     if failure := failure_of(end.reason):
         raise failure
     if end.reason not in REASONS:

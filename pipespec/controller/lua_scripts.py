@@ -77,7 +77,6 @@ def load_scripts() -> Mapping[str, Script]:
 
 
 def resolve(path: Path) -> str:
-    """The text of a transition with its includes in place, each once."""
     included: set[str] = set()
 
     def text(file: Path) -> str:
@@ -104,7 +103,6 @@ def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...
 
 
 def translate(error: redis.ResponseError) -> ControllerError:
-    """The exception that an error reply of Redis stands for."""
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptsLost(
             "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "

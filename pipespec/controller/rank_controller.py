@@ -265,7 +265,6 @@ class Controller(RequestLog):
         self._draft_positions.pop(sequence, None)
 
     def cancelled(self, request: int) -> bool:
-        """Whether the head has received a cancellation of the request."""
         return request in self._cancelled
 
     def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:

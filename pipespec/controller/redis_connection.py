@@ -104,7 +104,6 @@ class RedisConnection:
         return self.read(timeout)
 
     def readable(self, timeout: float = 0.0) -> bool:
-        """Whether a reply begins to arrive within `timeout` seconds."""
         try:
             return self._connection.can_read(timeout)
         except (redis.RedisError, OSError) as error:
@@ -282,7 +281,6 @@ def _parse(url: str) -> dict[str, Any]:
 
 
 def options_of(url: str, timeout: float) -> dict[str, Any]:
-    """How every connection of ours behaves. Raises ConfigError."""
     local = _parse(url).get("connection_class") is UnixDomainSocketConnection
     return {
         "protocol": 2,

@@ -45,7 +45,6 @@ def exit_code_of(command: Callable[..., int], *args: object) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print the error that a command ended with; its exit code."""
     if isinstance(error, PipespecError):
         print_error(f"pipespec: {error}")
         return error.exit_code

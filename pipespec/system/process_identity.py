@@ -96,7 +96,6 @@ class Spawner:
         return made.result()
 
     def close(self) -> None:
-        """End the thread, and with it what it has made; harmless when called again."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join()

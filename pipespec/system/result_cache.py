@@ -57,7 +57,6 @@ def store_cached(name: str, depends: object, value: Any) -> None:
 def cached_call(
     name: str, kind: type[T], depends: object, function: Callable[..., T], *args: Any
 ) -> T:
-    """`function(*args)`, a dataclass of `kind`, or its cached result for the same `depends`."""
     try:
         return from_fields(kind, load_cached(name, depends))
     except Unreadable:

@@ -66,7 +66,6 @@ def read_bytes(
 
 
 def read_text(file: str | os.PathLike[str], *, most: int = MOST_BYTES, pipe: bool = False) -> str:
-    """The same as text. Raises Unreadable."""
     return decode(read_bytes(file, most=most, pipe=pipe))
 
 
@@ -210,7 +209,6 @@ def _entries(kind: Any, value: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of another type, the type itself."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.get_args(hint)
     return (hint,)

@@ -72,7 +72,6 @@ class Seal:
         return sealed
 
     def expect(self, buffer: torch.Tensor) -> None:
-        """Prepare a receive buffer for `arrived`."""
         _bytes(buffer)[:_INT] = bytes(_INT)
 
     def arrived(self, buffer: torch.Tensor) -> bool:

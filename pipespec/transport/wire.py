@@ -164,7 +164,6 @@ class Wire:
         )
 
     def expect(self, message: torch.Tensor) -> None:
-        """Prepare a receive buffer for `arrived`."""
         self._header(message)[:] = 0
 
     def arrived(self, message: torch.Tensor) -> bool:

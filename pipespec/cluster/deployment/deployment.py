@@ -64,7 +64,6 @@ class Deployment:
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Workers without a rank until one is needed."""
         return self.placement.spares
 
     def device_of(self, worker: str) -> str:

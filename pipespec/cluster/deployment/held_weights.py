@@ -66,7 +66,6 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
 
 
 def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
-    """Name, model and number of each rank, for each of its models."""
     for rank in range(deployment.num_ranks):
         for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
             if (info := memory.model_of(deployment, rank, mid=mid)) is not None:

@@ -212,7 +212,6 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
 
 
 def choose_interface(address: str, name: str | None) -> None:
-    """Let torch.distributed use the interface of that name, or the one that has the address."""
     found = interface_with(resolve(address), interfaces())
     interface = name or (found.name if found else None)
     if interface:
@@ -253,8 +252,6 @@ def _run_or_end(run: Callable[[], None]) -> None:
 
 
 class _Reporter:
-    """Reports deaths, logs and signs of life of this host to the launcher."""
-
     def __init__(self, directory: Path, job: WorkerJob) -> None:
         self._directory = directory
         self._job = job
@@ -281,7 +278,6 @@ class _Reporter:
                 return
 
     def _present(self) -> list[int]:
-        """The workers whose processes run; one that a signal has stopped does not."""
         found = []
         for path in self._directory.glob("*.pid"):
             with suppress(FileNotFoundError, psutil.Error):  # it has just ended

@@ -53,7 +53,6 @@ class WorkerDeath:
     kind: FaultKind = FaultKind.WORKER_ENDED
 
     def of(self, pids: Mapping[str, int]) -> bool:
-        """Whether the process that died is one of these, by worker."""
         return self.worker in pids and self.pid in (None, pids[self.worker])
 
 

@@ -64,7 +64,6 @@ class WorkerJob:
 
 
 def main() -> None:
-    """Import, read the job, run the workers, leave the outcome."""
     # What is forked closes its standard input, but must know whether the agent lives.
     agent = os.dup(sys.stdin.fileno())
     modules = [ELASTIC, *pickle.load(sys.stdin.buffer)]

@@ -153,7 +153,6 @@ class WorkerGroup:
         return {worker: number for host in self._hosts for worker, number in host.signs.items()}
 
     def preparing(self, worker: str) -> bool:
-        """Whether a worker's host is starting again."""
         return any(host.preparing for host in self._hosts if worker in host.host.workers)
 
     def restart_lost_hosts(self) -> None:

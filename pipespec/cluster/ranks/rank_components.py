@@ -249,8 +249,6 @@ def draft_proposer(
 
 
 def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
-    """A factory of the stop-string checks of requests."""
-
     def make(request: Request) -> StopCheck:
         if not request.stop:
             return lambda token: False

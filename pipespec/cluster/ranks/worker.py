@@ -133,7 +133,6 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
 
 
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
-    """Load the models of a rank and compute it for one epoch, until the head stops the cluster."""
     deployment, rank, member = held.deployment, held.rank, held.member
     if deployment.devices[rank] == "cpu":
         shares = held.core_shares()

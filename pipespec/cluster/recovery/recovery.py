@@ -171,7 +171,6 @@ class Recovery:
             log.warning("Redis cannot be started: %s", error)
 
     def _check_signs(self, shared: Membership) -> None:
-        """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
         self._take_orders()
         shared.renew_launcher()
@@ -255,7 +254,6 @@ class Recovery:
         change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:
-        """Check whether sequences grow again after a fault, and store the counts."""
         if self._stats.silent_lengths:
             lengths = shared.lengths(self._stats.silent_lengths)
             self._stats.update_lengths(lengths, time.monotonic())
@@ -303,7 +301,6 @@ class Recovery:
         return True
 
     def _record_fault(self, kind: FaultKind, reason: str) -> None:
-        """Keep the first reason why an epoch must end."""
         if not self._stats.ended(self.state.epoch):
             epoch = self.state.epoch
             self._stats.record_fault(Fault(epoch, kind, reason, time.monotonic()))

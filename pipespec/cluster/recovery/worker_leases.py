@@ -32,7 +32,6 @@ class WorkerLeases:
         self._now = self._looked_at = 0.0  # the time in which this process looked
 
     def watch(self, workers: Sequence[str]) -> None:
-        """Watch these workers from now on, and forget all others."""
         self.workers = tuple(workers)
         self.alive &= set(workers)
         self.lost_at = {each: at for each, at in self.lost_at.items() if each in workers}
@@ -75,7 +74,6 @@ class JoinedPids:
         self._previous: dict[str, int] = {}  # of those that joined the last epoch
 
     def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
-        """Take note of the workers that have joined an epoch; returns how many ranks have."""
         joined = shared.attached(epoch)
         self.current = {
             worker: joined[rank] for rank, worker in enumerate(assignment.workers) if rank in joined
