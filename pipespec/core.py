@@ -149,13 +149,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the last stage decided for one sequence in one step.
-
-    `tokens` follow the committed sequence; `base` is that sequence's length (prompt
-    included) before them, so that a repeated verdict is recognised. `logprobs` has one
-    entry per token if the request wants them, else none. `failed` is why no further token can be
-    decided: GRAMMAR if the text cannot follow the request's grammar, or NOT_FINITE.
-    """
+    """What the last stage decided for one sequence in one step. `tokens` follow the committed
+    sequence; `base` is that sequence's length (prompt included) before them, so that a repeated
+    verdict is recognised. `logprobs` has one entry per token if the request wants them, else none.
+    `failed` is why no further token can be decided: GRAMMAR if the text cannot follow the request's
+    grammar, or NOT_FINITE."""
 
     sequence: int
     base: int
@@ -178,31 +176,14 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens follow from the target's logits (`pipespec.sampling`).
+    """How a request's tokens follow from the target's logits (`pipespec.sampling`). By default they
+    are decoded greedily, as they are; `check_sampling` says which values are in range.
 
-    The defaults are greedy decoding of the logits as they are. `check_sampling` says which
-    values are in range.
-
-    Attributes:
-        temperature: 0 takes the most probable token; more divides the logits.
-        top_k: draw from so many most probable tokens; 0: from all.
-        top_p: draw from the smallest set of most probable tokens with this probability.
-        min_p: draw from tokens at least so probable relative to the most probable one.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens
-            that are in the prompt or the answer.
-        presence_penalty: subtracted from the logit of every token of the answer.
-        frequency_penalty: the same, for each time that the token occurs.
-        logit_bias: token ids and what is added to their logits.
-        seed: with the position and the distribution, it determines what is drawn.
-        logprobs: report the log-probabilities of the chosen and of so many most probable
-            tokens; None: report none.
-        prompt_logprobs: the same of the prompt's own tokens, but for the first.
-        min_tokens: before the answer has so many tokens none that ends the text is chosen, and
-            no stop string counts.
-        grammar: what the answer must fit (`pipespec.engine.llguidance_backend`); "": anything.
-        acceptance: EXACT samples from the target; RELAXED and STRICT prefer draft tokens
-            (lossy; docs/sampling.md has the rules).
-    """
+    Fields mean what those of `pipespec.SamplingParams` mean. `logit_bias` has token ids and what is
+    added to their logits. `seed`, with the position and the distribution, determines what is drawn.
+    `grammar` is what the answer must fit (`pipespec.engine.llguidance_backend`); "": anything.
+    `acceptance`: EXACT samples from the target; RELAXED and STRICT prefer draft tokens (lossy;
+    docs/sampling.md has the rules)."""
 
     temperature: float = 0.0
     top_k: int = 0

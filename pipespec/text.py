@@ -75,12 +75,10 @@ _BYTE_OF = _byte_of()
 
 
 class Detokenizer:
-    """Turns token ids into text that is final.
-
-    The pieces joined, `flush` included, equal the tokenizer's `decode` of all the ids without
-    special tokens and without the clean-up of spaces, which would rewrite text already returned.
-    With `context` (the prompt's ids) they equal what `decode` appends to the context's text.
-    """
+    """Turns token ids into text that is final. The pieces joined, `flush` included, equal the
+    tokenizer's `decode` of all the ids without special tokens and without the clean-up of spaces,
+    which would rewrite text already returned. With `context` (the prompt's ids) they equal what
+    `decode` appends to the context's text."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer

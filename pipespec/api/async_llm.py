@@ -90,10 +90,8 @@ class AsyncLLM:
 
     @classmethod
     def connect(cls, name: str | None = None) -> AsyncLLM:
-        """The cluster that `pipespec up` has started under this name; None: the only one.
-
-        Raises ConfigError if there is none, or it is not ready.
-        """
+        """The cluster that `pipespec up` has started under this name; None: the only one. Raises
+        ConfigError if there is none, or it is not ready."""
         llm = cls()
         llm._running = registry.find(registry.entry(name).name)
         return llm
@@ -152,19 +150,15 @@ class AsyncLLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
-        """The next message of one conversation or of several, by the model's chat template.
-
-        A conversation is a list of {"role": ..., "content": ...}. Raises as `generate`.
-        """
+        """The next message of one conversation or of several, by the model's chat template. A
+        conversation is a list of {"role": ..., "content": ...}. Raises as `generate`."""
         return await self._answer(tokenize_chats(self.model_info, messages), sampling_params)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[str]:
-        """The answer to one prompt, piece by piece; joined they are its text.
-
-        Closing the iterator cancels the request. Raises as `generate`.
-        """
+        """The answer to one prompt, piece by piece; joined they are its text. Closing the iterator
+        cancels the request. Raises as `generate`."""
         async for piece in self._pieces(tokenize_prompts(self.model_info, prompt), sampling_params):
             yield piece
 

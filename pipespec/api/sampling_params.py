@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -21,19 +21,7 @@ from pipespec.system.validation import Unreadable, typed
 
 MAX_ANSWERS = 128
 # Fields that go to the last stage under the same name.
-SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "prompt_logprobs",
-    "min_tokens",
-    "acceptance",
-)
+SAME = {entry.name for entry in fields(core.SamplingParams)} - {"logit_bias", "seed", "grammar"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,12 +131,10 @@ def write_trace(deployment: Deployment, reports: Iterable[Report]) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `stats` is described in `pipespec.timing.stats`.
-
-    `logprobs`, if asked for, has for every token its `token_id` and `logprob` and, as `top`,
-    the same two of the most probable tokens: natural logarithms, in the target's own
-    distribution. `prompt_logprobs` is the same of the prompt's tokens, None for the first.
-    """
+    """A finished request. `stats` is described in `pipespec.timing.stats`. `logprobs`, if asked
+    for, has for every token its `token_id` and `logprob` and, as `top`, the same two of the most
+    probable tokens: natural logarithms, in the target's own distribution. `prompt_logprobs` is the
+    same of the prompt's tokens, None for the first."""
 
     text: str
     token_ids: list[int]

@@ -14,12 +14,10 @@ R = TypeVar("R")
 
 
 class LoopThread(Generic[T]):
-    """Holds an asynchronous context manager open, and runs coroutines beside it.
-
-    `resource` is what the manager yields. The caller may be in any thread and have an event loop of
-    its own, as in a notebook. Ctrl-C interrupts only the caller's wait: it cancels the coroutine,
-    and the next call works as before. The thread does not keep the interpreter alive.
-    """
+    """Holds an asynchronous context manager open, and runs coroutines beside it. `resource` is what
+    the manager yields. The caller may be in any thread and have an event loop of its own, as in a
+    notebook. Ctrl-C interrupts only the caller's wait: it cancels the coroutine, and the next call
+    works as before. The thread does not keep the interpreter alive."""
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[T]]):
         self._loop = asyncio.new_event_loop()

@@ -134,12 +134,9 @@ class ModelInfo:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, with `answering` up to where the model's answer begins, with
-        `continuing` up to the end of the last message's content.
-
-        `tools` are functions that it may call, as Transformers gives them to templates, and
-        `variables` are for the template alone. Raises TemplateFailed, also if the model has no
-        chat template.
-        """
+        `continuing` up to the end of the last message's content. `tools` are functions that it may
+        call, as Transformers gives them to templates, and `variables` are for the template alone.
+        Raises TemplateFailed, also if the model has no chat template."""
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
         conversation = [

@@ -1,35 +1,11 @@
-"""`hosts.yaml`: the hosts of a cluster, and how each is reached.
+"""`hosts.yaml`: the hosts of a cluster, and how each is reached. docs/several-hosts.md lists every
+entry, and what a missing one means.
 
 A *host* is a machine. A *worker* is one process of a host that computes: one per device of the
 host, called "host/0", "host/1", ... Devices in brackets of their own, as in `[[cuda:0, cuda:1],
 cuda:2]`, compute the layers of a stage together; the first worker of such a *group* can hold a
 rank, and so can every worker that is in none. A *spare* is one that can and has no rank until it is
 needed.
-
-    name: lab                      # the file's stem
-    defaults: {user: ubuntu, port: 22}   # for every host that does not say otherwise
-    hosts:
-      - name: alpha                # the address
-        address: 10.0.0.1          # where the other hosts reach it, and SSH if `ssh` is not given
-        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH;
-                                   # `none`: its workers are started by hand
-        user: me
-        port: 22
-        identity: ~/.ssh/key
-        interface: eth0            # what carries batches: the interface that has the address
-        devices: [cuda:0, cuda:1]
-        python: python3
-        env: {OMP_NUM_THREADS: 8}
-        target: /models/llama      # where the models lie on this host: as model.target, model.draft
-        draft: /models/small       # and model.mid: mid
-        memory_gib: 22             # what each of its devices may use: all that is free
-    draft: alpha/0                 # the worker that is the head: the planner chooses
-    order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
-    split: [12, 10, 10]            # layers per stage: the planner chooses
-    spares: 0                      # so many workers, the last ones, hold no layers at first
-
-Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices); the
-text after # is what a missing one means.
 """
 
 from __future__ import annotations

@@ -127,12 +127,10 @@ def table_of(title: str, *headings: str, left: int = 1) -> Table:
 
 
 def labelled(labels: Mapping[str, Any]) -> str:
-    """What a title must say of its figures (`client.answers.labels`); "" if they are plain.
-
-    Times of an emulated machine never look like measured ones, draft tokens that were made from the
-    answer never like those of a draft, and a text that the target alone might not have said
-    never like one that it would.
-    """
+    """What a title must say of its figures (`client.answers.labels`); "" if they are plain. Times
+    of an emulated machine never look like measured ones, draft tokens that were made from the
+    answer never like those of a draft, and a text that the target alone might not have said never
+    like one that it would."""
     emulated = ", times EMULATED" if labels["emulated"] else ""
     synthetic = ", draft tokens SYNTHETIC" if labels["synthetic"] else ""
     lossy = ", text LOSSY by the verifier" if labels["lossy"] else ""

@@ -1,10 +1,8 @@
-"""Who is alive and which epoch it is: what holds a cluster together between its epochs.
-
-Every worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires,
-with its process id and its progress. Workers report faults in a stream of *suspicions*. The
-launcher (`pipespec.cluster.recovery.recovery`) reads both and begins the next epoch, whose
-*assignment* maps workers to ranks; the stream of assignments wakes the workers that wait for it.
-"""
+"""Who is alive and which epoch it is: what holds a cluster together between its epochs. Every
+worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires, with its
+process id and its progress. Workers report faults in a stream of *suspicions*. The launcher
+(`pipespec.cluster.recovery.recovery`) reads both and begins the next epoch, whose *assignment* maps
+workers to ranks; the stream of assignments wakes the workers that wait for it."""
 
 from __future__ import annotations
 
@@ -87,16 +85,13 @@ class Membership(RedisClient):
         number, fields = entry[-1]
         return Epoch(int(number.split(b"-")[0]), fields[1].decode())
 
-    def suspect(self, epoch: int, worker: str, reason: str) -> None:
-        self._report(epoch, worker, reason)
+    def suspect(self, epoch: int, worker: str, reason: str, *more: object) -> None:
+        fields = ("epoch", epoch, "member", worker, "reason", reason, *more)
+        self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
 
     def report_failed_start(self, worker: str, reason: str) -> None:
         epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
-        self._report(epoch, worker, reason, "start_failed", 1)
-
-    def _report(self, epoch: int, worker: str, reason: str, *more: object) -> None:
-        fields = ("epoch", epoch, "member", worker, "reason", reason, *more)
-        self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
+        self.suspect(epoch, worker, reason, "start_failed", 1)
 
     def suspicions(self, timeout: float) -> list[Suspicion]:
         """The suspicions since the last call, waiting up to `timeout` seconds for the first."""

@@ -66,13 +66,10 @@ join = partial(Task, TaskKind.JOIN, 0)
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of the pipeline.
-
-    `groups` are PipeDec's G_i: the number of consecutive stages that together form one
-    pipeline step, in order; None makes every stage a group of its own. `sync` is "lockstep"
-    (a send waits for the verdict of its step) or "free" (it does not; verdicts are applied
-    in order whenever they come). Raises ConfigError.
-    """
+    """The shape of the pipeline. `groups` are PipeDec's G_i: the number of consecutive stages that
+    together form one pipeline step, in order; None makes every stage a group of its own. `sync` is
+    "lockstep" (a send waits for the verdict of its step) or "free" (it does not; verdicts are
+    applied in order whenever they come). Raises ConfigError."""
 
     num_stages: int
     groups: tuple[int, ...] | None = None
@@ -141,12 +138,10 @@ class Graph:
 
     @property
     def controller_edges(self) -> Iterator[Edge]:
-        """The edges that the controller needs: those into announced and virtual tasks.
-
-        A rank runs its own tasks in order, so edges between them are left out. That also keeps
-        Redis off the critical path: an early verdict is announced at once and waits at the rank,
-        instead of in Redis until the rank reports that it has computed.
-        """
+        """The edges that the controller needs: those into announced and virtual tasks. A rank runs
+        its own tasks in order, so edges between them are left out. That also keeps Redis off the
+        critical path: an early verdict is announced at once and waits at the rank, instead of in
+        Redis until the rank reports that it has computed."""
         for source, target in self.edges:
             if target.kind is TaskKind.JOIN or (
                 target in self.announced and source.rank != target.rank

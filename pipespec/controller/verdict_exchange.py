@@ -19,12 +19,10 @@ _FAILED = {GRAMMAR: 2, NOT_FINITE: 4}
 
 
 def pack_verdicts(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
-    """Little-endian int64: when it was drawn; then the verdicts, one by one.
-
-    A verdict is sequence, base, count, the tokens, and flags: whether log-probabilities follow, and
-    why it failed, if it did. If they follow: for every token how many are the most probable ones,
-    their ids, and as the bits of float64 its own log-probability and theirs.
-    """
+    """Little-endian int64: when it was drawn; then the verdicts, one by one. A verdict is sequence,
+    base, count, the tokens, and flags: whether log-probabilities follow, and why it failed, if it
+    did. If they follow: for every token how many are the most probable ones, their ids, and as the
+    bits of float64 its own log-probability and theirs."""
     flat: list[int] = [drawn_ns]
     for verdict in verdicts:
         flat += (verdict.sequence, verdict.base, len(verdict.tokens), *verdict.tokens)

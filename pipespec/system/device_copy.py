@@ -22,11 +22,9 @@ _ALIGNMENT = 8
 
 def make_current(device: str | torch.device) -> None:
     """Have this thread's CUDA calls go to a GPU: kernels are launched, graphs captured and events
-    recorded on the current device, whatever that of their tensors is.
-
-    This process then never attends by cuDNN. PyTorch prefers it on sm_90 and sm_100, where it
-    builds a plan for every new number of keys, so for every token: tens of milliseconds or more.
-    """
+    recorded on the current device, whatever that of their tensors is. This process then never
+    attends by cuDNN. PyTorch prefers it on sm_90 and sm_100, where it builds a plan for every new
+    number of keys, so for every token: tens of milliseconds or more."""
     import torch
 
     if torch.device(device).type == "cuda":

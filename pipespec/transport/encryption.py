@@ -37,11 +37,9 @@ def link_key(
     channel: str = BATCHES,
 ) -> bytes:
     """The key of one direction of one link for one connection of its ranks, KEY_BYTES long.
-
     `secret` is the cluster's. `meeting` holds the random numbers that sender and receiver drew for
     this connection: if an epoch is repeated, by a fault or by an attacker, the key differs, so no
-    key is used with the same nonce twice.
-    """
+    key is used with the same nonce twice."""
     assert secret, "a link cannot be sealed without the cluster's secret"
     drawn = " ".join(part.encode().hex() for part in meeting)
     info = f"pipespec link, epoch {epoch}, meeting {drawn}, {sender} to {receiver}, {channel}"

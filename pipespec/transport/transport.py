@@ -18,10 +18,9 @@ class LinkKind:
 
 
 class Transport(Protocol):
-    """One rank's two links: batches come from `rank - 1` and go to `rank + 1`.
-
-    Rank 0 only sends, the last rank only receives. The sender may change its tensors as soon as
-    `send` has returned."""
+    """One rank's two links: batches come from `rank - 1` and go to `rank + 1`. Rank 0 only sends,
+    the last rank only receives. The sender may change its tensors as soon as `send` has
+    returned."""
 
     rank: int
 
@@ -41,10 +40,8 @@ class Transport(Protocol):
 
 
 class LinkDelay:
-    """What a link adds to the time of a message; this class: nothing, as on a real network.
-
-    It is true if it delays anything. `latency_ms` is the delay in one direction.
-    """
+    """What a link adds to the time of a message; this class: nothing, as on a real network. It is
+    true if it delays anything. `latency_ms` is the delay in one direction."""
 
     latency_ms: float = 0.0
 
