@@ -25,17 +25,12 @@ DRAFT, COMMITTED, LAST_COMMITTED = range(3)
 # Which draft tokens are accepted (`SamplingParams.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
-# A reason why a request ended: its text could not follow its grammar.
-GRAMMAR = "grammar"
+# Reasons why a request ended: its text could not follow its grammar, and the target's logits were
+# NaN, infinite, or -inf for every token.
+GRAMMAR, NOT_FINITE = "grammar", "not_finite"
 
-# A reason why a request ended: the target's logits were NaN, infinite, or -inf for every token.
-NOT_FINITE = "not_finite"
-
-# The parent of a sequence's first row; no node has this id.
-NO_PARENT_NODE = -1
-
-# The parent of a sequence that shares no prefix; no sequence has this number.
-NO_PARENT_SEQUENCE = -1
+# The parents of a sequence's first row, and of a sequence that shares no prefix.
+NO_PARENT_NODE, NO_PARENT_SEQUENCE = -1, -1
 
 # Upper bounds of the histogram of steps by tokens, of prompts fed and of answers decided together.
 STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
@@ -50,18 +45,11 @@ class SequenceStart:
 
     A *sequence* is one stay of a request in the pipeline. Batches and verdicts name it by its
     number, which is unique within the epoch: so a late verdict on a request that was preempted
-    and started again does not apply to its new sequence.
-
-    Attributes:
-        sequence: its number.
-        request: the id of the request in the request log.
-        prompt_len: tokens of the prompt.
-        committed_len: tokens that were decided before, prompt included; they arrive as committed
-            rows.
-        params: how its tokens are sampled (`pipespec.sampling.wire_format`).
-        parent: the sequence, running or retained, that begins with the same tokens; or
-            NO_PARENT_SEQUENCE.
-        shared_len: how many of them: their rows do not arrive, their KV slots are the parent's.
+    and started again does not apply to its new sequence. `request` is its id in the request log.
+    `committed_len` tokens were decided before, prompt included, and arrive as committed rows.
+    `params`: how its tokens are sampled (`pipespec.sampling.wire_format`). `parent` is the
+    sequence, running or retained, that begins with the same `shared_len` tokens, whose rows do not
+    arrive and whose KV slots are the parent's; or NO_PARENT_SEQUENCE.
     """
 
     sequence: int

@@ -9,8 +9,6 @@ from typing import Any
 from pipespec.errors import ConfigError
 
 Path = str | os.PathLike[str]
-# Settings that only `pipespec generate` without --on can keep.
-OF_COMMANDS = ("trace",)
 
 
 def overrides_of(
@@ -29,9 +27,8 @@ def overrides_of(
         raise ConfigError(
             f"draft={os.fspath(draft)} is given without a model; pass the model that it drafts for."
         )
-    for name in settings:
-        if name in OF_COMMANDS:
-            raise ConfigError(f"An LLM has no setting {name!r}; leave it to `pipespec generate`.")
+    if "trace" in settings:
+        raise ConfigError("An LLM has no setting 'trace'; leave it to `pipespec generate`.")
     found: list[str] = []
     if model is not None:
         found.append(f"model.target={os.fspath(model)}")

@@ -7,8 +7,6 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -149,15 +147,13 @@ def target_of(settings: list[str]) -> str:
     return full_name(model.target)
 
 
-@contextmanager
-def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
+def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
     from pipespec.server.api_server import bind_listener
     from pipespec.server.connections import connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
-    with bind_listener(arguments.host, arguments.port) as listener:
-        yield listener
+    return bind_listener(arguments.host, arguments.port)
 
 
 def answer_requests(

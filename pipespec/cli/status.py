@@ -41,17 +41,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print the state of clusters; returns 0 if all of them answer."""
     refuse_settings(arguments, rest)
-    clusters = reports(arguments.name)
+    found = entries() if arguments.name is None else [entry(arguments.name)]
+    clusters = [report(each, time.time()) for each in found]
     if arguments.json:
         write(json.dumps({"clusters": clusters}) + "\n")
     else:
         print_table(clusters)
     return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
-
-
-def reports(name: str | None) -> list[dict[str, Any]]:
-    found = entries() if name is None else [entry(name)]
-    return [report(each, time.time()) for each in found]
 
 
 def report(found: Entry | Damaged, now: float) -> dict[str, Any]:

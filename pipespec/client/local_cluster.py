@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -51,11 +51,9 @@ def own_entry(
     return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
 
 
-@contextmanager
-def asking(cluster: ClusterSession, served: ModelInfo) -> Iterator[Client]:
+def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager[Client]:
     """A client of a cluster that runs. What it has not read to the end may stay open."""
-    with connected(own_entry(cluster, served), PATIENCE_S, own=cluster) as client:
-        yield client
+    return connected(own_entry(cluster, served), PATIENCE_S, own=cluster)
 
 
 @contextmanager

@@ -24,8 +24,6 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from pipespec.errors import ConfigError
-
 
 class TaskKind(StrEnum):
     """What a task does; the value is the first part of a task's id. A batch mixes prompt chunks and
@@ -69,24 +67,17 @@ class Layout:
     """The shape of the pipeline. `groups` are PipeDec's G_i: the number of consecutive stages that
     together form one pipeline step, in order; None makes every stage a group of its own. `sync` is
     "lockstep" (a send waits for the verdict of its step) or "free" (it does not; verdicts are
-    applied in order whenever they come). Raises ConfigError."""
+    applied in order whenever they come)."""
 
     num_stages: int
     groups: tuple[int, ...] | None = None
     sync: str = "lockstep"
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise ConfigError(f"{self.num_stages} stages cannot hold a model: use at least 1.")
-        if self.sync not in ("lockstep", "free"):
-            raise ConfigError(f"sync={self.sync!r} is unknown: use 'lockstep' or 'free'.")
-        if self.groups is not None and (
-            min(self.groups, default=0) < 1 or sum(self.groups) != self.num_stages
-        ):
-            raise ConfigError(
-                f"The groups {self.groups} do not add up to {self.num_stages} stages: "
-                "give one positive size per group."
-            )
+        # Settings are checked as such (`ClusterConfig`).
+        sizes = (1,) * self.num_stages if self.groups is None else self.groups
+        assert min(sizes, default=0) > 0 and sum(sizes) == self.num_stages, f"{self}"
+        assert self.sync in ("lockstep", "free"), self.sync
 
     @property
     def ranks(self) -> range:
