@@ -27,7 +27,7 @@ ABOUT = "about"  # the key in a field's metadata
 
 @dataclass(frozen=True)
 class About:
-    """What a field says of its setting besides type and default: one sentence of help for users, its
+    """What a field says of its setting besides type and default: a sentence of help for users, its
     unit ("": none), the least and the most that a number, or each of a list, may be (with `above`
     more than the least), what an error adds to these limits, and the only values of a text, if any.
     `kind` is the type where the field's annotation is Any, as OmegaConf has no such type. One that
