@@ -168,7 +168,8 @@ def answer_requests(
     from pipespec.server.api_server import run_api_server
 
     options = read_options(arguments, target)
-    if not options.api_keys and not is_loopback(listener):
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    if not options.api_keys and not address.is_loopback:
         print_error(
             f"{url_of(listener)} may be reached from other machines and asks for no API key; pass "
             "--api-key, or listen at 127.0.0.1."
@@ -258,10 +259,6 @@ def announcement(
         f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}, a "
         f"chat page at {url_of(listener)}/chat; end it with Ctrl-C.\n"
     )
-
-
-def is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

@@ -49,7 +49,12 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
     except (HydraException, OmegaConfBaseException) as error:
         if (interrupt := interrupt_cause(error)) is not None:
             raise interrupt from None
-        raise _config_error(error) from error
+        lines = [*filter(str.strip, str(error).splitlines()), type(error).__name__]
+        at = getattr(error, "full_key", None)
+        where = f" at {at}" if at else ""
+        raise ConfigError(
+            f"The configuration is not valid{where}: {masked(lines[0]).rstrip('.')}."
+        ) from error
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -133,11 +138,3 @@ def _build(name: str, node: DictConfig) -> Any:
         if OmegaConf.is_missing(section, key):
             raise ConfigError(f"{name}.{key} has no value; pass {name}.{key}=VALUE.")
     return OmegaConf.to_object(section)
-
-
-def _config_error(error: BaseException) -> ConfigError:
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    at = getattr(error, "full_key", None)
-    return ConfigError(
-        f"The configuration is not valid{f' at {at}' if at else ''}: {masked(first).rstrip('.')}."
-    )

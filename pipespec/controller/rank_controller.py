@@ -163,9 +163,9 @@ class Controller(RequestLog):
         self, count: int, *, wait: bool
     ) -> list[tuple[Request, tuple[int, ...]]] | None:
         """Takes up to `count` requests off the queue, each with the tokens that an earlier epoch
-        has accepted. Only for the head. Redis is queried only after a notification that a request
-        has arrived. With `wait` this waits for at least one request; otherwise it may return [].
-        None: the queue is empty and closed. Raises StaleEpoch when a new epoch has begun."""
+        has accepted. Only for the head. Redis is queried only after a notification that one has
+        arrived. With `wait` this waits for at least one; otherwise it may return []. None: the
+        queue is empty and closed. Raises StaleEpoch when a new epoch has begun."""
         while self._read_announcement(0.0):
             pass
         while True:

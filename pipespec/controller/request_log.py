@@ -29,11 +29,10 @@ KEEP_TICKET_S = 600
 
 class RequestLog(RedisClient):
     """The request log as the processes of a cluster use it, for one epoch. Not for several threads.
-    (Users of a cluster have `pipespec.client`.) The head takes requests
-    (`Controller.next_requests`), accepts tokens and finishes; every rank reports. What a stale
-    epoch writes is refused with StaleEpoch. `accept`, `add_prompt_logprobs`, `finish` and `report`
-    do not wait for Redis: an error of theirs surfaces at a later call. When Redis goes away, every
-    call raises Unreachable, and nothing is repeated."""
+    The head takes requests (`Controller.next_requests`), accepts tokens and finishes; every rank
+    reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `add_prompt_logprobs`,
+    `finish` and `report` do not wait for Redis: an error of theirs surfaces at a later call. When
+    Redis goes away, every call raises Unreachable, and nothing is repeated."""
 
     def __init__(self, url: str, *, namespace: str, epoch: int):
         super().__init__(url, namespace)

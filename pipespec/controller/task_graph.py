@@ -131,8 +131,8 @@ class Graph:
     def controller_edges(self) -> Iterator[Edge]:
         """The edges that the controller needs: those into announced and virtual tasks. A rank runs
         its own tasks in order, so edges between them are left out. That also keeps Redis off the
-        critical path: an early verdict is announced at once and waits at the rank, instead of in
-        Redis until the rank reports that it has computed."""
+        critical path: an early verdict waits at the rank, not in Redis until the rank has
+        computed."""
         for source, target in self.edges:
             if target.kind is TaskKind.JOIN or (
                 target in self.announced and source.rank != target.rank

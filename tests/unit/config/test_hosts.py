@@ -263,12 +263,6 @@ def test_ranks_are_those_that_a_cluster_without_measurements_starts(tmp_path, li
     assert decide(compose([f"cluster={file}"])).workers == ranks
 
 
-def test_a_group_counts_by_its_first_device_and_has_all_of_them(tmp_path):
-    hosts_file = load(tmp_path, GROUPS)
-    assert hosts_file.workers == ("a/0", "a/2", "b/0", "b/1")
-    assert hosts_file.devices_of("a/0") == ("cpu", "cpu")
-
-
 @pytest.mark.parametrize("override", ["cluster.spares=1", "cluster.devices=[cpu]"])
 def test_what_a_hosts_file_has_of_its_own_is_not_set_beside_it(tmp_path, override):
     file = tmp_path / "lab.yaml"

@@ -17,16 +17,6 @@ names = st.text(min_size=1)
 layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: range(at[0], sum(at)))
 
 
-@pytest.mark.parametrize(
-    ("worker", "place"),
-    [("beta/1", (0, 0)), ("alpha/0", (1, 0)), ("beta/0", (2, 0)), ("alpha/1", None), ("", None)],
-)
-def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
-    worker: str, place: tuple[int, int] | None
-) -> None:
-    assert ROSTER.place_of(worker) == place
-
-
 def test_assignment_is_encoded_as_plain_json() -> None:
     assert json.loads(ROSTER.encode()) == {
         "workers": ["beta/1", "alpha/0", "beta/0"],
