@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
 
 # How long to wait for a cluster that does not end.
-PATIENCE_S = 30.0
-LOOK_S = 0.05
+PATIENCE_S, LOOK_S = 30.0, 0.05
 
 
 def add(commands: Commands) -> None:

@@ -32,11 +32,9 @@ from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
 
 # How long all requests may be silent before the cluster is looked at, and if it is our own.
-HEARTBEAT_S = 0.5
-OWN_HEARTBEAT_S = 0.05
+HEARTBEAT_S, OWN_HEARTBEAT_S = 0.5, 0.05
 # How long the ranks may take to report at the end, and if some of them may be lost.
-REPORTS_TIMEOUT_S = 60.0
-LOST_REPORTS_S = 2.0
+REPORTS_TIMEOUT_S, LOST_REPORTS_S = 60.0, 2.0
 # Entries of one stream that are read at once.
 MOST_ENTRIES = 256
 # Requests whose first token's arrival is remembered until their reports are read.

@@ -35,10 +35,8 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
-# Whose cluster it is, where `pipespec serve` started it.
-SERVER = ".server"
-# The data of a private Redis, and what lets hosts that are started by hand take part.
-DATA, INVITATION = ".data", ".invitation"
+# The server that started it, the data of a private Redis, and what lets hosts join by hand.
+SERVER, DATA, INVITATION = ".server", ".data", ".invitation"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
