@@ -333,7 +333,7 @@ def test_ranks_that_all_wait_stall_and_one_that_works_takes_its_time(
 ) -> None:
     monkeypatch.setattr(cluster_state, "STALL_S", 0.0)
     shared, epoch = life.worker(), life.begin()
-    seen = cluster_state.Progress()
+    seen = cluster_state.ClusterProgress()
 
     def stalled() -> bool:
         for worker, state in zip(ASSIGNMENT.everyone, told, strict=True):

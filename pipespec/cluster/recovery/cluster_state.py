@@ -40,7 +40,7 @@ class LayoutChange:
     on_begun: Callable[[], None]
 
 
-class Progress:
+class ClusterProgress:
     """The progress of one cluster; `new_faults`: since `too_many_faults` was called."""
 
     def __init__(self) -> None:

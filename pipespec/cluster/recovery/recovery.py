@@ -30,9 +30,9 @@ from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import (
     MAX_FAULTS,
     STABLE_S,
+    ClusterProgress,
     ClusterState,
     LayoutChange,
-    Progress,
 )
 from pipespec.cluster.recovery.worker_leases import JoinedPids, WorkerLeases
 from pipespec.controller import epoch_control
@@ -79,7 +79,7 @@ class Recovery:
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
         self._preparing_at = 0.0  # when the host of a lost worker was last seen to start
-        self._progress = Progress()
+        self._progress = ClusterProgress()
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
