@@ -85,7 +85,7 @@ def _fields(cls: type) -> dict[str, str]:
     marked."""
     return {
         field.name: f"{field.type}{' = default' if _has_default(cls, field) else ''}"
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        for field in dataclasses.fields(cls)
     }
 
 

@@ -151,7 +151,7 @@ def main() -> None:
     port = None if options.connection == UNIX else 0
     with EmbeddedRedis(port=port, tls=options.connection == TLS) as server:
         url = server.url if port is None else server.url_at(LOOPBACK)
-        front = ", a process in front of it" if server.proxied else ""
+        front = ", a process in front of it" if server.proxy_pid is not None else ""
         title = (
             f"Controller: {options.stages} stages, {options.steps} steps, "
             f"Redis {check_server(server.url)} over {options.connection}{front}, µs"

@@ -1,9 +1,6 @@
 """The runtime's own work per step beside its budgets: the head's tree, a stage's verdict.
 
-    python -m benchmarks.budgets.head_and_stage [--json FILE]
-
-Medians of many repeats on one core. No model runs: only the runtime's own Python is measured,
-beside the budget that the design states for it.
+python -m benchmarks.budgets.head_and_stage [--json FILE]
 """
 
 from __future__ import annotations
@@ -144,7 +141,8 @@ def head_of_many(steps: int, requests: int) -> float:
         return run
 
     scheduler: Any = simulated.scheduler
-    for name in ("apply", "end_verdicts", "preempt", "next_batch"):
+    scheduler.admission.preempt = timed(scheduler.admission.preempt)
+    for name in ("apply", "end_verdicts", "plan_batch", "next_batch"):
         setattr(scheduler, name, timed(getattr(scheduler, name)))
     times = []
     for _ in range(2 * STATE.num_stages + steps):

@@ -14,9 +14,6 @@ contiguous, as after a prompt, and the rows' hidden states are on the device). S
     verdict    `SliceRunner.apply` and `SliceRunner.prune` with the rows of nine steps here, and
                whether any K or V moved
     draft      a round: nodes through a whole model, its logits, the most probable tokens
-
-The copy is a yardstick: data from caches can take less time than the floor. `--profile` writes the
-times as a profile that other benchmarks can emulate.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@ something is drawn.
 
     with plot.figure(path, "Title", columns=2) as (left, right):
         plot.bars(left, groups, series, ylabel="ms")
-
-writes `path`.png and `path`.svg. Equal figures give equal files: no date, no random ids.
 """
 
 from __future__ import annotations

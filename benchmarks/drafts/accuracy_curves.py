@@ -1,9 +1,6 @@
 """How often the target's token is among a draft's k best, per data set: SpecPipe's Figure 7.
 
-    python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json
-
-The target answers greedily (one stage, no draft tokens); then the draft reads the same text, and
-its rank of every token of the answer is counted. Measured; the same on every machine.
+python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json
 """
 
 from __future__ import annotations

@@ -10,11 +10,7 @@
 answers held to JSON schemas, whose forced tokens are drafted with certainty. `bits`: the draft in
 fewer bits, the target in bfloat16. `acceptance`: the lossy rules of SpecPipe's section 3.4;
 *agreement* is the share of tokens that are the target's own first choice, *loss* by how much less
-probable than that choice they are, in nats per token.
-
-Whole runs of the product, whose ranks are threads of one process. Texts that must be equal are
-compared, token for token.
-"""
+probable than that choice they are, in nats per token."""
 
 from __future__ import annotations
 

@@ -64,12 +64,14 @@ class Replay:
         )
         scheduler = Scheduler(config)
         self._steps.clear()
-        scheduler.add(Request(1, tuple(prompt), len(answer), sampling=sampling), lambda _: False, 0)
+        scheduler.admission.add(
+            Request(1, tuple(prompt), len(answer), sampling=sampling), lambda _: False, 0
+        )
         (sequence,) = scheduler.admit()
         self.proposer.start_sequence(sequence.context)
         prompt_len = len(prompt)
         before = self.result.tokens, self.result.steps
-        while scheduler.sequences:
+        while scheduler.admission.sequences:
             scheduler.begin_step()
             while work := scheduler.next_expansion(0.0):
                 self._draft(scheduler, work)
@@ -86,15 +88,16 @@ class Replay:
                     )
                 self.proposer.accept_verdict(verdict)
             scheduler.end_verdicts(0.0, 0.0)
-            if not scheduler.sequences:
+            if not scheduler.admission.sequences:
                 break
-            while isinstance(todo := scheduler.next_batch(0.0), ProposalBatch):
-                self._draft(scheduler, todo)
-            self._enter(sequence, todo)
+            while work := (plan := scheduler.plan_batch(0.0)).refill:
+                self._draft(scheduler, work)
+            batch = scheduler.next_batch(plan)
+            self._enter(sequence, batch)
             scheduler.end_step(0.0)
             if len(sequence.context.tokens) > prompt_len:
                 self.result.steps += 1
-                self.result.rows += len(todo)
+                self.result.rows += len(batch)
         self.result.tokens += len(sequence.context.tokens) - prompt_len - 1
         self.proposer.end_sequence(sequence.number)
         after = self.result.tokens, self.result.steps

@@ -18,8 +18,7 @@ from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulated_pipeline import Rounds, TokenArrival
 from pipespec.extras.plan.simulation import simulate
-from pipespec.head.policies.draft_rounds import AUTO
-from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.policy import AUTO, SpeculationPolicy
 from pipespec.head.policies.root import Root
 
 # SpecPipe's 1B draft: .99 at 32 candidates (Fig. 7); its top-1 share and the spread are ASSUMED.

@@ -79,12 +79,7 @@ def mean(batch_means: Sequence[float] | np.ndarray) -> Interval:
 def ratio(
     numerators: Sequence[float] | np.ndarray, denominators: Sequence[float] | np.ndarray
 ) -> Interval:
-    """The sum of the numerators over that of the denominators, which come in pairs.
-
-    A pair is a batch of two runs, such as the times of the same tokens by two methods: what the
-    texts have in common does not widen the interval, and where they have nothing in common it is
-    that of independent runs. The variance is that of the ratio to first order.
-    """
+    """The sum of the numerators over that of the denominators, which come in pairs."""
     above, below = np.asarray(numerators, float), np.asarray(denominators, float)
     if len(above) != len(below):
         raise ValueError(f"{len(above)} and {len(below)} batches make no pairs.")

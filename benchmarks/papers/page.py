@@ -14,12 +14,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
 from benchmarks.papers.__main__ import simulated_title
 from benchmarks.papers.missing import MISSING
-from tools.docs.stored_results import hardware
+from tools.docs.stored_results import origin, table
 
 PAGE = ROOT / "docs" / "papers.md"
 RESULT = ROOT / "benchmarks" / "results" / "papers.json"
@@ -32,16 +33,13 @@ HEADINGS = {
     "verdict": "ours is",
     "baseline": "over, or under which conditions",
 }
+ABSENT = ("paper", "figure", "shows", "instead, or why not")
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of rows with the same keys, which head its columns."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    return "".join(f"| {' | '.join(map(_text, line))} |\n" for line in lines)
-
-
-def _text(value: Any) -> str:
-    return str(value).replace("|", "\\|")
+    cells = [[str(value).replace("|", "\\|") for value in row.values()] for row in rows]
+    return table([*rows[0]], cells)
 
 
 def compared(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -51,12 +49,11 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
-    made = f"{hardware(result)}, commit {result['commit']}, {result['date']}"
     what = "TBT by width and children, and throughput over vLLM's pipeline"
     found = {
-        "source": f"`papers.json`: {made}: `{result['command']}`\n",
+        "source": f"`papers.json`: {origin(result)}: `{result['command']}`\n",
         "plot": f"![{what}](../benchmarks/results/papers.svg)\n",
-        "missing": _missing(),
+        "missing": markdown([dict(zip(ABSENT, astuple(each), strict=True)) for each in MISSING]),
     }
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["of"] == paper]
@@ -65,20 +62,6 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         title = f"**SIMULATED, SYNTHETIC draft: {grid['title']}**"
         found[f"grid_{grid['name']}"] = f"{title}\n\n{markdown(grid['rows'])}"
     return found
-
-
-def _missing() -> str:
-    return markdown(
-        [
-            {
-                "paper": each.paper,
-                "figure": each.figure,
-                "shows": each.shows,
-                "instead, or why not": each.why,
-            }
-            for each in MISSING
-        ]
-    )
 
 
 def updated(text: str) -> str:

@@ -9,11 +9,7 @@ then decode fresh ones, by which they are compared: a ratio above 1 means that t
 faster. Its 95 % interval is over the seeds.
 
 Cells come in an order that is random, and the same in every run: a smaller number of them is a
-sample of all. Those that the file of --resume holds from the same commit are not run again.
-
-The times of a mixture of experts are those of `with_experts`, for rows that choose independently.
-That is ASSUMED, and so are the shares of a stage's time that the experts of one row take.
-"""
+sample of all. Those that the file of --resume holds from the same commit are not run again."""
 
 from __future__ import annotations
 

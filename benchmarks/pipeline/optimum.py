@@ -54,8 +54,6 @@ class Optimum:
     method finds: the policy that is best if a millisecond costs so many tokens, then the speed of
     that policy as the cost.
 
-    Siblings have subtrees that are alike, so none enters the pipeline before a likelier one.
-
     Args:
         probabilities: that the first, second, ... candidate for a node is the target's token.
         step_ms: of a step whose largest batch has 1, 2, ... rows.

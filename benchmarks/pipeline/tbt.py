@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.common import comparison, experiment, plot, run_options
 from benchmarks.common.comparison import ALL, Case
-from pipespec.head.scoring import MID_ROWS
+from pipespec.head.proposers.cascade import MID_ROWS
 
 MEANS = ("tbt_ms", "tokens_per_step", "hit_rate", "overruns_per_step")
 GREEDY = "greedy"

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
+from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.host_link.join_server import JoinServer
-from pipespec.cluster.join.host_changes import MeasuredHost, measured, with_hosts
+from pipespec.cluster.join.host_changes import measured, with_hosts
 from pipespec.cluster.join.look_after_host import LOOK_S, look_after_host
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, PipespecError
-from pipespec.extras.diagnostics.measure_hosts import measure_joined
 from pipespec.placement.costs import Problem
 from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL
@@ -68,7 +68,7 @@ class HostAdmission:
                 continue
             try:
                 session.tell("the host is measured")
-                found[session] = measured(session.host, deployment, measure_joined)
+                found[session] = measured(session.host, deployment)
                 session.tell("the cluster begins once all hosts are there")
             except PipespecError as error:
                 self._on_log(session.host.name, f"it does not join: {error}")
@@ -98,7 +98,6 @@ class HostAdmission:
         look_after_host(
             session,
             self._cluster.changes,
-            measure_joined,
             self._patience_s,
             self._on_log,
             joined=session.host.name in self._with_it,

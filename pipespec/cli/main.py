@@ -1,6 +1,7 @@
 """The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`. Each command
-is a module of `pipespec.cli` or `pipespec.extras.commands`. torch and transformers are imported
-only by the commands that need them, so that help and mistakes are answered at once."""
+is a module of `pipespec.cli`, or of `pipespec.extras.commands` if that is there. torch and
+transformers are imported only by the commands that need them, so that help and mistakes are
+answered at once."""
 
 from __future__ import annotations
 
@@ -8,19 +9,40 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 
 from pipespec.cli import cache, down, generate, invite, join, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.errors import ConfigError
-from pipespec.extras.commands import bench, doctor, plan
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
 
 MODELS = ("model.target", "model.draft", "model.mid")
-COMMANDS = (generate, bench, plan, doctor, cache, up, invite, join, serve, down, status)
+EXTRAS = "pipespec.extras"  # a satellite: the core runs without it, or without folders of it
+
+
+def _commands() -> tuple[ModuleType, ...]:
+    """Those that are there, in the order of the help."""
+    extra = []
+    for name in ("bench", "plan", "doctor"):
+        try:
+            extra.append(import_module(f"{EXTRAS}.commands.{name}"))
+        except ModuleNotFoundError as error:
+            _require_of_extras(error)
+    return (generate, *extra, cache, up, invite, join, serve, down, status)
+
+
+def _require_of_extras(error: ModuleNotFoundError) -> None:
+    """Raise any error but that of a module of extras that is not installed."""
+    if not f"{error.name}.".startswith(f"{EXTRAS}."):
+        raise error
+
+
+COMMANDS = _commands()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +70,11 @@ def _run(argv: list[str]) -> int:
             name, _, model = setting.partition("=")
             if name in MODELS:
                 refuse_unread(model)  # read in full, its header takes a while
-    return run_command(arguments, rest)
+    try:
+        return run_command(arguments, rest)
+    except ModuleNotFoundError as error:
+        _require_of_extras(error)
+        raise ConfigError(f"This needs {error.name}, which is not installed here.") from error
 
 
 def _parser() -> Parser:

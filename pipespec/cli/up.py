@@ -303,7 +303,7 @@ def planned(
 
 def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
     """What is to be laid out, by measured figures. Raises ConfigError, HostFailed."""
-    from pipespec.extras.diagnostics.measure_hosts import measure_hosts
+    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.measurements import problem
 
     with progress("measuring") as (on_host,):

@@ -16,11 +16,15 @@ from pipespec.limits import suggest
 from pipespec.settings import about
 from pipespec.system.folders import resource_dir
 
-# Of which class those of a group are, where users may add to it.
+# Of which class those of a group are, where others may add to it.
 BASES = {
     "policy": "pipespec.head.policies.policy.SpeculationPolicy",
     "proposer": "pipespec.head.proposers.proposer.ProposerConfig",
+    "emulate": "pipespec.timing.clock.StepClock",
+    "emulate_link": "pipespec.transport.transport.LinkDelay",
 }
+# The choice of `emulate` and `emulate_link` that is there without `pipespec.extras`.
+REAL = "none"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Choice:
         try:
             found = _imported(self.base)
         except (ImportError, AttributeError) as error:
+            if self.name == REAL and self.group in BASES:
+                return _imported(BASES[self.group])
             raise self._wrong(f"cannot be imported ({error})") from error
         if not isinstance(found, type) or not is_dataclass(found):
             raise self._wrong("is no dataclass")

@@ -11,11 +11,8 @@ A request shares the beginning of its text with one whose text is in the KV cach
 request reads more of the same text, it waits for that: many requests with one long prompt read it
 once.
 
-The request with the lowest priority value is started first and preempted last; of equal ones, the
-first to arrive (`Request.queue_key`). A waiting request never preempts a running one.
-
-All running requests name the same policy (`Request.policy`): a request that names another waits
-until none is running.
+Requests are started by `Request.queue_key`, and preempted from its end; a waiting one never
+preempts a running one. All running requests name the same policy.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from pipespec.core import MAX_STARTED_BYTES, NO_PARENT_SEQUENCE, Batch, Request
-from pipespec.head.kept_states import KeptStates
 from pipespec.head.prefix_cache import (
     MIN_SHARED_TOKENS,
     NO_TEXT,
@@ -35,48 +31,24 @@ from pipespec.head.prefix_cache import (
     num_tokens,
     text_key,
 )
+from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT
 
 
 class Admission:
-    """The running and the waiting requests.
+    """The running and the waiting requests."""
 
-    Args:
-        max_num_seqs: requests that run or wait at most.
-        num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.
-        context_limit: tokens of the longest sequence.
-        batch_rows: slots that stay free when a request is started beside others, so that it is
-            not preempted at once.
-        root_rows: slots that a root needs.
-        max_retained: sequences that have left whose prefixes may stay in the KV cache; 0: requests
-            share nothing.
-        states: the running states that the stages keep of texts (`PrefixCache`); None: layers have
-            none.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        num_slots: int,
-        context_limit: int,
-        batch_rows: int,
-        root_rows: int,
-        max_retained: int = 0,
-        states: KeptStates | None = None,
-    ):
+    def __init__(self, config: SchedulerConfig):
         self.sequences: dict[int, Sequence] = {}  # that are running, by number, oldest first
         self.waiting: list[Sequence] = []  # by `Request.queue_key`
         self.preemptions = 0
-        self.cache = PrefixCache(max_retained, states)
+        self.cache = PrefixCache(config.max_retained, config.make_states())
         self.policy_name = ""  # of the running requests, or of the last ones
-        self.num_slots = num_slots
-        self._max_num_seqs = max_num_seqs
-        self._context_limit = context_limit
-        self._batch_rows = batch_rows
-        self._root_rows = root_rows
+        self._config = config
+        # KV slots that a root needs.
+        self._root_rows = max(each.max_rows if each.whole else 1 for each in config.policies)
         self._next_number = 0
         # Changes that the next batch carries to the stages; sequences by number.
         self._unsent_started: list[Sequence] = []
@@ -85,13 +57,12 @@ class Admission:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is running or waiting."""
         return not self.sequences and not self.waiting
 
     @property
     def room(self) -> int:
         """How many more requests can be added."""
-        return self._max_num_seqs - len(self.sequences) - len(self.waiting)
+        return self._config.max_num_seqs - len(self.sequences) - len(self.waiting)
 
     @property
     def requests(self) -> list[Sequence]:
@@ -101,7 +72,7 @@ class Admission:
     @property
     def free_slots(self) -> int:
         """KV slots of every stage that no running sequence holds when the next batch arrives."""
-        return self.num_slots - self.cache.pinned - self._filled
+        return self._config.num_slots - self.cache.pinned - self._filled
 
     @property
     def _filled(self) -> int:
@@ -134,17 +105,14 @@ class Admission:
         (`Sequence.ended`), the request does not wait. `guide` is at the end of that answer.
         """
         assert self.room > 0, "more requests than there is room for"
-        sequence = Sequence.create(request, stops, self._context_limit, now, answer, guide)
+        sequence = Sequence.create(request, stops, self._config.context_limit, now, answer, guide)
         if not sequence.ended:
             self._enqueue(sequence)
         return sequence
 
     def admit(self) -> Iterator[Sequence]:
         """Start waiting requests in their order, as long as there are slots for their text, and
-        room in a batch for their sequence starts.
-
-        A request that waits for a prefix which another is reading does not block those behind it.
-        """
+        room in a batch for their starts; those that wait for a prefix block no other."""
         bytes_left = MAX_STARTED_BYTES - sum(each.start.num_bytes for each in self._unsent_started)
         for sequence in self.waiting.copy():
             if self._waits_for_prefix(sequence):
@@ -235,7 +203,8 @@ class Admission:
         if sequence.request.policy != self.policy_name:
             return False
         read = len(sequence.context.tokens) - shared
-        wanted = self.cache.newly_pinned(parent, shared) + read + self._batch_rows
+        # So many slots stay free that it is not preempted at once.
+        wanted = self.cache.newly_pinned(parent, shared) + read + self._config.rows
         return wanted <= self.free_slots - self.reserved_slots
 
     def cancel(self, request: int) -> Sequence | None:
@@ -268,7 +237,6 @@ class Admission:
         )
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove the sequence of a request that is over."""
         self._leave(sequence, self._unsent_finished)
 
     def _leave(self, sequence: Sequence, unsent: list[int]) -> None:
@@ -292,7 +260,7 @@ class Admission:
 
         Retained prefixes are freed as far as slots are needed, also by the rows of this batch.
         """
-        self.cache.free(self.slots_needed - self.num_slots)
+        self.cache.free(self.slots_needed - self._config.num_slots)
         batch.started = tuple(each.start for each in self._unsent_started)
         batch.finished = tuple(self._unsent_finished)
         batch.preempted = tuple(self._unsent_preempted)
@@ -306,6 +274,5 @@ class Admission:
 
 
 def _common_len(some: list[int], others: list[int]) -> int:
-    """The length of the common prefix of two lists."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import collections.abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipespec.head.policies.policy import Expansion, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, split_expansion
-from pipespec.head.scheduler_types import ProposalBatch, ProposalPart
-from pipespec.head.sequence import Sequence
+from pipespec.head.scheduler_types import ProposalPart
+from pipespec.head.sequence import Sequence as TreeSequence
+from pipespec.head.structured_output import LookAhead, add_ahead
+
+# The nodes of a request that a round expands.
+Select = Callable[[TreeSequence], Expansion]
 
 
-def next_proposal_batch(
-    sequences: Iterable[Sequence],
+def plan_expansion(
+    sequences: Sequence[TreeSequence],
     policy: SpeculationPolicy,
-    select: Callable[[Sequence], Expansion],
-    budget: Callable[[int], int],
-) -> tuple[ProposalBatch | None, bool]:
-    """The draft round that is wanted, and whether the pipeline idles until it is done.
-
-    `select` gives the nodes of a request to expand, `budget` the number of nodes of all by the
-    number of requests. A token that a grammar determines is added to the tree without the proposer.
-    """
-    among = list(sequences)
-    while True:
-        parts, urgent = _wanted(among, policy, select, budget)
-        guided = [each for part in parts if (each := _guided(part, policy)) is not None]
-        if guided or not parts:  # else the grammars determined all of these; look further
-            return (ProposalBatch(tuple(guided), policy.children) if guided else None), urgent
-
-
-def _wanted(
-    sequences: collections.abc.Sequence[Sequence],
-    policy: SpeculationPolicy,
-    select: Callable[[Sequence], Expansion],
+    select: Select,
     budget: Callable[[int], int],
 ) -> tuple[list[ProposalPart], bool]:
-    """The most probable nodes that are wanted."""
-    wanted: list[tuple[Sequence, int | None, RequestCandidates]] = []
+    """The most probable nodes that `select` gives, and whether the pipeline idles until they are
+    expanded; `budget` is the number of nodes of all by the number of requests."""
+    wanted: list[tuple[TreeSequence, int | None, RequestCandidates]] = []
     urgent = False
     for sequence in sequences:
         expansion = select(sequence)
@@ -47,34 +32,29 @@ def _wanted(
             wanted.append((sequence, expansion.limit, RequestCandidates(sequence.tree, nodes)))
             urgent |= expansion.urgent
     shares = split_expansion([offer for _, _, offer in wanted], budget(len(wanted)))
-    parts = [
-        ProposalPart(
-            sequence, nodes, limit, max_path_tokens=_max_path_tokens(sequence, policy) * len(nodes)
-        )
-        for (sequence, limit, _), nodes in zip(wanted, shares, strict=True)
-        if len(nodes)
-    ]
+    parts = []
+    for (sequence, limit, _), nodes in zip(wanted, shares, strict=True):
+        if not len(nodes):
+            continue
+        guide, tree = sequence.guide, sequence.tree
+        num_path_tokens, allowed = 0, None
+        ahead: tuple[LookAhead, ...] = ()
+        if guide is None:
+            # A policy that takes level by level or a tree of fixed shape has no use for paths.
+            if policy.keeps_unfed and not policy.whole:
+                num_path_tokens = policy.children * len(nodes)
+        elif policy.keeps_unfed:
+            ahead = guide.look_ahead(tree, nodes, sequence.last_position)
+        else:  # the draft keeps to one level
+            allowed = guide.allowed(tree, nodes)
+        parts.append(ProposalPart(sequence, nodes, limit, allowed, num_path_tokens, ahead))
     return parts, urgent
 
 
-def _max_path_tokens(sequence: Sequence, policy: SpeculationPolicy) -> int:
-    """How many draft tokens below its children a node may bring along: as many as children.
-
-    0 where a policy takes level by level or a tree of fixed shape, and where a grammar limits what
-    may follow each draft token.
-    """
-    takes_any = policy.keeps_unfed and not policy.whole
-    return policy.children if takes_any and sequence.guide is None else 0
-
-
-def _guided(part: ProposalPart, policy: SpeculationPolicy) -> ProposalPart | None:
-    """The part of a round within the grammar of its request, if it has one; None: the grammar
-    determines all."""
-    sequence, nodes = part.sequence, part.nodes
-    if sequence.guide is None:
+def add_determined(part: ProposalPart) -> ProposalPart | None:
+    """Add the tokens that a grammar determines below the nodes of a part to the tree; returns the
+    part of what may follow these, None: nothing."""
+    if not part.ahead:
         return part
-    if policy.keeps_unfed:
-        nodes, allowed = sequence.guide.extend(sequence.tree, nodes, sequence.last_position)
-    else:  # the draft keeps to one level
-        allowed = sequence.guide.allowed(sequence.tree, nodes)
-    return replace(part, nodes=nodes, allowed=allowed) if len(nodes) else None
+    nodes, allowed = add_ahead(part.sequence.tree, part.ahead)
+    return replace(part, nodes=nodes, allowed=allowed, ahead=()) if len(nodes) else None

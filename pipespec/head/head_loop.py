@@ -1,9 +1,7 @@
 """The loop of rank 0: take requests, expand the trees, receive verdicts, send.
 
-In step t the proposer expands the trees while the stages compute, the head receives the verdict of
-step t, and sends the batch that the scheduler chooses to the first stage. `HeadLoop` decides when
-things happen and does them (`pipespec.head.step` has their order); `pipespec.head.scheduler`
-decides what is sent.
+`HeadLoop` decides when things happen and does them (`pipespec.head.step` has their order);
+`pipespec.head.scheduler` decides what is sent.
 """
 
 from __future__ import annotations
@@ -66,10 +64,8 @@ class HeadSettings:
 
 
 class HeadLoop:
-    """Rank 0: connects a scheduler with a proposer, the link to the first stage and the controller.
-
-    It is the `Pipeline` of `run_step`.
-    """
+    """Rank 0, the `Pipeline` of `run_step`: connects a scheduler with a proposer, the link to the
+    first stage and the controller."""
 
     def __init__(
         self,
@@ -81,6 +77,7 @@ class HeadLoop:
         timeline: Timeline,
     ):
         self.scheduler = scheduler
+        self.admission = scheduler.admission
         self.proposer = proposer
         self.link = link
         self.controller = controller
@@ -116,7 +113,7 @@ class HeadLoop:
         Waits for a request only while the pipeline is empty: batches on their way need further
         steps.
         """
-        while (room := self.scheduler.room - len(self._compiling)) > 0:
+        while (room := self.admission.room - len(self._compiling)) > 0:
             busy = not self.idle or bool(self._compiling)
             if not busy:
                 self.publish(now=True)  # the next step may be far off
@@ -141,10 +138,10 @@ class HeadLoop:
     ) -> None:
         """Add a request to the scheduler, with the answer that an earlier epoch decided."""
         stops = self.settings.stop_check(request)
-        if self.scheduler.idle:
+        if self.admission.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer, guide)
+        sequence = self.admission.add(request, stops, self.timeline.clock(), answer, guide)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
 
@@ -169,7 +166,7 @@ class HeadLoop:
     @property
     def idle(self) -> bool:
         """Whether there is no request, and no batch on its way."""
-        return self.scheduler.idle and not self.scheduler.draining
+        return self.admission.idle and not self.scheduler.draining
 
     def start_sequence(self, sequence: Sequence) -> None:
         """See `Pipeline`, as for the other methods that `run_step` calls."""
@@ -192,11 +189,9 @@ class HeadLoop:
                 self._submitted += 1
 
     def elapsed_ms(self) -> float:
-        """Milliseconds since this step began."""
         return self._ms_since(self._step_started_ns)
 
     def _ms_since(self, start: int) -> float:
-        """Milliseconds since a moment of the timeline's clock."""
         return (self.timeline.clock() - start) / 1e6
 
     def propose(
@@ -216,17 +211,18 @@ class HeadLoop:
         return proposals, took_ms
 
     def receive_verdicts(self) -> None:
-        """Wait until this step's batch is due, and apply the verdicts that arrive until then.
-
-        In lockstep it is due when the verdict of the step has arrived. Running free, it is due when
-        the first stage is about to need it, or with that verdict, whichever is earlier; a batch
-        without rows waits for the verdict.
-        """
+        """In lockstep the batch is due when the verdict of the step has arrived; running free, when
+        the first stage is about to need it, or with that verdict, whichever is earlier. A batch
+        without rows waits for the verdict."""
         step = self.scheduler.step
         done, self._done = [*self._done, compute(0, step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        due = self.send_deadline(step) if self.layout.asks_for_link(0, step) else None
+        due = None
+        if self.layout.asks_for_link(0, step):
+            taken, running = self.receiver.link(step), self.admission.sequences.values()
+            misses = sum(each.misses_per_step for each in running) / max(len(running), 1)
+            due = self.timing.deadline(step, taken, self.timeline.clock(), misses)
         while self.receiver.num_received <= step:
             left = None
             if due is not None and self.scheduler.has_work(self.elapsed_ms()):
@@ -237,15 +233,7 @@ class HeadLoop:
             self.timing.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
             self.apply_verdicts(verdicts)
 
-    def send_deadline(self, step: int) -> int | None:
-        """When the batch of this step should be sent without its verdict; None: with it."""
-        taken = self.receiver.link(step)
-        return self.timing.deadline(
-            step, taken, self.timeline.clock(), self.scheduler.misses_per_step
-        )
-
     def apply_verdicts(self, verdicts: list[Verdict]) -> None:
-        """Apply the verdicts of the step after those applied so far."""
         with self.timeline("prune"):
             for verdict in verdicts:
                 progress = self.scheduler.apply(verdict, self.timeline.clock())
@@ -257,19 +245,17 @@ class HeadLoop:
         self._done.append(prune(0, self.receiver.num_received - 1))
 
     def drop_cancelled(self) -> None:
-        """End the requests that their clients have cancelled."""
-        for sequence in self.scheduler.requests:
+        for sequence in self.admission.requests:
             if self.controller.cancelled(sequence.request.id):
                 self.end_request(sequence.request.id, CANCELLED)
 
     def end_request(self, request: int, reason: str) -> None:
         """End a request before its text is complete."""
-        sequence = self.scheduler.cancel(request)
+        sequence = self.admission.cancel(request)
         if sequence is not None:
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Report that a request is over, after logging its accepted tokens."""
         self.log_accepted()
         request = sequence.request
         control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
@@ -279,7 +265,7 @@ class HeadLoop:
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         report["times"] = pack(self._rounds.measured())
-        report["overlap"] = self.scheduler.overlap
+        report["overlap"] = self.scheduler.stats.overlap
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
         self.end_sequence(sequence)
@@ -303,7 +289,7 @@ class HeadLoop:
 
     def send_draft_tokens(self, batch: Batch) -> None:
         """Send the draft tokens of lossy requests ahead: the last stage prefers them."""
-        for number, sequence in self.scheduler.sequences.items():
+        for number, sequence in self.admission.sequences.items():
             if sequence.request.sampling.lossy:
                 with self.timeline("control"):
                     self.controller.publish_draft_tokens(number, sequence.draft_tokens(batch))
@@ -330,7 +316,7 @@ class HeadLoop:
             with self.timeline("control"):
                 sent, totals = scheduler.step - 1, scheduler.totals
                 self.controller.publish_step(
-                    self.telemetry.snapshot(sent, totals, scheduler.sequences)
+                    self.telemetry.snapshot(sent, totals, self.admission.sequences)
                 )
 
     def publish(self, *, now: bool = False) -> None:
@@ -340,12 +326,10 @@ class HeadLoop:
         if now or self._published is None or at - self._published > PUBLISH_NS:
             self._published = at
             with self.timeline("control"):
-                self.controller.publish_statistics(
-                    self.scheduler.statistics(), self.scheduler.counts()
-                )
+                self.controller.publish_statistics(self.scheduler.gauges(), self.scheduler.counts())
                 of_stage = merge_times(self.controller.row_times())
                 self.scheduler.update_stage_times(of_stage.scaled(self.layout.largest_group))
-                requests = [each.request.id for each in self.scheduler.sequences.values()]
+                requests = [each.request.id for each in self.admission.sequences.values()]
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals
                 )

@@ -1,10 +1,9 @@
 """Which running states the stages keep, for sequences that begin like others.
 
 Layers with a running state (linear attention, Mamba) can go on from a prefix only where their
-state behind it is kept. While a text is read, the stages keep it behind every `interval` tokens,
-where the chunks of a prompt end, and before the last token that is known. There are `budget`
-states, which the head numbers: the one that is given a used number replaces that one, at every
-stage with the same batch, so the head knows what is kept without a message from a stage.
+state behind it is kept: behind every `interval` tokens, where the chunks of a prompt end, and
+before the last token that is known. There are `budget` states, which the head numbers: the one that
+is given a used number replaces that one, at every stage with the same batch.
 
 The least recently used state is replaced. Whoever uses a state might have used those of its text
 behind fewer tokens, so these count as used later: of a text the longest prefix goes first. One text

@@ -12,7 +12,7 @@ NOT_IN_TREE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class DraftPaths:
     """Draft tokens below the candidates `[k, children]` of a draft round.
 
     `tokens` and `logps` are `[m]`, each log-probability given the token's parent. `parents` `[m]`

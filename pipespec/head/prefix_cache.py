@@ -4,7 +4,7 @@ Requests with a common prefix share its KV slots. The text of a request that has
 preempted is retained by the stages, which learn from the head how much of it
 (`Batch.retained_prefixes`), until its slots are needed or too many texts are retained: then the
 least recently used one is shortened, from its end. Slots are counted here as the stages will hold
-them, each once however many sequences share it, without a message to the stages.
+them, each once however many sequences share it.
 
 Texts of different salts (`Request.cache_salt`) have nothing in common, whatever their tokens.
 """
@@ -39,17 +39,14 @@ NO_TEXT = TextKey()
 
 
 def text_key(tokens: Sequence[int], salt: str = "") -> TextKey:
-    """The key of a text."""
     return TextKey(salt, np.array(tokens, _TOKEN).tobytes())
 
 
 def num_tokens(key: TextKey) -> int:
-    """The number of its tokens."""
     return len(key.tokens) // _TOKEN.itemsize
 
 
 def first_tokens(key: TextKey, tokens: int) -> TextKey:
-    """The key of the first tokens alone."""
     return TextKey(key.salt, key.tokens[: tokens * _TOKEN.itemsize])
 
 
@@ -149,17 +146,11 @@ class PrefixCache:
         self.hits = 0
         self.running_texts = PrefixIndex()  # as known when they started
         self.retained_texts = PrefixIndex()  # none is a prefix of another
-        self._keys: dict[
-            int, TextKey
-        ] = {}  # of retained texts by number, least recently used first
+        # Of retained texts by number, least recently used first.
+        self._keys: dict[int, TextKey] = {}
         self._runs: dict[int, list[SlotRun]] = {}  # of each sequence, in the order of the positions
         self._known: dict[int, TextKey] = {}  # of running texts, as in `running_texts`
         self._unsent: dict[int, int] = {}  # retained tokens that the stages do not know of
-
-    @property
-    def retained_tokens(self) -> dict[int, int]:
-        """The length of each retained text, by the number of its sequence."""
-        return {number: num_tokens(key) for number, key in self._keys.items()}
 
     def start(self, number: int, key: TextKey, parent: int, shared: int) -> None:
         """A sequence starts and holds the first `shared` tokens of another."""
@@ -274,7 +265,6 @@ class PrefixCache:
         return self.states.places(other, common) <= self.states.places(number, common)
 
     def _shorten(self, number: int, tokens: int) -> None:
-        """Shorten a retained text to so many tokens."""
         key = self._keys[number]
         self.retained_texts.remove(key, number)
         runs = self._runs.pop(number)

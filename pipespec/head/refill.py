@@ -1,24 +1,26 @@
 """Whether a draft round before the next batch is worth the time for which the stages wait.
 
-Draft rounds beside the stages cost nothing. After a miss, however, the tree is a root without
-children; and where the draft has no device of its own it works only while the stages wait. A round
-then delays the batch, and adds candidates to it. SwiftSpec (Algorithm 1) drafts after a miss before
-it sends; here measured times decide. Everything is pure; docs/policies.md derives the rule.
+After a miss the tree is a root without children; and where the draft has no device of its own it
+works only while the stages wait. A round then delays the batch, and adds candidates to it.
+SwiftSpec (Algorithm 1) drafts after a miss before it sends; here measured times decide.
+docs/policies.md derives the rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.head.expansion import next_proposal_batch
-from pipespec.head.policies.draft_rounds import may_delay_batch
-from pipespec.head.policies.policy import Expansion, PipelineState, SpeculationPolicy
+from pipespec.head.expansion import Select
+from pipespec.head.policies.policy import (
+    Expansion,
+    PipelineState,
+    SpeculationPolicy,
+    may_delay_batch,
+)
 from pipespec.head.row_budget import lost_by_waiting, step_ms_of, token_ms
 from pipespec.head.row_plan import RowPlan
-from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import Sequence
 
 # Rounds that are looked ahead: few rows may save less than they cost where many save more.
@@ -26,16 +28,11 @@ LOOK_AHEAD = 8
 TINY = 1e-9  # a probability
 
 
-def next_refill(
-    plan: RowPlan,
-    policy: SpeculationPolicy,
-    state: PipelineState,
-    rounds: int | str,
-    budget: Callable[[int], int],
-) -> ProposalBatch | None:
-    """The draft round that is worth the time for which it delays the batch of `plan`; None: there
-    is none. `rounds` is how many a step may have, or "auto"; `budget` gives rows and nodes by the
-    number of requests."""
+def worthwhile_refill(
+    plan: RowPlan, policy: SpeculationPolicy, state: PipelineState, rounds: int | str
+) -> Select | None:
+    """What a draft round expands of each request that is worth the time for which it delays the
+    batch of `plan`; None: there is none. `rounds` is how many a step may have, or "auto"."""
     if not policy.refills or not state.step_ms or not may_delay_batch(rounds, state):
         return None
     limit = plan.max_nodes
@@ -53,12 +50,8 @@ def next_refill(
         nodes = policy.select_to_refill(tree, sequence.policy_state(state))
         return Expansion(tree.most_probable(nodes[tree.cum[nodes] > batch.least], limit))
 
-    sequences = [sequence for sequence, _ in plan.nodes]
-    parents = _probabilities([(each, select(each).nodes) for each in sequences])
-    if not batch.is_round_worth(parents):
-        return None
-    work, _ = next_proposal_batch(sequences, policy, select, budget)
-    return work
+    parents = _probabilities([(each, select(each).nodes) for each, _ in plan.nodes])
+    return select if batch.is_round_worth(parents) else None
 
 
 def _probabilities(nodes: list[tuple[Sequence, np.ndarray]]) -> np.ndarray:

@@ -1,11 +1,9 @@
 """One budget for all requests: which rows enter the pipeline now.
 
-For each sequence a policy offers rows, parents before children. Here is the one choice among those
-of all sequences. An unfed root is on the accepted path for certain, so roots come first, the one
-that has waited longest before all others: under load all rows are roots, and this is continuous
-batching. The rest of the budget goes to the most probable draft tokens of all sequences, as far as
-they are worth their time. Probabilities fall along a path, so with a node the choice has its
-ancestors. Everything here is pure; docs/policies.md derives the rules.
+For each sequence a policy offers rows, parents before children. An unfed root is on the accepted
+path for certain, so roots come first, the one that has waited longest before all others: under load
+this is continuous batching. The rest of the budget goes to the most probable draft tokens of all
+sequences, as far as they are worth their time. docs/policies.md derives the rules.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Selection:
 
 
 def total_certain(candidates: Sequence[RequestCandidates]) -> int:
-    """Rows that come before prompts and draft tokens."""
     return sum(each.num_certain for each in candidates)
 
 
@@ -124,7 +121,8 @@ def select_rows(
     rows = np.concatenate((np.ones(num_selected), draft_probabilities[:num_drafts]))
     worth = len(rows)
     if row_cost is not None:
-        worth = _num_worth_stated_cost(rows, row_cost, state)
+        tokens_per_step = max(state.tokens_per_step or 0.0, state.requests / state.num_stages)
+        worth = int(np.count_nonzero(rows >= row_cost * tokens_per_step))
     elif target is not None and not state.is_alone and prompt_rows and worth:
         worth = _num_worth_measured_cost(rows, target, state, prompt_rows)
     num_drafts = max(worth - num_selected, 0)
@@ -153,8 +151,8 @@ def _select_certain(
 
 
 def _kv_slots_read(candidates: Sequence[RequestCandidates], owner: np.ndarray) -> np.ndarray:
-    """The KV slots that each row reads beside those of the rows before it, `[rows]`: first of the
-    certain rows, then of draft tokens, each of the request `owner`."""
+    """`Selection.kv_slots`: of the certain rows, then of draft tokens, each of the request
+    `owner`."""
     context_len = np.array([each.context_len for each in candidates])
     certain = np.array([each.num_certain for each in candidates])
     read = np.zeros(certain.sum() + len(owner))
@@ -178,12 +176,6 @@ def _contexts_read(
     saved = np.bincount(owner, saved_ms, len(candidates))
     costs = slot_ms * np.array([each.context_len for each in candidates])
     return (saved >= costs) | np.array([len(nodes) > 0 for nodes in selected])
-
-
-def _num_worth_stated_cost(probabilities: np.ndarray, row_cost: float, state: PipelineState) -> int:
-    """How many rows are worth feeding if each adds the share `row_cost` to a step."""
-    tokens_per_step = max(state.tokens_per_step or 0.0, state.requests / state.num_stages)
-    return int(np.count_nonzero(probabilities >= row_cost * tokens_per_step))
 
 
 def _num_worth_measured_cost(
@@ -236,7 +228,7 @@ def target_batch(state: PipelineState) -> TargetBatch | None:
 
 
 def _batch_ms(offered: OfferedRows, state: PipelineState) -> np.ndarray:
-    """Milliseconds of a step whose batches all have 1, 2, ... of these rows, `[rows]`."""
+    """Of a step whose batches all have 1, 2, ... of these rows, `[rows]`."""
     rows = np.arange(1.0, len(offered.probabilities) + 1)
     if state.by_mean and offered.present is not None:  # batches without so many rows cost less
         rows = np.maximum(np.cumsum(offered.present), 1 / state.num_stages)
@@ -296,8 +288,8 @@ def token_ms(state: PipelineState) -> float:
     """What a token takes at present, of all requests together; needs the times of steps.
 
     In a longer pipeline it is that of the target size, as batches may still be growing to it. With
-    one stage it is measured, with the draft rounds that delay batches. It is never more than
-    without draft tokens.
+    one stage it is measured, with the draft rounds that delay batches; never more than without
+    draft tokens.
     """
     if state.target is not None and not state.is_alone:
         return state.target.ms_per_token
@@ -334,7 +326,6 @@ def lost_by_waiting(state: PipelineState) -> float:
 
 
 def split_expansion(candidates: Sequence[RequestCandidates], budget: int) -> list[np.ndarray]:
-    """The nodes of each request that one draft round expands: the most probable of all."""
     nodes = [each.nodes for each in candidates]
     if sum(map(len, nodes)) <= budget:
         return nodes

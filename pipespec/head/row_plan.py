@@ -14,7 +14,7 @@ import numpy as np
 from pipespec.head.admission import Admission
 from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, Selection, select_rows, total_certain
-from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence
 from pipespec.head.step_stats import StepStats
 
@@ -35,12 +35,14 @@ class RowPlan:
         selection: the choice among all nodes that were offered.
         max_nodes: rows of trees that the step could have beside its prompts, if more of them were
             worth it.
+        refill: a draft round that is made before this step's rows are planned again.
     """
 
     nodes: list[tuple[Sequence, np.ndarray]]
     prompts: list[tuple[Sequence, int]]
     selection: Selection
     max_nodes: int
+    refill: ProposalBatch | None = None
 
     @property
     def num_prompt_rows(self) -> int:
@@ -51,72 +53,70 @@ class RowPlan:
         return any(len(nodes) for _, nodes in self.nodes)
 
 
-class RowPlanner:
-    """Plans the rows of a step for the requests of `admission`."""
+def plan_rows(
+    config: SchedulerConfig,
+    admission: Admission,
+    policy: SpeculationPolicy,
+    stats: StepStats,
+    state: PipelineState,
+    *,
+    mixes: bool,
+) -> RowPlan:
+    """The rows to feed now; `mixes`: some request had a token when this step began, so that prompts
+    are read beside its answer."""
+    sequences = sorted(
+        (each for each in admission.sequences.values() if not each.prompt_left),
+        key=lambda each: each.root_waits_since,
+    )
+    candidates = [_candidates(each, policy, state) for each in sequences]
+    free_slots = admission.free_slots
+    budget = min(config.row_budget(policy, len(candidates)), free_slots)
+    num_roots = min(total_certain(candidates), budget)
+    batch_rows = config.rows
+    mixed = mixes and any(each.prompt_left for each in admission.sequences.values())
+    if mixed:  # prompts are read beside running answers
+        if candidates:  # as many roots as a batch has rows leave one row for prompts
+            num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
+        in_time = stats.rows_within(MAX_PREFILL_SLOWDOWN, num_roots)
+        if in_time is not None:
+            batch_rows = min(batch_rows, max(in_time, num_roots + 1))
+    # Draft tokens get the slots that no request needs for its text.
+    spare_slots = max(free_slots - admission.reserved_slots, 0)
+    budget = min(budget, max(num_roots, spare_slots))
 
-    def __init__(self, config: SchedulerConfig, admission: Admission):
-        self._config = config
-        self._admission = admission
+    def select(rows: int, prompt_rows: int) -> Selection:
+        most = min(budget, rows)
+        return select_rows(candidates, most, policy.row_cost, state, prompt_rows)
 
-    def plan(
-        self,
-        policy: SpeculationPolicy,
-        stats: StepStats,
-        state: PipelineState,
-        *,
-        decoding: bool,
-    ) -> RowPlan:
-        """The rows to feed now; `decoding`: some request had a token when this step began."""
-        sequences = sorted(
-            (each for each in self._admission.sequences.values() if not each.prompt_left),
-            key=lambda each: each.root_waits_since,
-        )
-        candidates = [_candidates(each, policy, state) for each in sequences]
-        free_slots = self._admission.free_slots
-        budget = min(self._config.row_budget(policy, len(candidates)), free_slots)
-        num_roots = min(total_certain(candidates), budget)
-        batch_rows = self._config.rows
-        mixed = decoding and any(each.prompt_left for each in self._admission.sequences.values())
-        if mixed:  # prompts are read beside running answers
-            if candidates:  # as many roots as a batch has rows leave one row for prompts
-                num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
-            in_time = stats.rows_within(MAX_PREFILL_SLOWDOWN, num_roots)
-            if in_time is not None:
-                batch_rows = min(batch_rows, max(in_time, num_roots + 1))
-        # Draft tokens get the slots that no request needs for its text.
-        spare_slots = max(free_slots - self._admission.reserved_slots, 0)
-        budget = min(budget, max(num_roots, spare_slots))
+    num_kept = num_shared = num_roots
+    if mixed:
+        num_shared += (batch_rows - num_roots) // DRAFT_SHARE
+        share = select(num_shared, batch_rows - num_shared)
+        num_kept = max(num_roots, sum(map(len, share.nodes)))
+    prompts = _prompts(config, admission, min(batch_rows, free_slots) - num_kept, state.step)
+    prompt_rows = sum(end - each.prefilled for each, end in prompts)
+    selection = select(batch_rows - prompt_rows, prompt_rows)
+    max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
+    nodes = list(zip(sequences, selection.nodes, strict=True))
+    return RowPlan(nodes, prompts, selection, max_nodes)
 
-        def select(rows: int, prompt_rows: int) -> Selection:
-            most = min(budget, rows)
-            return select_rows(candidates, most, policy.row_cost, state, prompt_rows)
 
-        num_kept = num_shared = num_roots
-        if mixed:
-            num_shared += (batch_rows - num_roots) // DRAFT_SHARE
-            share = select(num_shared, batch_rows - num_shared)
-            num_kept = max(num_roots, sum(map(len, share.nodes)))
-        prompts = self._prompts(min(batch_rows, free_slots) - num_kept, state.step)
-        prompt_rows = sum(end - each.prefilled for each, end in prompts)
-        selection = select(batch_rows - prompt_rows, prompt_rows)
-        max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
-        nodes = list(zip(sequences, selection.nodes, strict=True))
-        return RowPlan(nodes, prompts, selection, max_nodes)
-
-    def _prompts(self, num_rows: int, step: int) -> list[tuple[Sequence, int]]:
-        """Up to where prompts are read next, in `num_rows` rows. The first one to be read changes
-        from step to step, so that a short prompt does not wait for a long one."""
-        num_rows = min(num_rows, self._config.prefill_chunk)
-        reading = [each for each in self._admission.sequences.values() if each.prompt_left]
-        first = step % max(len(reading), 1)
-        prompts = []
-        for sequence in (*reading[first:], *reading[:first]):
-            end = min(sequence.prefilled + num_rows, sequence.committed_len)
-            end = self._admission.cache.chunk_end(sequence.number, sequence.prefilled, end)
-            if end > sequence.prefilled:
-                prompts.append((sequence, end))
-                num_rows -= end - sequence.prefilled
-        return prompts
+def _prompts(
+    config: SchedulerConfig, admission: Admission, num_rows: int, step: int
+) -> list[tuple[Sequence, int]]:
+    """Up to where prompts are read next, in `num_rows` rows. The first one to be read changes
+    from step to step, so that a short prompt does not wait for a long one."""
+    num_rows = min(num_rows, config.prefill_chunk)
+    reading = [each for each in admission.sequences.values() if each.prompt_left]
+    first = step % max(len(reading), 1)
+    prompts = []
+    for sequence in (*reading[first:], *reading[:first]):
+        end = min(sequence.prefilled + num_rows, sequence.committed_len)
+        end = admission.cache.chunk_end(sequence.number, sequence.prefilled, end)
+        if end > sequence.prefilled:
+            prompts.append((sequence, end))
+            num_rows -= end - sequence.prefilled
+    return prompts
 
 
 def _candidates(

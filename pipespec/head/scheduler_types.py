@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.proposer import ProposalRequest
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import Tree
+from pipespec.head.structured_output import LookAhead
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class SchedulerConfig:
         return min(policy.max_rows * (1 if policy.shared else num_requests), self.rows)
 
     def policy_of(self, name: str) -> SpeculationPolicy:
-        """The policy that a request names (`Request.policy`)."""
         return self.request_policies[name] if name else self.policy
 
 
@@ -84,13 +82,14 @@ class SchedulerConfig:
 class ProposalPart:
     """A draft round's part for one sequence: the best `limit` children of its `nodes` are kept
     (None: all), of those `allowed`, with `max_path_tokens` draft tokens below them
-    (`ProposalRequest`)."""
+    (`ProposalRequest`). `ahead` is what a grammar determines below its nodes."""
 
     sequence: Sequence
     nodes: np.ndarray
     limit: int | None
     allowed: np.ndarray | None = None
     max_path_tokens: int = 0
+    ahead: tuple[LookAhead, ...] = ()
 
     @property
     def request(self) -> ProposalRequest:
@@ -118,9 +117,8 @@ DEEPEST = 64
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the scheduler began.
-
-    The depth of a draft token is that below the last decided token when it was fed.
+    """Counters since the scheduler began, by the depth of draft tokens below the last decided token
+    when they were fed.
 
     Attributes:
         steps: with any row.
@@ -146,10 +144,6 @@ class Totals:
     hits: list[int] = field(default_factory=lambda: [0] * (1 + DEEPEST))
     step_tokens: list[int] = field(default_factory=lambda: [0] * len(STEP_TOKENS))
 
-    def add_decided(self, depth: int) -> None:
-        """Count a decided token that had been fed at this depth."""
-        self.hits[min(depth, DEEPEST)] += 1
-
     def add_step(
         self,
         rows: int,
@@ -158,8 +152,8 @@ class Totals:
         probabilities: np.ndarray,
         decided: int,
     ) -> None:
-        """Count a step: its rows, the depths of those of trees and their probabilities to be on
-        the accepted path, `[rows]`, and the tokens that it decided."""
+        """Count a step with the depths `[rows]` of rows of trees, and their probabilities to be on
+        the accepted path."""
         if rows:
             self.steps += 1
             self.prompt_rows += prompt_rows
@@ -172,17 +166,18 @@ class Totals:
     def counts(self) -> dict[str, int]:
         """Integers by name, or by "name/label"; labelled ones that are 0 are left out."""
         fed = self.fed.tolist()
+        depths = range(1 + DEEPEST)
         labelled = {
-            **{f"fed/{depth}": count for depth, count in enumerate(fed)},
-            "mid_passes": self.mid_passes,
-            "scored": self.scored,
-            **{f"expected/{depth}": int(count) for depth, count in enumerate(self.expected)},
-            **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
-            **{
-                f"step_tokens/{most:g}": count
-                for most, count in zip(STEP_TOKENS, self.step_tokens, strict=True)
-            },
+            f"{name}/{label:g}": int(count)
+            for name, labels, counts in (
+                ("fed", depths, fed),
+                ("expected", depths, self.expected),
+                ("hits", depths, self.hits),
+                ("step_tokens", STEP_TOKENS, self.step_tokens),
+            )
+            for label, count in zip(labels, counts, strict=True)
         }
+        labelled |= {"mid_passes": self.mid_passes, "scored": self.scored}
         return {
             "steps": self.steps,
             "tokens": sum(self.hits),
@@ -207,20 +202,3 @@ class SequenceUpdate:
     sequence: Sequence
     accepted: Verdict
     reason: str | None
-
-
-class TreeScorer(Protocol):
-    """A model that scores the nodes of the trees once more, beside the draft that proposed them."""
-
-    def request_scores(self, sequences: Iterable[Sequence], policy: SpeculationPolicy) -> None:
-        """Begin to score further nodes, unless an earlier request is under way."""
-        ...
-
-    def take_scores(self, is_open: Callable[[Sequence], bool], capacity: int) -> int | None:
-        """Add the scores that have arrived to the trees, of at most `capacity` nodes each; returns
-        how many nodes got a score, None if no scores have arrived."""
-        ...
-
-    def token_decided(self, tree: Tree, token: int) -> None:
-        """The target decided the token after the root of a tree."""
-        ...

@@ -26,11 +26,9 @@ class SendTiming:
         self._verdict_ns = Ema(MEMORY)  # from when it took a batch to the verdict of the step
 
     def add_batch(self, rows: int) -> None:
-        """A batch of so many rows was sent."""
         self._fed = (self._fed[1], rows)
 
     def add_verdict(self, step: int, now: int) -> None:
-        """The verdict of a step has arrived."""
         taken = self._takes.pop(step, None)
         if taken is not None:
             self._verdict_ns.add(now - taken)

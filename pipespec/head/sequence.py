@@ -122,7 +122,7 @@ class Sequence:
     def enter_pipeline(
         self, number: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
     ) -> None:
-        """Enter the pipeline, to read the tokens that follow the `shared` ones of `parent`."""
+        """Begin to read the tokens that follow the `shared` ones of `parent`."""
         tokens = self.context.tokens
         self.start = replace(
             self.start, sequence=number, committed_len=len(tokens), parent=parent, shared_len=shared
@@ -135,12 +135,10 @@ class Sequence:
         self.context.parent, self.context.shared_len = parent, shared
 
     def leave_pipeline(self) -> None:
-        """Leave the pipeline: the sequence has no number now."""
         self.start = replace(self.start, sequence=NOT_IN_PIPELINE)
 
     @property
     def number(self) -> int:
-        """Its number in the pipeline, or NOT_IN_PIPELINE."""
         return self.start.sequence
 
     @property
@@ -201,7 +199,7 @@ class Sequence:
         """Why the request ends with this token of the answer; None: it does not."""
         if token in self.request.eos or self.stop_check(token):
             return "stop"
-        return "length" if self.context_full else None
+        return "length" if len(self.context.tokens) > self.last_position else None
 
     @property
     def prefill_ns(self) -> int | None:
@@ -215,14 +213,6 @@ class Sequence:
     def misses_per_step(self) -> float:
         """Tokens per step that had to be fed after they were decided."""
         return (self.generated - self.replayed - self.hits) / max(self.counts["steps"], 1)
-
-    @property
-    def has_drafts_in_flight(self) -> bool:
-        return bool(self.tree.fed[1:].any())
-
-    @property
-    def context_full(self) -> bool:
-        return len(self.context.tokens) > self.last_position
 
     @property
     def _near_end(self) -> bool:

@@ -76,14 +76,15 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     pipeline.receive_verdicts()
     scheduler.end_verdicts(drafted_ms, pipeline.elapsed_ms() - drafted_ms)
     pipeline.drop_cancelled()
-    for sequence in scheduler.preempt():
+    for sequence in scheduler.admission.preempt():
         pipeline.end_sequence(sequence)
 
     scheduler.take_scores()
-    while isinstance(batch := scheduler.next_batch(pipeline.elapsed_ms()), ProposalBatch):
+    while work := (plan := scheduler.plan_batch(pipeline.elapsed_ms())).refill:
         # The stages wait for this draft round: without it there is nothing to send, or less than
         # the wait is worth.
-        scheduler.add_proposals(batch, *pipeline.propose(batch))
+        scheduler.add_proposals(work, *pipeline.propose(work))
+    batch = scheduler.next_batch(plan)
     pipeline.send(batch)
     pipeline.after_send()
     scheduler.end_step(pipeline.elapsed_ms())

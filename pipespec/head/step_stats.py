@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 
+from pipespec.head.decoding_modes import BESIDE, BETWEEN, ONE_TREE, PLAIN, LearntSteps
 from pipespec.head.policies.policy import (
     NO_PROBABILITIES,
     OfferedRows,
@@ -16,7 +17,6 @@ from pipespec.head.policies.policy import (
     TokenCost,
 )
 from pipespec.head.row_budget import Selection
-from pipespec.head.step_times import BETWEEN, ONE_BESIDE, ONE_TREE, PLAIN, LearntSteps
 from pipespec.timing.batch_times import (
     MEMORY,
     NO_TIMES,
@@ -25,6 +25,7 @@ from pipespec.timing.batch_times import (
     LinearTimes,
     Points,
     RowTimes,
+    ms_at,
     size_bucket,
 )
 
@@ -34,17 +35,47 @@ AT_ONCE_MS = 0.3
 SLACK = 0.2
 
 
+@dataclass(slots=True)
+class _ThisStep:
+    """What the present step has had so far; `computed` is what was in the pipeline when it began,
+    as `StepStats._in_flight`."""
+
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    rounds: int = 0
+    rounds_beside: int = 0  # before the verdict
+    last_round_ms: float = 0.0
+    drafted_ms: float = 0.0  # of the rounds that every step has
+    delaying_ms: float = 0.0  # of rounds after the verdict
+    verdict_received: bool = False
+    rows: int = field(init=False)  # of the largest batch, which a stage computes
+    prompt_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = max((rows for rows, _ in self.computed), default=0)
+        self.prompt_rows = max((prompt_rows for _, prompt_rows in self.computed), default=0)
+
+
+@dataclass(slots=True)
+class _StepCost:
+    ms: Ema = field(default_factory=Ema)
+    tokens: Ema = field(default_factory=Ema)
+
+    @property
+    def of_token(self) -> TokenCost | None:
+        if self.ms.value is None or not self.tokens.value:
+            return None
+        return TokenCost(self.ms.value / self.tokens.value, self.ms.samples)
+
+
 class StepStats:
-    """Averages over the steps of a pipeline. Holds no clock: durations are arguments.
+    """Averages over the steps of a pipeline, fed by what happens in each. Holds no clock: durations
+    are arguments.
 
     Decoding with and without draft tokens are measured separately, each anew when the head switches
     to it. A speculating pipeline takes `num_stages` steps to fill, which are left out.
 
     Args:
-        num_stages: steps that a batch takes through the pipeline.
         rounds: draft rounds that every step has, however long they take.
-        max_rows: rows of a batch.
-        overlap: draft rounds are made beside the stages.
         learnt: where whole steps are measured; None: times are those of stages, which are stated.
     """
 
@@ -58,75 +89,53 @@ class StepStats:
         learnt: LearntSteps | None = None,
     ) -> None:
         self.num_stages = num_stages
-        self._overlap = overlap
+        self._rounds = rounds
         self._learnt = learnt
+        self._now = _ThisStep()
+        self.mode = BESIDE if overlap else BETWEEN  # how this step decodes
         self._speculates: bool | None = None
-        self.one_round = False  # at most one is made beside the stages of this step
-        self._one_tree = False  # one batch at a time is in the pipeline
         self._trial_rows: int | None = None
         self._target_rows = 1
-        self._rounds = rounds
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
         self._offered = np.zeros((4, max_rows))
         self._fed = Ema()
         # Rows of the batches in the pipeline, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
-        self._rows_in_flight: list[int] = []  # when this step began
         self._without_prompts = Ema()  # ms per step without rows of prompts
-        self._computed = (0, 0)  # the largest of both, which a stage computes in this step
         self._draft = LinearTimes()  # of a round, by the nodes that it expands
         self._drafting = Ema()  # ms of the rounds that every step has
-        self._drafted_ms = 0.0  # of this step
         self._verdict = Ema()
         # ms of a verdict beyond the stages' own time, while no draft round delays them.
         self._beside_stages = Ema()
         self._undelayed_steps = 0  # in a row
-        self._verdict_received = False  # in this step
-        self._delaying_ms = 0.0  # of rounds after it
-        self._rounds_beside = 0  # before it
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beside its stages
-        self._plain = Ema()  # ms per step
-        self._plain_tokens = Ema()  # tokens per such step
-        self._speculative = Ema()  # ms per step
-        self._tokens = Ema()  # tokens per such step
+        self._plain, self._speculative = _StepCost(), _StepCost()  # by whether steps speculate
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
         self._proposals = 0
         self._was_speculating = False
         self._streak = 0
-        self.rounds = 0  # of this step
-        self._last_round_ms = 0.0
 
     def begin_step(self) -> None:
         """A step begins; the stages compute the batches in the pipeline."""
-        self._computed = (
-            max((rows for rows, _ in self._in_flight), default=0),
-            max((prompt_rows for _, prompt_rows in self._in_flight), default=0),
-        )
-        self._rows_in_flight = [rows for rows, _ in self._in_flight]
-        self.rounds = self._rounds_beside = 0
-        self._last_round_ms = self._drafted_ms = self._delaying_ms = 0.0
-        self._verdict_received = False
+        self._now = _ThisStep([*self._in_flight])
+
+    @property
+    def rounds(self) -> int:
+        """Draft rounds that this step has had."""
+        return self._now.rounds
 
     @property
     def overlap(self) -> bool:
-        """Whether draft rounds are made beside the stages in this step."""
-        return self._overlap
-
-    @property
-    def _steps_at_a_time(self) -> int:
-        """Steps that count as one for the policy: those of a pass with one tree a pass."""
-        return self.num_stages if self._one_tree else 1
+        """Whether they are made beside the stages in this step."""
+        return self.mode != BETWEEN
 
     def choose_mode(self, requests: int) -> None:
         """Choose how this step decodes so many requests, by what was learnt of steps."""
         if self._learnt is not None:
-            mode = self._learnt.next_mode(requests)
-            self._speculates = mode != PLAIN
-            self.one_round = mode == ONE_BESIDE
-            self._one_tree = mode == ONE_TREE
-            self._overlap = mode != BETWEEN
+            self.mode = self._learnt.next_mode(requests)
+            self._speculates = self.mode != PLAIN
 
     def choose_trial(self, target: TargetBatch | None) -> TargetBatch | None:
         """The target size, or another that this step tries, as its time is unknown."""
@@ -141,21 +150,22 @@ class StepStats:
         return target
 
     def add_round(self, ms: float, nodes: int = 1, *, measured: bool = True) -> None:
-        """Count a draft round, which expanded so many nodes or (not measured) read a prompt."""
-        self.rounds += 1
-        self._last_round_ms = ms
-        if self.rounds <= self._rounds:
-            self._drafted_ms += ms
+        """A draft round expanded so many nodes, or (not measured) read a prompt."""
+        now = self._now
+        now.rounds += 1
+        now.last_round_ms = ms
+        if now.rounds <= self._rounds:
+            now.drafted_ms += ms
         if measured:
             self._draft.add(nodes, ms)
-        if self._verdict_received:  # the stages wait for it
+        if now.verdict_received:  # the stages wait for it
             self._undelayed_steps = 0
-            self._delaying_ms += ms
+            now.delaying_ms += ms
         else:
-            self._rounds_beside += 1
+            now.rounds_beside += 1
 
     def add_proposal(self, logps: np.ndarray) -> None:
-        """Count the log-probabilities of candidates, `[nodes, children]`, the best ones first."""
+        """Candidates have log-probabilities `[nodes, children]`, the best ones first."""
         if not logps.size:
             return
         found = np.exp(logps).mean(0)
@@ -166,20 +176,15 @@ class StepStats:
 
     def add_verdict(self, elapsed_ms: float, wait_ms: float, tokens: int) -> None:
         """The head began to wait when the step had lasted `elapsed_ms`; after `wait_ms` the verdict
-        arrived and decided so many tokens.
+        arrived and decided so many tokens. One without tokens may be early, so it is not measured.
 
-        A verdict without tokens is not measured: it may be early, as the last stage had nothing to
-        compute while the others still do.
-
-        If the head did not have to wait, the verdict may have been there for any time, and the last
-        draft round may have been one too many: the sample is the moment when that round began.
-
-        Rounds that last longer than the stages compute delay the next batch, and with it later
-        verdicts, which would then seem to leave time for as many rounds. So what a verdict takes
-        beyond the stages' own time is measured while no round does that; at first it is nothing.
+        If the head did not have to wait, the last draft round may have been one too many: the
+        sample is the moment when that round began. Rounds that last longer than the stages compute
+        delay later verdicts, which would then seem to leave time for as many rounds. So what a
+        verdict takes beyond the stages' own time is measured while no round does that.
         """
         stage_ms = self._computing_ms()
-        self._verdict_received = True
+        self._now.verdict_received = True
         slack = wait_ms >= SLACK * elapsed_ms
         delayed = stage_ms is None or (elapsed_ms > stage_ms and not slack)
         self._undelayed_steps = 0 if delayed else self._undelayed_steps + 1
@@ -188,51 +193,43 @@ class StepStats:
         if stage_ms is not None and self._undelayed_steps > self.num_stages:
             self._beside_stages.add(max(elapsed_ms + wait_ms - stage_ms, 0.0))
         late = wait_ms < AT_ONCE_MS
-        self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
+        self._verdict.add(elapsed_ms - self._now.last_round_ms if late else elapsed_ms + wait_ms)
 
     def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
         """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
-        decided `tokens`.
-
-        `speculating`: the draft worked in this step, or draft tokens were in the pipeline.
-        """
+        decided `tokens`. `speculating`: the draft worked, or draft tokens were in the pipeline."""
         if speculating != self._was_speculating or not self._streak:
             self._was_speculating, self._streak = speculating, 0
             if speculating:
-                self._speculative, self._tokens = Ema(), Ema()
+                self._speculative = _StepCost()
             else:
-                self._plain, self._plain_tokens = Ema(), Ema()
+                self._plain = _StepCost()
         self._streak += 1
         if not speculating:
-            self._plain.add(ms)
+            self._plain.ms.add(ms)
             # A request decides one token in each pass, unless batches are chosen for themselves.
-            alone = self.num_stages == 1 and not self._overlap
-            self._plain_tokens.add(tokens if alone else requests / self.num_stages)
+            alone = self.num_stages == 1 and not self.overlap
+            self._plain.tokens.add(tokens if alone else requests / self.num_stages)
         elif self._streak > self.num_stages:
-            self._speculative.add(ms)
-            self._tokens.add(tokens)
-        rows, prompt_rows = self._computed
-        if not prompt_rows:
+            self._speculative.ms.add(ms)
+            self._speculative.tokens.add(tokens)
+        now = self._now
+        if not now.prompt_rows:
             self._without_prompts.add(ms)
-        if self._learnt is not None and not prompt_rows:
+        if self._learnt is not None and not now.prompt_rows:
             slots_ms = self._stages.slot_ms * self._stages.slots
-            took_ms = ms - self._delaying_ms
+            took_ms = ms - now.delaying_ms
             took_ms -= min(slots_ms, took_ms / 2)
-            self._learnt.add(self._rows_in_flight, took_ms, self._rounds_beside)
+            self._learnt.add([rows for rows, _ in now.computed], took_ms, now.rounds_beside)
             if self._speculates or (self._speculates is not None and not speculating):
-                self._learnt.modes.add(
-                    ms,
-                    tokens,
-                    self._target_rows,
-                    counts=not (self._speculates and self._learnt.trials.pending),
-                )
-        if rows:
-            self._by_rows.add(rows, ms)
+                trying = self._speculates and self._learnt.trials.pending
+                self._learnt.modes.add(ms, tokens, self._target_rows, counts=not trying)
+        if now.rows:
+            self._by_rows.add(now.rows, ms)
             if self._stages.points:
-                self._overhead.add(max(ms - _at(self._stages.with_slots(), rows), 0.0))
+                self._overhead.add(max(ms - ms_at(self._stages.with_slots(), now.rows), 0.0))
 
     def set_stage_times(self, measured: BatchTimes) -> None:
-        """Take over how long batches take, as the stages have measured it."""
         self._stages = measured
         if self._learnt is not None:
             self._learnt.set_stage_times(measured.points)
@@ -247,21 +244,19 @@ class StepStats:
         self._fed.add(sum(map(len, selection.nodes)))
         # A new array: states hold the old one.
         self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
-        self._drafting.add(self._drafted_ms)
+        self._drafting.add(self._now.drafted_ms)
 
     def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
-        """A batch entered the pipeline; `prompt_rows` of its rows are of prompts."""
         self._in_flight.append((rows, prompt_rows))
 
     def rows_within(self, stretch: float, roots: int) -> int | None:
         """The largest batch with which a step lasts at most `stretch` times as long as without
-        rows of prompts but with so many roots. If every measured size is within that, it is twice
-        the largest; None: nothing was measured.
-        """
+        rows of prompts but with so many roots, or twice the largest measured one; None: nothing was
+        measured."""
         curve = self._curve(self._stages.with_slots())
         if self._without_prompts.value is None or not curve:
             return None
-        most_ms = stretch * max(self._without_prompts.value, _at(curve, roots))
+        most_ms = stretch * max(self._without_prompts.value, ms_at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]
         if len(fits) == len(curve):
             return 2 * round(curve[-1][0])
@@ -281,39 +276,51 @@ class StepStats:
         target: TargetBatch | None = None,
     ) -> PipelineState:
         """The state at this moment of a step."""
+        offered = None
+        if self._fed.value is not None:
+            probabilities, certain, kv_slots, present = self._offered
+            offered = OfferedRows(probabilities, certain, kv_slots, self._fed.value, present)
+        one_tree = self.mode == ONE_TREE
+        steps_at_a_time = self.num_stages if one_tree else 1  # those of a pass count as one
+        learnt = () if self._learnt is None else self._learnt.times.times.points
+        points = learnt or self._curve(self._stages.points)
+        if one_tree:
+            points = tuple((rows, ms * self.num_stages) for rows, ms in points)
+        rows = requests / self.num_stages
+        stage_ms = _stage_ms(self._stages, max(rows, 1)) if self._stages.points else None
         return PipelineState(
-            num_stages=self.num_stages // self._steps_at_a_time,
-            one_tree=self._one_tree,
+            num_stages=self.num_stages // steps_at_a_time,
+            one_tree=one_tree,
             step=step,
             requests=requests,
-            overlap=self._overlap,
+            overlap=self.overlap,
             end=end,
-            rounds=self.rounds,
+            rounds=self._now.rounds,
             elapsed_ms=elapsed_ms,
             draft_ms=self._draft.ms if self._draft.samples else None,
             draft_nodes=self._draft.count,
             draft_node_ms=self._draft.each_ms,
             verdict_ms=self._verdict_ms(),
-            tokens_per_step=self._tokens.value,
-            step_ms=self._step_ms(),
+            tokens_per_step=self._speculative.tokens.value,
+            step_ms=points,
             by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
             speculates=self._speculates,
-            slot_ms=self._stages.slot_ms * self._steps_at_a_time,
-            offered=self._offered_rows(),
+            slot_ms=self._stages.slot_ms * steps_at_a_time,
+            offered=offered,
             drafting_ms=self._drafting.value or 0.0,
             target=target,
-            plain_cost=self._rate(self._plain, self._plain_tokens.value),
-            speculative_cost=self._rate(self._speculative, self._tokens.value),
-            least_plain_ms=self._least_plain_ms(requests),
+            plain_cost=self._plain.of_token,
+            speculative_cost=self._speculative.of_token,
+            least_plain_ms=None if stage_ms is None else stage_ms / rows,
             was_speculating=self._was_speculating,
             streak=self._streak,
             child_probabilities=self._children,
         )
 
     def _computing_ms(self) -> float | None:
-        """What the stages need for the largest batch in the pipeline, as they have measured it."""
-        rows, _ = self._computed
+        """What the stages need for the largest batch in the pipeline."""
+        rows = self._now.rows
         return _stage_ms(self._stages, rows) if rows and self._stages.points else None
 
     def _verdict_ms(self) -> float | None:
@@ -323,34 +330,9 @@ class StepStats:
             return self._verdict.value
         return min(self._verdict.value, stage_ms + (self._beside_stages.value or 0.0))
 
-    def _offered_rows(self) -> OfferedRows | None:
-        if self._fed.value is None:
-            return None
-        probabilities, certain, kv_slots, present = self._offered
-        return OfferedRows(probabilities, certain, kv_slots, self._fed.value, present)
-
-    def _least_plain_ms(self, requests: int) -> float | None:
-        """What the stages need for a token of so many requests without draft tokens."""
-        if not self._stages.points:
-            return None
-        rows = requests / self.num_stages
-        return _stage_ms(self._stages, max(rows, 1)) / rows
-
-    def _rate(self, step_ms: Ema, tokens_per_step: float | None) -> TokenCost | None:
-        if step_ms.value is None or not tokens_per_step:
-            return None
-        return TokenCost(step_ms.value / tokens_per_step, step_ms.samples)
-
-    def _step_ms(self) -> Points:
-        learnt = () if self._learnt is None else self._learnt.times.times.points
-        points = learnt or self._curve(self._stages.points)
-        if not self._one_tree:
-            return points
-        return tuple((rows, ms * self.num_stages) for rows, ms in points)
-
     def _curve(self, stages: Points) -> Points:
-        """Step time by rows: that of the stages, which see batches of more sizes, plus the
-        overhead of a step; if the stages have measured nothing, that of the steps alone."""
+        """Step time by rows: that of the stages plus the overhead of a step; if the stages have
+        measured nothing, that of the steps alone."""
         if not stages:
             return self._by_rows.points()
         beside = self._overhead.value or 0.0
@@ -359,9 +341,4 @@ class StepStats:
 
 @lru_cache(maxsize=8)  # asked several times per step, and measured once a second
 def _stage_ms(stages: BatchTimes, rows: float) -> float:
-    return _at(stages.with_slots(), rows)
-
-
-def _at(points: Points, rows: float) -> float:
-    known, ms = np.array(points).T
-    return float(np.interp(rows, known, ms))
+    return ms_at(stages.with_slots(), rows)

@@ -8,12 +8,43 @@ token, that token follows for certain.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.tree import Tree
 from pipespec.sampling.grammar import GrammarFailed, Matcher, allows, only_token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookAhead:
+    """What a grammar determines below the node with the id `node`: the `tokens` that must follow
+    it, and the `bits` of what may follow these (None: anything); `ends`: nothing but the end."""
+
+    node: int
+    tokens: list[int]
+    bits: np.ndarray | None
+    ends: bool
+
+
+def add_ahead(tree: Tree, found: Sequence[LookAhead]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Add the tokens that must follow some nodes to the tree.
+
+    Returns the last nodes of these paths unless only the end of the text may follow them, and
+    what may follow, as `GrammarGuide.allowed` does.
+    """
+    ends: dict[int, np.ndarray | None] = {}  # by node id
+    for each in found:
+        last = each.node
+        if each.tokens:
+            last = tree.append_path(tree.index(each.node), each.tokens)
+        if each.ends:
+            tree.mark_terminal(last)
+        else:
+            ends[last] = each.bits
+    nodes = np.flatnonzero(np.isin(tree.id, [*ends]))
+    return nodes, _stack([ends[node] for node in tree.id[nodes].tolist()])
 
 
 class GrammarGuide:
@@ -40,25 +71,14 @@ class GrammarGuide:
         any."""
         return _stack([self._allowed_after(_text(tree, node)) for node in nodes.tolist()])
 
-    def extend(
-        self, tree: Tree, nodes: np.ndarray, end: int
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Add the tokens that must follow each of the nodes, at positions below `end`.
-
-        Returns the last nodes of these paths unless only the end of the text may follow them, and
-        what may follow, as `allowed` does.
-        """
-        ends: dict[int, np.ndarray | None] = {}  # by node id
-        for node in tree.id[nodes].tolist():
-            at = tree.index(node)
-            forced, bits = self._forced(_text(tree, at), end - 1 - int(tree.position[at]))
-            last = tree.append_path(at, forced) if forced else node
-            if bits is None or self._goes_on(bits):
-                ends[last] = bits
-            else:
-                tree.mark_terminal(last)
-        found = np.flatnonzero(np.isin(tree.id, [*ends]))
-        return found, _stack([ends[node] for node in tree.id[found].tolist()])
+    def look_ahead(self, tree: Tree, nodes: np.ndarray, end: int) -> tuple[LookAhead, ...]:
+        """What must follow each of the nodes, at positions below `end`."""
+        found = []
+        for node in nodes.tolist():
+            forced, bits = self._forced(_text(tree, node), end - 1 - int(tree.position[node]))
+            ends = bits is not None and (not bits.any() or only_token(bits) in self._eos)
+            found.append(LookAhead(int(tree.id[node]), forced, bits, ends))
+        return tuple(found)
 
     def _forced(self, text: list[int], room: int) -> tuple[list[int], np.ndarray | None]:
         """The tokens that must follow a text, `room` at most, and what may follow then."""
@@ -69,10 +89,6 @@ class GrammarGuide:
             if token is None or token in self._eos or len(forced) >= room:
                 return forced, bits
             forced.append(token)
-
-    def _goes_on(self, bits: np.ndarray) -> bool:
-        """Whether a token other than the end may follow."""
-        return bool(bits.any()) and only_token(bits) not in self._eos
 
     def _allowed_after(self, text: Sequence[int]) -> np.ndarray | None:
         """The tokens that may follow a text: none if the grammar does not allow it; None: any, as
@@ -128,6 +144,5 @@ def masked_proposal(found: Proposal, nodes: np.ndarray, allowed: np.ndarray) -> 
 
 
 def _text(tree: Tree, node: int) -> list[int]:
-    """The tokens from below the root to a node."""
     text: list[int] = tree.token[tree.path(node)[1:]].tolist()
     return text

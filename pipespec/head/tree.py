@@ -13,7 +13,7 @@ from copy import copy
 import numpy as np
 
 from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
-from pipespec.head.paths import NOT_IN_TREE, ChildIndex, Paths, unique_children
+from pipespec.head.paths import NOT_IN_TREE, ChildIndex, DraftPaths, unique_children
 
 ROOT = 0
 # The least probability of a draft token in a tree.
@@ -28,11 +28,10 @@ class Tree:
         parent: index of the parent; the root is its own parent.
         parent_id: id of the parent; the root's is the id of the token before it.
         token, position: the token of the node, and its position in the text.
-        logp: log-probability given its parent, by the proposer.
-        cum: log-probability given the root, i.e. the sum of `logp` along the path.
+        logp, cum: log-probability given its parent, by the proposer, and given the root.
         fed: the node has entered the pipeline; set by `mark_fed`.
         fed_root_position: the position of the root when it did; undefined before.
-        expanded: the proposer has proposed its children; other nodes may have some from `Paths`.
+        expanded: the proposer has proposed its children; others may have some from `DraftPaths`.
         scored: the mid-size model of a cascade has scored its children, or is about to.
     """
 
@@ -65,7 +64,6 @@ class Tree:
 
     @property
     def depth(self) -> np.ndarray:
-        """Distance from the root, `[nodes]`."""
         return self.position - self.position[ROOT]
 
     @property
@@ -81,7 +79,6 @@ class Tree:
         return self._num_fed
 
     def mark_fed(self, nodes: np.ndarray) -> None:
-        """The nodes enter the pipeline."""
         self.fed[nodes] = True
         self._num_fed = None
         self.fed_root_position[nodes] = self.position[ROOT]
@@ -92,14 +89,13 @@ class Tree:
         tokens: np.ndarray,
         logps: np.ndarray,
         limit: int | None = None,
-        paths: Paths | None = None,
+        paths: DraftPaths | None = None,
     ) -> int:
         """Add candidates below their parents and mark the parents expanded.
 
         Where parents have children already, these are updated: a candidate takes the new
         log-probability, and any other child gets at most that of the least candidate and what the
-        candidates leave. Fed nodes stay fed, and cumulative log-probabilities follow. Paths add no
-        nodes below expanded ones, whose children the proposer has proposed.
+        candidates leave. Paths add no nodes below expanded ones.
 
         Args:
             parents: indices `[k]` of nodes, which differ.
@@ -188,7 +184,6 @@ class Tree:
         self.logp[children] = np.minimum(self.logp[children], np.minimum(least, left)[row])
 
     def _accumulate(self) -> None:
-        """Recompute the cumulative log-probabilities."""
         ends = np.flatnonzero(np.diff(self.position)) + 1
         for level in np.split(np.arange(len(self)), ends)[1:]:
             self.cum[level] = self.cum[self.parent[level]] + self.logp[level]
@@ -205,11 +200,9 @@ class Tree:
         return node_id
 
     def mark_terminal(self, node_id: int) -> None:
-        """Mark a node without children as one that no token follows."""
         self.expanded[self.index(node_id)] = True
 
     def index(self, node_id: int) -> int:
-        """The index of the node with that id."""
         return int(np.flatnonzero(self.id == node_id)[0])
 
     def indices(self, ids: np.ndarray) -> np.ndarray:
@@ -219,7 +212,6 @@ class Tree:
         return np.where(self.id[place] == ids, place, NOT_IN_TREE)
 
     def copy(self) -> Tree:
-        """A copy that does not change with this tree."""
         other = copy(self)
         for name in self._COLUMNS:
             setattr(other, name, getattr(self, name).copy())
@@ -254,7 +246,7 @@ class Tree:
         return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def prune(self, root: int) -> None:
-        """Keep only the subtree of `root`; cumulative log-probabilities restart there."""
+        """Keep only the subtree of `root`."""
         self._select(self.descends_from(root).nonzero()[0])
         self.parent[ROOT] = ROOT
         self.cum -= self.cum[ROOT]
@@ -263,8 +255,7 @@ class Tree:
         """Drop the least probable nodes that were neither fed nor expanded until `capacity` nodes
         are left.
 
-        The others stay, as a stage or the draft holds their rows; so do their ancestors, which were
-        fed or expanded before.
+        A stage or the draft holds the rows of the others.
         """
         if (excess := len(self) - capacity) <= 0:
             return
@@ -275,7 +266,6 @@ class Tree:
         self._select(np.flatnonzero(keep))
 
     def drop_unfed(self) -> None:
-        """Drop the nodes that have not been fed; the root stays."""
         keep = self.fed.copy()
         keep[ROOT] = True
         if not keep.all():
@@ -307,8 +297,8 @@ class Tree:
     def most_probable(self, candidates: np.ndarray, count: int) -> np.ndarray:
         """The `count` most probable of `candidates` (rising indices), in breadth-first order.
 
-        Ties go to the lower index. As no child is more probable than its parent, the choice
-        among all nodes of a kind that only descendants can lack is closed under ancestors.
+        Ties go to the lower index; so, as no child is more probable than its parent, the choice is
+        closed under ancestors where `candidates` are.
         """
         if len(candidates) > count:
             candidates = candidates[_largest(self.cum[candidates], count)]
@@ -332,22 +322,6 @@ class Tree:
         rows[:, TOKEN] = self.token[nodes]
         rows[:, POSITION] = self.position[nodes]
         return rows
-
-    def check(self) -> None:
-        """Assert the invariants that the rest of the code relies on."""
-        index = np.arange(len(self))
-        assert self.parent[ROOT] == ROOT and self.cum[ROOT] == 0
-        assert self.num_fed == np.count_nonzero(self.fed)
-        assert (self.parent[1:] < index[1:]).all(), "a parent comes before its children"
-        assert (np.diff(self.position) >= 0).all(), "breadth-first order"
-        assert (self.position[1:] == self.position[self.parent[1:]] + 1).all()
-        assert (self.parent_id[1:] == self.id[self.parent[1:]]).all()
-        assert len(set(self.id.tolist())) == len(self)
-        assert np.allclose(self.cum[1:], self.cum[self.parent[1:]] + self.logp[1:])
-        siblings: Sequence[tuple[int, int]] = list(
-            zip(self.parent[1:].tolist(), self.token[1:].tolist(), strict=True)
-        )
-        assert len(set(siblings)) == len(siblings), "siblings differ in their token"
 
     def _extend(self, **columns: np.ndarray) -> None:
         for name, values in columns.items():

@@ -1,11 +1,5 @@
 """What a layout of the pipeline costs: time and memory of every rank, from measured figures.
 
-A rank's time is its computation and then its message to the next rank:
-
-    head          rounds × draft round            + the rows' headers to the first stage's host
-    stage         its layers (+ embedding)        + rows of hidden states to the next host
-    last stage    its layers + head               + half a round trip to the head's host (verdict)
-
 Everything here is arithmetic; milliseconds and bytes.
 """
 
@@ -62,15 +56,15 @@ NEAR = Route()
 
 @dataclass(frozen=True)
 class Needs:
-    """What the models need.
+    """What the models need. A batch has `rows` rows of `row_bytes` bytes.
 
-    `layer_bytes` are the weights of each layer of the target, and `kinds` says which layers take as
-    long as each other; nothing: all do. `head_bytes` are the final norm
-    and the LM head; with `tied` the last stage holds the embedding too. `kv_layer_bytes` are
-    the KV pool and the running states of each layer. `runtime_bytes` is what any rank takes beyond
-    weights and KV. `draft_bytes` are weights and KV of the draft. A batch has `rows` rows of
-    `row_bytes` bytes.
-    `rounds` is how often the draft expands the tree in a step.
+    Attributes:
+        layer_bytes, kv_layer_bytes: weights, and KV pool with running states, of each layer.
+        head_bytes: the final norm and the LM head; if `tied` the last stage has the embedding too.
+        runtime_bytes: what any rank takes beyond weights and KV.
+        draft_bytes: weights and KV of the draft.
+        rounds: how often the draft expands the tree in a step.
+        kinds: which layers take as long as each other; nothing: all do.
     """
 
     layer_bytes: tuple[int, ...]
@@ -106,7 +100,6 @@ class Needs:
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
-        """Bytes of weights and KV of each layer."""
         kept = self.kv_layer_bytes or (0,) * len(self.layer_bytes)
         return tuple(map(sum, zip(self.layer_bytes, kept, strict=True)))
 
@@ -122,7 +115,6 @@ class Needs:
 
     @property
     def head_rank_bytes(self) -> int:
-        """What the head holds: the draft."""
         return self.runtime_bytes + self.draft_bytes
 
 
@@ -173,7 +165,6 @@ class Problem:
         return self.route(last, head).ms(0)
 
     def draft_ms(self, head: Worker) -> float:
-        """What the head computes in a step."""
         return self.needs.rounds * head.draft_round_ms
 
     def link_ms(self, head: Worker, stages: Sequence[Worker]) -> list[float]:
@@ -187,7 +178,6 @@ class Problem:
 
 
 def layers_ms(worker: Worker, needs: Needs, layers: range) -> float:
-    """What these layers take."""
     if not worker.kind_ms:
         return len(layers) * worker.layer_ms
     before, after = needs.kinds_before[layers.start], needs.kinds_before[layers.stop]
@@ -196,11 +186,9 @@ def layers_ms(worker: Worker, needs: Needs, layers: range) -> float:
 
 
 def ends_ms(worker: Worker, *, first: bool, last: bool) -> float:
-    """What a stage computes beside its layers."""
     return (worker.embedding_ms if first else 0.0) + (worker.head_ms if last else 0.0)
 
 
 def compute_ms(worker: Worker, needs: Needs, layers: range) -> float:
-    """What the stage with these layers computes in a step."""
     first, last = layers.start == 0, layers.stop == needs.num_layers
     return layers_ms(worker, needs, layers) + ends_ms(worker, first=first, last=last)

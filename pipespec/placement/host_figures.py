@@ -52,7 +52,7 @@ class DraftFigures(TypedDict):
 
 
 class DeviceFigures(TypedDict):
-    """A device with its measured times (`extras.diagnostics.measure_devices`).
+    """A device with its measured times (`cluster.diagnostics.measure_devices`).
 
     None: the device had no room for that model.
     """
@@ -66,7 +66,7 @@ class DeviceFigures(TypedDict):
 
 
 class HostFigures(TypedDict):
-    """What `pipespec.extras.diagnostics.measure_devices` answers on one host."""
+    """What `pipespec.cluster.diagnostics.measure_devices` answers on one host."""
 
     target: ModelSizes
     draft: ModelSizes | None
@@ -112,12 +112,14 @@ class Figures:
                 if not 0 <= number < LARGEST_FIGURE:
                     raise Unreadable(f"it holds {number:g}, which cannot be a measurement")
             kinds = found.target["kinds"]
-            stages = [each.get("stage") for each in found.members.values()]
-            of_kinds = [stage.get("kind_ms", ()) for stage in stages if stage]
-            lacking = any(each and len(each) <= max(kinds, default=-1) for each in of_kinds)
-            unlike = len(kinds) != len(found.target["layer_bytes"])
-            no_link = any(not link["gbit_s"] for link in found.links)
-            if len(found.quantization) != 2 or lacking or unlike or no_link:
+            stages = [stage for each in found.members.values() if (stage := each.get("stage"))]
+            of_kinds = [times for stage in stages if (times := stage.get("kind_ms"))]
+            if (
+                len(found.quantization) != 2
+                or len(kinds) != len(found.target["layer_bytes"])
+                or any(len(each) <= max(kinds, default=-1) for each in of_kinds)
+                or not all(link["gbit_s"] for link in found.links)
+            ):
                 raise Unreadable("it lacks a figure")
         except Unreadable as error:
             raise ConfigError(
@@ -131,7 +133,6 @@ class Figures:
 
 
 def _numbers(value: Any) -> Iterator[Number]:
-    """Every number in plain values."""
     if isinstance(value, Number):
         yield value
     elif isinstance(value, Mapping | list | tuple):

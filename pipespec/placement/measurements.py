@@ -1,8 +1,4 @@
-"""From measured figures to who does what on the hosts of a hosts file.
-
-`pipespec.extras.diagnostics.measure_hosts` measures, `plan_slices` decides; here the one
-becomes what the other takes, with what the configuration asks of memory.
-"""
+"""From measured figures, or from none, to the problem that `plan_slices` solves."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.placement.host_figures import Figures, ModelSizes, Number
-from pipespec.placement.rank_needs import STATES, kept_layer_bytes, num_slots
+from pipespec.placement.rank_needs import STATES, layer_kinds, num_slots
 from pipespec.placement.slices import GIB
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
@@ -38,7 +34,6 @@ def dtype_of(info: CheckpointInfo, hosts_file: HostsFile, config: Config) -> str
 
 
 def _stage_devices(hosts_file: HostsFile) -> list[str]:
-    """The devices that stages can be on."""
     stages = set(hosts_file.workers) - {hosts_file.draft, *hosts_file.spare_workers}
     return [hosts_file.device_of(worker) for worker in stages]
 
@@ -100,13 +95,10 @@ def unmeasured(
     the longest sequence in tokens.
     """
     hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
-    dtype = dtype_of(target, hosts_file, config)
+    dtype, model = dtype_of(target, hosts_file, config), config.model
     num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
-    model = config.model
-    weights = target.loaded(
-        dtype, target.weight_format(model.quantization, model.keep_quantized, dtype)
-    )
+    held = target.weight_format(model.quantization, model.keep_quantized, dtype)
     draft_bytes = 0
     pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
     for info, wanted in ((draft, model.draft_quantization), (mid, model.mid_quantization)):
@@ -122,14 +114,12 @@ def unmeasured(
             )
             for name in _file_order(hosts_file)
         ),
-        needs=Needs(
-            layer_bytes=weights.layers,
-            embedding_bytes=weights.embedding,
-            head_bytes=weights.head,
-            tied=target.tied,
-            kv_layer_bytes=kept_layer_bytes(target, dtype, config, slots, context),
-            runtime_bytes=RUNTIME_BYTES,
-            draft_bytes=draft_bytes,
+        needs=_needs_of(
+            model_sizes(target, dtype, held),
+            slots,
+            context,
+            target.kv_bytes(dtype, model.kv_dtype),
+            draft_bytes,
         ),
         draft=hosts_file.draft,
         order=hosts_file.order or tuple(host.name for host in hosts_file.hosts),
@@ -147,18 +137,54 @@ def _whole_bytes(
     context: int,
 ) -> int:
     """Bytes of a whole model with so many KV slots, of which `context` are for text."""
-    own = info.compute_dtype(dtype)
     held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-    return info.loaded(dtype, held).total + sum(kept_layer_bytes(info, own, config, pool, context))
+    slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+    kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
+    return info.loaded(dtype, held).total + sum(kept)
 
 
-def _kept_of(target: ModelSizes, slots: int, context: int, slot_bytes: float) -> tuple[int, ...]:
-    """The same as `kept_layer_bytes` of what was measured; a slot takes `slot_bytes` in a layer
-    with K and V."""
-    of_layers = zip(target["has_kv"], target["state_bytes"], target["node_bytes"], strict=True)
+def model_sizes(info: CheckpointInfo, dtype: str, held: str | None) -> ModelSizes:
+    """Of a model whose plain weights are loaded as `dtype`, and others held as `held`."""
+    sizes, own = info.loaded(dtype, held), info.compute_dtype(dtype)
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
+    return {
+        "dtype": own,
+        "layer_bytes": list(sizes.layers),
+        "embedding_bytes": sizes.embedding,
+        "head_bytes": sizes.head,
+        "tied": info.tied,
+        "hidden_size": info.hidden_size,
+        "context": info.context,
+        "has_kv": [info.kv_layers(layer) > 0 for layer in layers],
+        "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
+        "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
+        "kinds": list(layer_kinds(info, sizes.layers)),
+        "divisible": True,
+    }
+
+
+def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tuple[int, ...]:
+    """Bytes of K and V in so many slots, of which `context` are for text, and of the running states
+    of one request, in each layer; a slot takes `slot_bytes` in a layer with K and V."""
+    of_layers = zip(model["has_kv"], model["state_bytes"], model["node_bytes"], strict=True)
     return tuple(
         int(slots * slot_bytes * kv + STATES * state + (slots - context) * node)
         for kv, state, node in of_layers
+    )
+
+
+def _needs_of(
+    target: ModelSizes, slots: int, context: int, slot_bytes: float, draft_bytes: int, **more: Any
+) -> Needs:
+    return Needs(
+        layer_bytes=tuple(target["layer_bytes"]),
+        embedding_bytes=target["embedding_bytes"],
+        head_bytes=target["head_bytes"],
+        tied=target["tied"],
+        kv_layer_bytes=_kept(target, slots, context, slot_bytes),
+        runtime_bytes=RUNTIME_BYTES,
+        draft_bytes=draft_bytes,
+        **more,
     )
 
 
@@ -242,7 +268,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
     if draft is not None and drafts:
         draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
-        draft_bytes += sum(_kept_of(draft, pool, context, slot_bytes=0))  # running states
+        draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
     if config.proposer.needs_mid:
@@ -253,14 +279,12 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
             mid, config.model.mid_quantization, config, dtype, pool, context
         )
     rounds = config.proposer.rounds
-    return Needs(
-        layer_bytes=tuple(target["layer_bytes"]),
-        embedding_bytes=target["embedding_bytes"],
-        head_bytes=target["head_bytes"],
-        tied=target["tied"],
-        kv_layer_bytes=_kept_of(target, slots, context, max(s["kv_slot_bytes"] for s in stages)),
-        runtime_bytes=RUNTIME_BYTES,
-        draft_bytes=draft_bytes,
+    return _needs_of(
+        target,
+        slots,
+        context,
+        max(times["kv_slot_bytes"] for times in stages),
+        draft_bytes,
         rows=figures.rows,
         row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,

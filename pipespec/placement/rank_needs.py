@@ -1,4 +1,4 @@
-"""How many KV slots a rank needs, and what K and V and running states of its layers take."""
+"""How many KV slots a rank needs, and which of a model's layers are alike."""
 
 from __future__ import annotations
 
@@ -45,19 +45,6 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
     else:
         found["policy.width"] += in_flight * config.fed_rows
     return found
-
-
-def kept_layer_bytes(
-    info: CheckpointInfo, dtype: str, config: Config, slots: int, context: int
-) -> tuple[int, ...]:
-    """Bytes of K and V in so many slots, of which `context` are for text, and of the running states
-    of one request, in each layer of a model."""
-    of_slot = info.kv_bytes(dtype, config.model.kv_dtype)
-    return tuple(
-        slots * of_slot * info.kv_layers(layer)
-        + info.recurrent_bytes(layer, dtype, STATES, slots - context)
-        for layer in (range(number, number + 1) for number in range(info.num_layers))
-    )
 
 
 def layer_kinds(info: CheckpointInfo, layer_bytes: Sequence[int]) -> tuple[int, ...]:

@@ -61,17 +61,14 @@ class Placement:
 
     @property
     def rank_ms(self) -> tuple[float, ...]:
-        """Computation and message of every rank."""
         return tuple(a + b for a, b in zip(self.compute_ms, self.link_ms, strict=True))
 
     @property
     def stage_ms(self) -> tuple[float, ...]:
-        """Computation and message of every stage."""
         return self.rank_ms[1:]
 
     @property
     def step_ms(self) -> float:
-        """The slowest rank's time."""
         return max(self.rank_ms)
 
 

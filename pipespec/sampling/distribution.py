@@ -37,7 +37,6 @@ class TokenCounts:
         self.seen.index_fill_(0, to_device(torch.tensor(prompt, dtype=torch.int64), device), True)
 
     def append(self, token: int) -> None:
-        """Append a token to the answer."""
         self.counts[token] += 1
         self.seen[token] = True
 
@@ -72,6 +71,11 @@ def select_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
     return values.index_select(0, to_device(torch.tensor(rows), values.device))
 
 
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One value for each row, float64 `[rows, 1]`, where `like` is."""
+    return to_device(torch.tensor(values, dtype=torch.float64), like.device)[:, None]
+
+
 @dataclass(frozen=True)
 class Candidates:
     """The tokens that may follow at each of some rows.
@@ -102,12 +106,8 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
         limit: how many of the most probable tokens are considered, if rows need sorting.
     """
     size = scores.shape[1]
-
-    def column(values: Sequence[float]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.float64), scores.device)[:, None]
-
     behind = scores - scores.amax(1, keepdim=True)
-    behind = behind / column([one.temperature or 1.0 for one in samplings])
+    behind = behind / column([one.temperature or 1.0 for one in samplings], scores)
     ids = torch.arange(size, device=scores.device).expand_as(behind)
     values = behind
     # Of what top_k leaves, top_p needs the sum.
@@ -119,7 +119,9 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
             values = behind.gather(1, ids)
         values, order = values.sort(descending=True, stable=True)  # of equals the lower id first
         ids = ids.gather(1, order)
-    floor = column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings])
+    floor = column(
+        [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings], scores
+    )
     kept = (values >= floor) & (values > -torch.inf)
     num = values.shape[1]
     ranks = [one.top_k if 0 < one.top_k < size else size for one in samplings]
@@ -131,10 +133,12 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
         whole = shares.sum(1, keepdim=True)
         if num < size:
             beyond = behind.exp().masked_fill(behind < floor, 0.0).sum(1, keepdim=True)
-            whole = torch.where(column(ranks) <= num, whole, beyond)
+            whole = torch.where(column(ranks, scores) <= num, whole, beyond)
         before = (shares / whole).cumsum(1).roll(1, 1)
         before[:, 0] = 0.0
-        kept &= before < column([one.top_p if one.top_p < 1 else math.inf for one in samplings])
+        kept &= before < column(
+            [one.top_p if one.top_p < 1 else math.inf for one in samplings], scores
+        )
     complete = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     if num < size:
         # A token as probable as the last one considered may not have been considered.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ import torch
 from pipespec.core import RELAXED, STRICT, DraftTokens, PromptLogprobs, SequenceStart
 from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
-from pipespec.sampling.lossy_acceptance import relaxed, strict
 from pipespec.sampling.wire_format import unpack
-from pipespec.system.device_copy import to_device
+from pipespec.system.device_copy import to_device, to_host
 from pipespec.system.liveness import LOADING_S, progress
 
 
@@ -49,13 +48,11 @@ class SamplingState:
 
     @property
     def needs_text(self) -> bool:
-        """Whether `set_text` must be called before the first decision; if not, the length of the
-        text is enough."""
+        """Whether `set_text` must be called before the first decision."""
         sampling = self.sampling
         return bool(sampling.has_penalties or sampling.grammar) and self._text is None
 
     def set_text(self, text: Sequence[int]) -> None:
-        """Set the text before the first token to decide."""
         self._text = text
 
     @property
@@ -148,9 +145,55 @@ class SamplingState:
         return None
 
     def append(self, token: int) -> None:
-        """Append a token to the text."""
         if self._counts is not None:
             self._counts.append(token)
         if self._matcher is not None and token not in self.eos:
             self._matcher.consume([token])
         self.length += 1
+
+
+# --- the lossy acceptance rules of SpecPipe, which prefer draft tokens (docs/sampling.md) ---------
+
+
+def relaxed(scores: torch.Tensor, draft_tokens: Collection[int], eos: Sequence[int]) -> int | None:
+    """SpecPipe 3.4: "from the candidate tokens, select the one with the highest probability under
+    the large model", the end of the text being one of them; None: there are no draft tokens.
+
+    `scores` are the target's adjusted logits, `[vocab]`; -inf: not allowed. Of equals the lowest
+    token id is taken.
+    """
+    found = _values(scores, draft_tokens, eos)
+    if not any(found[token] > -math.inf for token in draft_tokens):
+        return None
+    return max(found, key=lambda token: (found[token], -token))
+
+
+def strict(
+    logprobs: torch.Tensor, draft_tokens: Mapping[int, float], eos: Sequence[int]
+) -> int | None:
+    """SpecPipe 3.4: "accept a draft token if it lies within the top-p cumulative probability set
+    of the large model, and within that set choose the token with the highest draft-model
+    probability"; None: no draft token is in the set.
+
+    `logprobs` `[vocab]` is the distribution to draw from, whose finite part is that set.
+    `draft_tokens` have the draft's log-probabilities. The end of the text is a candidate too, with
+    the target's log-probability if the draft did not propose it.
+    """
+    found = _values(logprobs, draft_tokens, eos)
+    inside = {token: logp for token, logp in draft_tokens.items() if found[token] > -math.inf}
+    if not inside:
+        return None
+    ends = {token: found[token] for token in eos if token in found}
+    return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
+
+
+def _values(
+    scores: torch.Tensor, draft_tokens: Collection[int], eos: Sequence[int]
+) -> dict[int, float]:
+    """The scores of the draft tokens, and of the ends of the text that the model knows, if there
+    are draft tokens; the host waits for the device once."""
+    if not draft_tokens:
+        return {}
+    tokens = [*{*draft_tokens, *(token for token in eos if token < len(scores))}]
+    (found,) = to_host(scores.index_select(0, to_device(torch.tensor(tokens), scores.device)))
+    return dict(zip(tokens, found.tolist(), strict=True))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams
+from pipespec.sampling.distribution import column
 from pipespec.sampling.draw import noise, noise_values
 from pipespec.system.device_copy import to_device
 
@@ -40,9 +41,7 @@ def score_tokens(
     the same magnitude at every temperature.
     """
     logits = _biased(logits.float(), samplings)
-    temperature = _column(
-        [min(max(one.temperature, COLDEST), HOTTEST) for one in samplings], logits
-    )
+    temperature = column([min(max(one.temperature, COLDEST), HOTTEST) for one in samplings], logits)
     best = logits.topk(min(NUM_SCORED, logits.shape[1]))
     behind = (best.values - best.values[:, :1]).double()  # 0 and below, falling
     logq = behind / temperature
@@ -69,10 +68,6 @@ def _biased(logits: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
         to_device(torch.tensor(x), logits.device) for x in zip(*added, strict=True)
     )
     return logits.index_put((rows, tokens), biases, accumulate=True)
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return to_device(torch.tensor(values, dtype=torch.float64), like.device)[:, None]
 
 
 def reweight(
@@ -104,16 +99,14 @@ def reweight(
 def cut_off_mask(logq: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     """Which tokens the min-p, top-k and top-p of each row would leave out, bool `[rows, n]`, given
     log-probabilities that fall along a row, up to a constant of the row."""
-    floor = _column(
-        [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings], logq
-    )
+    floor = column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings], logq)
     cut = logq < logq[:, :1] + floor
     num = logq.shape[1]
-    cut |= torch.arange(num, device=logq.device) >= _column(
+    cut |= torch.arange(num, device=logq.device) >= column(
         [one.top_k or num for one in samplings], logq
     )
     if any(one.top_p < 1 for one in samplings):
         kept = logq.masked_fill(cut, -torch.inf).softmax(1)
-        most = _column([one.top_p if one.top_p < 1 else math.inf for one in samplings], logq)
+        most = column([one.top_p if one.top_p < 1 else math.inf for one in samplings], logq)
         cut |= kept.cumsum(1) - kept >= most
     return cut

@@ -3,7 +3,7 @@
 The target alone decides every token: its arg-max, or a draw from its own distribution with
 randomness keyed by (seed, position). Only then the verifier looks whether the tree contains that
 token, so that the logits after it are in the batch too. So the tree changes when a token is
-decided, never which; the lossy rules (`pipespec.sampling.lossy_acceptance`) are the exceptions.
+decided, never which; the lossy rules (`pipespec.sampling.sampling_state`) are the exceptions.
 
 A draw depends on the text before it, so the tokens of a sequence are drawn one after the other. All
 sequences are drawn together, so the host waits for the device as often as the longest accepted path
@@ -40,11 +40,8 @@ class AcceptedPath:
     def __init__(
         self, tip: int, nodes: Sequence[int], parents: Sequence[int], row_tokens: Sequence[int]
     ):
-        """
-        Args:
-            tip: node id of the last committed row.
-            nodes, parents, row_tokens: the sequence's rows of the batch, `[rows]`.
-        """
+        """`tip`: node id of the last committed row; the others are of the sequence's rows of the
+        batch, `[rows]`."""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.failure: str | None = None
@@ -59,7 +56,6 @@ class AcceptedPath:
         self.row = self._row_of.get((self.nodes[self.row], token))
 
     def fail(self, why: str) -> None:
-        """End the path, as its next token cannot be decided."""
         self.row, self.failure = None, why
 
 
@@ -147,7 +143,8 @@ def _choose(parts: Sequence[Part], logits: Tensor) -> list[int | None]:
             tokens[i] = chosen
     samplings = [state.sampling for state, _ in parts]
     if greedy := [i for i in undecided if samplings[i].temperature == 0]:
-        for i, token in zip(greedy, _argmax(select_rows(scores, greedy)), strict=True):
+        best = select_rows(scores, greedy).max(-1)
+        for i, token in zip(greedy, _finite(best.values, best.indices), strict=True):
             tokens[i] = token
     if drawn := [i for i in undecided if samplings[i].temperature > 0]:
         positions = [parts[i][0].length for i in drawn]
@@ -176,14 +173,8 @@ def _add_logprobs(parts: Sequence[Part], logits: Tensor, tokens: list[int | None
             tokens[i] = None
 
 
-def _argmax(logits: Tensor) -> list[int | None]:
-    """The arg-max of each row `[rows, vocab]`; None: it is not finite, as where a row has a NaN."""
-    best = logits.max(-1)
-    return _finite(best.values, best.indices)
-
-
 def _finite(values: Tensor, tokens: Tensor) -> list[int | None]:
-    """The tokens whose logits are finite, else None."""
+    """The tokens whose logits are finite, else None, as where a row has a NaN."""
     # NumPy has no bfloat16.
     found = zip(*(each.tolist() for each in to_host(values.double(), tokens)), strict=True)
     return [token if math.isfinite(value) else None for value, token in found]

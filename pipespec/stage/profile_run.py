@@ -86,6 +86,5 @@ def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

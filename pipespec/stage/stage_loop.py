@@ -1,4 +1,7 @@
-"""The loop of a stage: receive, compute, verify, prune, send."""
+"""The loop of a stage: receive, compute, verify, prune, send.
+
+It has more than 350 lines, as a step is read from its first line to its last.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +69,9 @@ class StageSettings:
 class StageLoop:
     """One stage of the pipeline, at one rank.
 
-    In lockstep every rank does the same in step t (`run_step`): receive the batch that its
-    neighbour sent in step t-1, compute it, receive the verdict of step t, prune the rows that it
-    ruled out, send the rest. Inside a group (PipeDec's G_i) the batch goes on within the step, so
-    it is sent before the verdict arrives. Running free, a rank applies the verdicts that have
-    arrived, before and after it computes, and waits for none.
+    In lockstep it computes in step t the batch that its neighbour sent in step t-1. Inside a group
+    (PipeDec's G_i) the batch goes on within the step, before the verdict arrives. Running free, a
+    rank applies the verdicts that have arrived, before and after it computes, and waits for none.
     """
 
     def __init__(
@@ -105,19 +106,15 @@ class StageLoop:
         self._published_ns = timeline.clock()  # when measurements were published last
         self._worked = Counter[str]()  # totals when the last sequence ended
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
-        self._verifiers: dict[
-            int, SamplingState
-        ] = {}  # of the running sequences, at the last stage
+        # Of the running sequences, at the last stage.
+        self._verifiers: dict[int, SamplingState] = {}
         self._counts = Counter[str]()  # since there was no sequence
         self._since = 0  # when that ended
         # The running sequences, with the counts and times when they started.
         self._sequences: dict[int, tuple[SequenceStart, Counter[str]]] = {}
 
     def run_until_stop(self) -> None:
-        """Run until a batch stops the stage, or until the epoch fails.
-
-        In both cases it checks that no KV slot is lost.
-        """
+        """Run until a batch stops the stage, or the epoch fails; then no KV slot may be lost."""
         try:
             while self.run_step():
                 pass
@@ -142,7 +139,11 @@ class StageLoop:
         if not (self.last or self.joins_next):
             self.send(self.prune(computed))
         if self.timeline.record:
-            self.trace_rows(batch, pruned=self._counts["dropped"] - dropped)
+            draft, pruned = batch.rows[:, KIND] == DRAFT, self._counts["dropped"] - dropped
+            count = int(np.count_nonzero(draft))
+            self.timeline.add_rows(
+                committed=len(batch) - count, draft=count - pruned, pruned=pruned
+            )
         for request, report in reports.items():
             self.controller.report(request, report)
         self.publish(idle=bool(reports) and not self._sequences)
@@ -154,7 +155,6 @@ class StageLoop:
         return not batch.stop
 
     def receive(self) -> Batch:
-        """The batch that the neighbour sent in this step or the one before; empty before step 0."""
         self.timeline.step = self.step
         # Counts the wait of rank 1 for an idle head too.
         with self.timeline("receive"):
@@ -164,7 +164,7 @@ class StageLoop:
         return batch
 
     def share_prefixes(self, batch: Batch) -> None:
-        """Let the sequences that start with a batch share prefixes, before any is freed."""
+        """Before any sequence is freed whose prefix one that starts with this batch shares."""
         for start in batch.started:
             self.wait_for_prefix(batch, start.parent, start.shared_len)
             self.runner.start_sequence(start.sequence, start.parent, start.shared_len)
@@ -292,11 +292,6 @@ class StageLoop:
             self.link.send(batch)
         self._done.append(transfer(self.rank, self.step))
 
-    def trace_rows(self, batch: Batch, pruned: int) -> None:
-        """Keep the rows of a batch for the trace; `pruned` of its draft tokens were ruled out."""
-        draft = int(np.count_nonzero(batch.rows[:, KIND] == DRAFT))
-        self.timeline.add_rows(committed=len(batch) - draft, draft=draft - pruned, pruned=pruned)
-
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):
             alive = self.runner.prune(computed)
@@ -319,7 +314,6 @@ class StageLoop:
             self.apply_arrived_verdicts()
 
     def apply_arrived_verdicts(self) -> None:
-        """Apply every verdict that has arrived."""
         while not self.last and (verdicts := self.receiver.verdict(timeout=0.0)) is not None:
             self.apply_verdicts(verdicts)
 
@@ -333,7 +327,6 @@ class StageLoop:
             self.apply_verdicts(self.receiver.verdict())
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
-        """Apply the verdicts of the step after those applied so far."""
         assert verdicts is not None
         with self.timeline("prune"):
             self.runner.apply(verdicts)

@@ -25,6 +25,12 @@ LEAST_SHARE = 0.01
 Points = tuple[tuple[float, float], ...]
 
 
+def ms_at(points: Points, rows: float) -> float:
+    """The milliseconds of so many rows, interpolated."""
+    known, ms = np.array(points).T
+    return float(np.interp(rows, known, ms))
+
+
 class BatchTimes(NamedTuple):
     """The measured times of batches.
 
@@ -143,7 +149,6 @@ class RowTimes:
         )
 
     def measured(self) -> BatchTimes:
-        """The measurements so far."""
         slot_ms = self._slot_ms()
         return BatchTimes(self.points(slot_ms), slot_ms, self._slots.value or 0.0)
 

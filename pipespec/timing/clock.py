@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 # Nanoseconds since an arbitrary moment that all processes of one machine share.
 Clock = Callable[[], int]
@@ -21,6 +22,7 @@ def wait_until(start_ns: int, milliseconds: float) -> bool:
     return left >= 0
 
 
+@dataclass(frozen=True)
 class StepClock:
     """The least time that a rank's work takes. On a real machine, this class, that is none.
 
@@ -30,7 +32,7 @@ class StepClock:
     everything takes here than is reported. A clock is true if it is one of another machine.
     """
 
-    scale: float = 1.0
+    scale = 1.0
 
     def __bool__(self) -> bool:
         return False

@@ -39,11 +39,12 @@ class Transport(Protocol):
         """Close both links at once; a neighbour that waits on one of them gets RankFailed."""
 
 
+@dataclass(frozen=True)
 class LinkDelay:
     """What a link adds to the time of a message; this class: nothing, as on a real network. It is
     true if it delays anything. `latency_ms` is the delay in one direction."""
 
-    latency_ms: float = 0.0
+    latency_ms = 0.0
 
     def __bool__(self) -> bool:
         return False

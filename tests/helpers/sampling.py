@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.core import SamplingParams, SequenceStart, TokenLogprobs
 from pipespec.sampling.distribution import TokenCounts, adjust
 from pipespec.sampling.draw import noise
+from pipespec.sampling.grammar import Matcher
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
+from pipespec.sampling.wire_format import pack
+from tests.helpers.grammar import compiled
 
 VOCAB = 97
 
@@ -50,6 +53,22 @@ def sample(
     drawn = (scores - scores.max()) / sampling.temperature
     drawn += noise([sampling.seed], [position], torch.arange(len(scores))[None])[0]
     return int(drawn.masked_fill(~allowed(scores, sampling), -torch.inf).argmax())
+
+
+def opened(
+    params: SamplingParams,
+    prompt: Sequence[int],
+    answer: Sequence[int] = (),
+    eos: tuple[int, ...] = (),
+    matcher: Matcher | Exception | None = None,
+) -> SamplingState:
+    """The state of a sequence of which `answer` was decided before."""
+    text = (*prompt, *answer)
+    start = SequenceStart(1, 1, len(prompt), len(text), pack(params, eos))
+    mine = SamplingState(start, None if matcher is None else lambda _: compiled(matcher))
+    if mine.needs_text:
+        mine.set_text(text)
+    return mine
 
 
 def decided(

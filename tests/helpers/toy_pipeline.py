@@ -200,10 +200,10 @@ class ToyPipeline:
     def add(self, request: Request) -> None:
         """Take a request in, with what was decided of it."""
         answer = tuple(self.answers.setdefault(request.id, []))
-        self.scheduler.add(request, lambda token: False, 0, answer)
+        self.scheduler.admission.add(request, lambda token: False, 0, answer)
 
     def cancel(self, request: int) -> None:
-        sequence = self.scheduler.cancel(request)
+        sequence = self.scheduler.admission.cancel(request)
         if sequence is not None:
             self.end_sequence(sequence)
 
@@ -212,7 +212,7 @@ class ToyPipeline:
         self._receive = receive
         batch = run_step(self.scheduler, self)
         assert self.scheduler.admission.free_slots >= 0
-        assert self.scheduler.admission.slots_needed <= self.scheduler.admission.num_slots
+        assert self.scheduler.admission.slots_needed <= self.scheduler.config.num_slots
         self.rows_read += int((batch.rows[:, 5] != 0).sum())
         self.draft.runner.check_integrity()
         return batch

@@ -29,6 +29,7 @@ from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.emulation.machine import EmulatedMachine
+from tests.helpers.trees import check_tree
 from tools.inflate import Shape, read_config
 
 
@@ -182,7 +183,7 @@ def test_emulate_settings_need_a_context_that_was_measured(monkeypatch, capsys):
 def test_random_trees_are_wide_and_deep_and_of_any_size():
     for nodes in (1, 2, 7, 64, 576):
         tree = random_tree(nodes, context=100, vocab=50)
-        tree.check()
+        check_tree(tree)
         assert len(tree) == nodes + 1
     assert tree.depth.max() > 50
     assert max((tree.depth == level).sum() for level in range(1, 50)) > 8

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from pipespec.cli.main import main
-from pipespec.extras.diagnostics import examine_hosts, link_probe, probe
-from pipespec.extras.diagnostics.link_probe import (
+from pipespec.cluster.diagnostics import examine_hosts, link_probe, probe
+from pipespec.cluster.diagnostics.link_probe import (
     Endpoint,
     NotReached,
     PeerConnection,
@@ -156,27 +156,13 @@ def test_a_model_that_differs_and_one_that_is_missing(
     assert "warning: The draft /no/such/draft on gamma is missing" in warning
 
 
-@pytest.mark.long
-def test_the_models_may_be_given_as_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [hosts_file(tmp_path), "model.target=/no/such/target", "model.draft=null"]
-    report, lines = examined(capsys, *argv, code=1)
-    assert [line.partition(" is missing")[0] for line in lines] == [
-        f"pipespec: The target /no/such/target on {name}" for name in HOSTS
-    ]
-    assert all(
-        host["inventory"]["models"].keys() == {"target"} for host in report["hosts"].values()
-    )
-
-
 def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),
         "broken": (["echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
         "empty": (["exit 127"], "set `python` of the host"),
         "late": (["read line", "echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
-        "old": (["read line", 'echo \'{"id": 1, "value": 0}\'', "read line"], "another version"),
+        "old": (["read line", "echo '{\"value\": 0}'", "read line"], "another version"),
     }
     entries = {name: {"python": python(tmp_path, *lines)} for name, (lines, _) in programs.items()}
     report, lines = examined(capsys, hosts_file(tmp_path, **entries), code=1)
@@ -353,13 +339,13 @@ def test_the_rate_leaves_out_how_a_burst_begins() -> None:
 
 def test_a_probe_ends_with_its_standard_input() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipespec.extras.diagnostics.probe"],
-        input=b'{"id": 7, "do": "hello"}\n',
+        [sys.executable, "-m", "pipespec.cluster.diagnostics.probe"],
+        input=b'{"do": "hello"}\n',
         capture_output=True,
         timeout=60,
     )
     assert done.returncode == 0
-    assert json.loads(done.stdout) == {"id": 7, "value": probe.PROTOCOL}
+    assert json.loads(done.stdout) == {"value": probe.PROTOCOL}
 
 
 # --- hosts with addresses of their own --------------------------------------------------------

@@ -22,13 +22,13 @@ from pipespec.cli import host_admission
 from pipespec.cli.invite import JoinOptions, ask_for_invitation
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.host_link import join_server, joined_host, loop, programs
 from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
 from pipespec.cluster.host_link.token import Token
-from pipespec.cluster.join.host_changes import MeasuredHost
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
 from pipespec.errors import HostFailed

@@ -9,16 +9,14 @@ from dataclasses import replace
 import pytest
 
 from pipespec.cli.main import main
+from pipespec.cluster.diagnostics.examine_hosts import measure_links
+from pipespec.cluster.diagnostics.measure_devices import main as run_measure
+from pipespec.cluster.diagnostics.measure_devices import measure
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest, measure_hosts
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.extras.diagnostics.examine_hosts import measure_links
-from pipespec.extras.diagnostics.measure_devices import main as run_measure
-from pipespec.extras.diagnostics.measure_devices import measure
-from pipespec.extras.diagnostics.measure_hosts import measure_hosts
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
-from pipespec.placement.host_figures import Figures
 from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.folders import resource_dir
@@ -51,7 +49,7 @@ def wish(**changes):
 
 def measured(wish):
     return subprocess.run(
-        [sys.executable, "-m", "pipespec.extras.diagnostics.measure_devices"],
+        [sys.executable, "-m", "pipespec.cluster.diagnostics.measure_devices"],
         input=json.dumps(wish),
         capture_output=True,
         text=True,
@@ -233,14 +231,6 @@ def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path,
     assert [row["member"] for row in again["ranks"]] == [row["member"] for row in first["ranks"]]
     assert again["spares"] == first["spares"]
     assert again["hosts"] == first["hosts"]
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])
-def test_a_file_without_figures_is_refused(text, tmp_path):
-    file = tmp_path / "figures.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"figures\.json'"):
-        Figures.read(str(file))
 
 
 def test_a_link_to_an_address_that_the_host_does_not_have_is_refused():

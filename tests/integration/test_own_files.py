@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from pipespec.cli.main import main
-from pipespec.extras.diagnostics.measure_devices import measure
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
+from pipespec.cluster.diagnostics.measure_devices import measure
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
 from pipespec.system.folders import resource_dir
 from tests.helpers.shards import own_files, shard
 

@@ -1,4 +1,4 @@
-"""A copy of the package without a folder of `pipespec/extras` generates and serves."""
+"""`generate` and `serve` run on one host without the satellites of the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -16,48 +15,70 @@ from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-SETTINGS = ("cluster.stages=1", "cluster.devices=[cpu]", "model.context=64", "model.dtype=float32")
-# The routes of a server that are gone with a folder.
-ROUTES = {
-    "dialects": ("/v1/messages", "/v1/responses", "/v1/responses/a", "/api/chat", "/api/tags"),
-    "pages": ("/", "/chat", "/page/main.js", "/events"),
+# A folder, and a command that does not run without it, or routes that a server lacks.
+FOLDERS = {
+    "extras": ["bench"],
+    "extras/bench": ["bench"],
+    "extras/commands": ["doctor"],
+    "extras/device_check": ["doctor"],
+    "extras/emulation": ["generate", "--prompt", "a", "emulate=fixed"],
+    "extras/plan": ["plan", "stages=2"],
+    "extras/dialects": ["/v1/messages", "/v1/responses", "/api/chat", "/api/tags"],
+    "extras/pages": ["/", "/chat", "/page/main.js", "/events"],
 }
+SMALL = ["cluster.stages=2", "decode.max_new_tokens=2"]
 
 
-@pytest.mark.parametrize("folder", ROUTES)
-def test_generate_and_serve_work_without_a_folder_of_extras(folder: str, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for name in ("benchmarks", "conf", "demo", "lua"):
-        (copy / name).symlink_to(ROOT / name)
-    left_out = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "pipespec", copy / "pipespec", ignore=left_out)
-    shutil.rmtree(copy / "pipespec" / "extras" / folder)
-    with Sandbox(tmp_path) as place:
-        environment = place.environment | {"PYTHONPATH": str(copy)}
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package, beside what belongs to it."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "pipespec", folder / "pipespec")
+    for name in ("conf", "demo", "lua"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_generate_and_serve_need_no_satellite(package: Path, missing: str, tmp_path: Path) -> None:
+    gone = package / "pipespec" / missing
+    gone.rename(tmp_path / "gone")
+    with Sandbox(tmp_path) as sandbox:
 
         def start(*arguments: str) -> subprocess.Popen[str]:
             return subprocess.Popen(
-                [sys.executable, "-m", "pipespec", *arguments, *SETTINGS],
+                [sys.executable, "-m", "pipespec", *arguments],
+                cwd=tmp_path,
+                env=sandbox.environment | {"PYTHONPATH": str(package)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environment,
-                cwd=copy,
             )
 
-        generating = start("generate", "--prompt", "Once", "decode.max_new_tokens=3")
-        said = generating.communicate(timeout=PATIENCE_S)
-        assert generating.returncode == 0 and said[0].strip(), said
-        server = start("serve", "--json", "--port", "0")
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"].removesuffix("/v1")
-        with closing(httpx2.Client(base_url=url, timeout=PATIENCE_S)) as http:
-            reply = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})
-            assert reply.json()["usage"]["completion_tokens"] == 3
-            assert [http.get(path).status_code for path in ROUTES[folder]] == [
-                *(404 for _ in ROUTES[folder])
-            ]
-        server.terminate()
-        server.communicate(timeout=PATIENCE_S)
-        assert server.returncode == 0
+        needs = FOLDERS[missing]
+        routes = needs if needs[0].startswith("/") else []
+        if not routes:
+            process = start(*needs)
+            _, said = process.communicate(timeout=PATIENCE_S)
+            assert (process.returncode, said.count("\n")) == (2, 1), said
+
+        process = start("generate", "--prompt", "Once", *SMALL)
+        text, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+        assert text.strip()
+
+        process = start("serve", "--port", "0", "--json", *SMALL)
+        assert process.stdout is not None
+        announced = process.stdout.readline()
+        assert announced, process.communicate(timeout=PATIENCE_S)[1]
+        url = json.loads(announced)["url"]
+        asked = {"prompt": "Once", "max_tokens": 2}
+        reply = httpx2.post(f"{url}/completions", json=asked, timeout=PATIENCE_S)
+        assert reply.json()["usage"]["completion_tokens"] == 2
+        for route in routes:
+            found = httpx2.get(url.removesuffix("/v1") + route, timeout=PATIENCE_S)
+            assert found.status_code == 404, route
+        process.terminate()
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+    (tmp_path / "gone").rename(gone)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.common import experiment
 from benchmarks.papers import intervals, page
 from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables
-from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
+from benchmarks.papers.cells import BATCHES, TOKENS, Cell, Run, Runs
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.machines import (
     in_pairs,
@@ -25,7 +25,7 @@ from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
-from pipespec.extras.plan.simulation import TokenArrival
+from pipespec.extras.plan.simulated_pipeline import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 
@@ -223,12 +223,6 @@ def test_unknown_experiment_is_one_sentence() -> None:
         experiments(["fig_11"])
 
 
-def test_stored_rows_are_simulated() -> None:
-    result = json.loads(page.RESULT.read_text())
-    assert result["title"].startswith("SIMULATED")
-    assert all("MEASURED" not in row["quantity"] for row in result["rows"])
-
-
 def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
     result = json.loads(page.RESULT.read_text())
     rows = [row for row in result["rows"] if row["of"] == "SpecPipe"]
@@ -242,10 +236,6 @@ def test_page_has_the_tables_of_the_stored_result() -> None:
     assert {found["name"] for found in page.BLOCK.finditer(text)} == set(
         page.blocks(json.loads(page.RESULT.read_text()))
     )
-
-
-def test_draft_of_all_cells_is_the_papers_1b() -> None:
-    assert ONE_B.curve == {1: 0.74, 32: 0.99} and ONE_B.spread == 0.8
 
 
 def test_stored_command_names_the_package_that_is_run() -> None:

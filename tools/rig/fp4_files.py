@@ -10,7 +10,7 @@ from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompres
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from safetensors.torch import load_file
 
-from tools.rig.packing import MATRICES, write_checkpoint
+from tools.rig.packing import MATRICES, compressed_tensors, write_checkpoint
 
 LARGEST = 6.0
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -50,11 +50,7 @@ def pack(source: Path, folder: Path, plain: Path, form: str) -> None:
         numbers = unpack_fp4_from_uint8(packed, out, inputs).float().view(out, -1, group)
         dense[name] = (numbers * each.unsqueeze(-1)).view(out, inputs)
     weights_of = {"num_bits": 4, "type": "float", "group_size": group, "symmetric": True}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights_of}},
-        "ignore": ["lm_head"],
-    }
-    write_checkpoint(source, folder, stored, quantization_config=config)
+    write_checkpoint(
+        source, folder, stored, quantization_config=compressed_tensors(kind, weights_of)
+    )
     write_checkpoint(source, plain, dense)

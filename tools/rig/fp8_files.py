@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tools.rig.packing import MATRICES, write_checkpoint
+from tools.rig.packing import MATRICES, compressed_tensors, write_checkpoint
 
 LARGEST = 448.0
 # The largest number of weights that are all zero, for their scale.
@@ -58,21 +58,10 @@ class Fp8Kind:
         return stored.to(self.dtype), each
 
 
-def _compressed(strategy: str, **weights: Any) -> dict[str, Any]:
-    of_weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+def _compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**of_weights, **weights},
-        "input_activations": activations,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return compressed_tensors("float-quantized", weights, input_activations=activations)
 
 
 KINDS = {

@@ -123,33 +123,34 @@ class Kind:
     reorder: bool = False
 
 
-def _weights(**given: Any) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", **given}
-    group = {"targets": ["Linear"], "weights": weights}
+def compressed_tensors(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The entry of compressed-tensors in config.json."""
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **more}},
         "ignore": ["lm_head"],
     }
 
 
+def _weights(**given: Any) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", **given}
+    return compressed_tensors("pack-quantized", weights)
+
+
+def _gptq(bits: int = 4, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, **more}
+
+
 KINDS = {
     "awq": Kind(awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
-    "gptq": Kind(gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
-    "gptq symmetric": Kind(
-        gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, symmetric=True
-    ),
-    "gptq reordered": Kind(
-        gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, reorder=True
-    ),
-    "gptq v2": Kind(
-        gptq_v2,
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
-    ),
-    "gptq 8 bits": Kind(gptq, {"quant_method": "gptq", "bits": 8, "group_size": 32}, bits=8),
-    "gptq 2 bits": Kind(gptq, {"quant_method": "gptq", "bits": 2, "group_size": 32}, bits=2),
+    "gptq": Kind(gptq, _gptq(desc_act=False)),
+    "gptq symmetric": Kind(gptq, _gptq(sym=True), symmetric=True),
+    "gptq reordered": Kind(gptq, _gptq(desc_act=True), reorder=True),
+    "gptq v2": Kind(gptq_v2, _gptq(checkpoint_format="gptq_v2")),
+    "gptq 8 bits": Kind(gptq, _gptq(8), bits=8),
+    "gptq 2 bits": Kind(gptq, _gptq(2), bits=2),
     "compressed": Kind(compressed, _weights(symmetric=True), symmetric=True),
     "compressed asymmetric": Kind(compressed, _weights(symmetric=False)),
     "compressed reordered": Kind(

@@ -36,8 +36,8 @@ from pipespec.system.versions import own_version
 PROGRAMS = (
     "pipespec.cluster.processes.agent",
     "pipespec.cluster.weights.host",
-    "pipespec.extras.diagnostics.measure_devices",
-    "pipespec.extras.diagnostics.probe",
+    "pipespec.cluster.diagnostics.measure_devices",
+    "pipespec.cluster.diagnostics.probe",
 )
 # Seconds between two tries to connect anew, and in which one must succeed.
 RETRY_S, AWAY_S = 1.0, 60.0

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
@@ -24,7 +24,7 @@ from pipespec.cluster.weights.distribution import Distribute, distribute_weights
 from pipespec.cluster.weights.moves import WeightMoves
 from pipespec.config.hosts import Host
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
-from pipespec.placement.costs import Problem, Route, Worker
+from pipespec.placement.costs import Problem
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
@@ -32,17 +32,6 @@ from pipespec.placement.slices import Placement, plan_slices
 LOOK_S = 0.05
 # Seconds in which the workers of a new host must be there: they import torch.
 STARTING_S = 300.0
-
-
-class MeasuredHost(NamedTuple):
-    """The workers of a host, and its links to and from other hosts."""
-
-    workers: tuple[Worker, ...]
-    routes: Mapping[tuple[str, str], Route]
-
-
-# Measures a host, which has these layers of the target, among the hosts of a deployment.
-Measure = Callable[[Host, Deployment, range], MeasuredHost]
 
 
 @dataclass
@@ -87,7 +76,6 @@ class HostChanges:
     def join(
         self,
         host: Host,
-        measure: Measure,
         tell: Callable[[str], None],
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -99,7 +87,7 @@ class HostChanges:
         with self._changing:
             before = self.deployment
             tell("the host is measured")
-            found = measured(host, before, measure, self._distribute)
+            found = measured(host, before, self._distribute)
             after = with_hosts(before, [(host, found)])
             _require_staying(host, leaving)
             tell(f"it gets the weights of {_ranks_of(after, host)}")
@@ -214,10 +202,7 @@ def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
 
 
 def measured(
-    host: Host,
-    before: Deployment,
-    measure: Measure,
-    distribute: Distribute = distribute_weights,
+    host: Host, before: Deployment, distribute: Distribute = distribute_weights
 ) -> MeasuredHost:
     """Measure a new host with a few layers of the target, which it gets from the others. Raises
     PipespecError."""
@@ -231,7 +216,7 @@ def measured(
         fetched=False,
     )
     distribute(trial, on_warning=print_error)
-    return measure(host, before, layers)
+    return measure_joined(host, before, layers)
 
 
 def sample_layers(deployment: Deployment) -> range:

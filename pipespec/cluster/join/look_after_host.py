@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from pipespec.cluster.host_link.host_session import HostSession
-from pipespec.cluster.join.host_changes import HostChanges, Measure
+from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.errors import PipespecError
 
 # Seconds between two checks of a host.
@@ -20,7 +20,6 @@ LONGER_S = 10.0
 def look_after_host(
     session: HostSession,
     changes: HostChanges,
-    measure: Measure,
     patience_s: float,
     on_log: Callable[[str, str], None],
     *,
@@ -47,7 +46,7 @@ def look_after_host(
         if joined:
             tell(f"it computes {changes.ranks_of(session.host)}")
         else:
-            changes.join(session.host, measure, tell, leaving)
+            changes.join(session.host, tell, leaving)
     except PipespecError as error:
         if changes.over():
             return

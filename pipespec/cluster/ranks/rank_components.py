@@ -34,7 +34,6 @@ from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.proposers.proposer import Proposer
 from pipespec.head.scheduler_types import SchedulerConfig
-from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import StopCheck
 from pipespec.placement.rank_needs import draft_slots
 from pipespec.system.device_copy import on_device
@@ -222,9 +221,9 @@ def make_proposer(
         assert mid is not None
         mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
     beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
-    scoring = Scoring(config.proposer.mid_rows, deployment.context)
     device = "cpu" if mid is None else mid.device
-    return CascadeProposer(proposer, AsyncProposer(beside, config.emulate, device), scoring)
+    mid_beside = AsyncProposer(beside, config.emulate, device)
+    return CascadeProposer(proposer, mid_beside, config.proposer.mid_rows, deployment.context)
 
 
 def draft_proposer(

@@ -37,10 +37,10 @@ from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.slice.tp_worker import follow_tp_leader, leading_tp_group
 from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
+from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.step_times import LearntSteps
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.system.device_copy import make_current

@@ -1,9 +1,7 @@
 """The same prompts decoded by several policies on one cluster, for `pipespec bench --policies`.
 
 A *policy* is here a choice of `policy` with its settings: "policy=level policy.width=32". The
-cluster is made for the most that any of them needs (`Config.request_policies`), and each request
-names its own.
-The prompts are decoded one at a time, all of them by one policy before the next. What a proposer
+cluster is made for the most that any of them needs (`Config.request_policies`). What a proposer
 learns from texts (`proposer=hybrid`) it keeps from policy to policy.
 """
 
@@ -28,9 +26,7 @@ POLICY, REQUEST_POLICIES = "policy", "request_policies"
 # A comma that stands in no list.
 BETWEEN = re.compile(r",(?![^\[]*\])")
 ONE_AT_A_TIME = Load.of(1)
-
-
-# --- policies -------------------------------------------------------------------------------------
+COPIED = ("mean_tbt_ms", "hit_rate", "rows_per_step", "overruns")
 
 
 def parts(policy: str) -> list[str]:
@@ -72,15 +68,6 @@ def composed(settings: Sequence[str], policies: Sequence[str]) -> Config:
     return Config(**first, request_policies=request_policies)
 
 
-# --- decoding -------------------------------------------------------------------------------------
-
-
-def rate(result: BenchResult) -> float | None:
-    """Tokens per second after the first, by the mean time between tokens."""
-    between = result.summary()["mean_tbt_ms"]
-    return 1e3 / between if between else None
-
-
 @dataclass(frozen=True)
 class Comparison:
     """What came of every policy, in their order."""
@@ -97,13 +84,10 @@ class Comparison:
         """How many answers have other tokens than those of the first policy, for those policies
         that have any."""
         first = next(iter(self.results.values()))
-        counts = {
-            policy: sum(
-                one.token_ids != other.token_ids
-                for one, other in zip(result.requests, first.requests, strict=True)
-            )
-            for policy, result in self.results.items()
-        }
+        counts = {}
+        for policy, result in self.results.items():
+            pairs = zip(result.requests, first.requests, strict=True)
+            counts[policy] = sum(one.token_ids != other.token_ids for one, other in pairs)
         return {policy: count for policy, count in counts.items() if count}
 
     @property
@@ -118,21 +102,19 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """The figures of every policy; `speed_up` is over the first."""
         rows: list[dict[str, Any]] = []
-        plain = None
         for policy, result in self.results.items():
-            figures, mine = result.summary(), rate(result)
-            plain = mine if not rows else plain
+            figures = result.summary()
+            between = figures["mean_tbt_ms"]
+            per_s = 1e3 / between if between else None  # after the first
+            plain = rows[0]["tokens_per_s"] if rows else per_s
             rows.append(
                 {
                     "policy": policy,
                     "tokens": figures["total_output_tokens"],
-                    "tokens_per_s": mine,
+                    "tokens_per_s": per_s,
                     "tokens_per_step": figures["tokens_per_step"],
-                    "speed_up": mine / plain if mine and plain else None,
-                    "mean_tbt_ms": figures["mean_tbt_ms"],
-                    "hit_rate": figures["hit_rate"],
-                    "rows_per_step": figures["rows_per_step"],
-                    "overruns": figures["overruns"],
+                    "speed_up": per_s / plain if per_s and plain else None,
+                    **{name: figures[name] for name in COPIED},
                     "differing_answers": self.differing.get(policy, 0),
                 }
             )
@@ -142,22 +124,12 @@ class Comparison:
 def compare(
     config: Config,
     samples: Sequence[Sample],
-    *,
-    prompt_tokens: int | None = None,
-    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
-    on_done: Callable[[int, int], None] = lambda done, of: None,
+    prompt_tokens: int | None,
+    on_loaded: Callable[[int, int], None],
+    on_done: Callable[[int, int], None],
 ) -> Comparison:
-    """Decode all samples by every policy of `config` (`composed`) on one cluster, started for them.
-
-    Args:
-        prompt_tokens: cut every prompt to its first so many tokens.
-        on_loaded: called with how many ranks have loaded their models, and of how many.
-        on_done: called with how many answers are finished, and of how many.
-
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything is wrong.
-        RankFailed: a rank died; the others have been ended.
-    """
+    """Decode all samples, one at a time, by every policy of `config` (`composed`), on one cluster
+    started for them. Arguments and errors are those of `bench`."""
     results: dict[str, BenchResult] = {}
     seed = answers.fresh_seed()  # one for all, so that they have the same text
     count = len(config.request_policies) * len(samples)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_whole
@@ -52,30 +53,23 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]
     if limit is not None:
         check_whole("num_prompts", limit, 1, MAX_COUNT)
     path = Path(path)
+    files = sorted(path.glob(PATTERN)) if is_folder(path) else [path]
+    if not files:
+        raise ConfigError(f"The folder {str(path)!r} holds no file {PATTERN}; pass another.")
     samples: list[Sample] = []
     seen: dict[str, str] = {}
-    for file in _files(path):
-        for place, sample in _read(file):
-            if sample.id in seen:
-                raise ConfigError(
-                    f"{place}: the id {sample.id!r} is that of {seen[sample.id]} already; give "
-                    "every sample an id of its own."
-                )
-            seen[sample.id] = place
-            samples.append(sample)
+    for place, sample in (found for file in files for found in _read(file)):
+        if sample.id in seen:
+            raise ConfigError(
+                f"{place}: the id {sample.id!r} is that of {seen[sample.id]} already; give "
+                "every sample an id of its own."
+            )
+        seen[sample.id] = place
+        samples.append(sample)
     if not samples:
         raise ConfigError(f"The data set {str(path)!r} holds no sample; pass another --dataset.")
     count = len(samples) if limit is None else min(limit, len(samples))
     return [samples[i * len(samples) // count] for i in range(count)]
-
-
-def _files(path: Path) -> list[Path]:
-    if not is_folder(path):
-        return [path]
-    files = sorted(path.glob(PATTERN))
-    if not files:
-        raise ConfigError(f"The folder {str(path)!r} holds no file {PATTERN}; pass another.")
-    return files
 
 
 def _read(file: Path) -> Iterator[tuple[str, Sample]]:
@@ -86,40 +80,32 @@ def _read(file: Path) -> Iterator[tuple[str, Sample]]:
         raise ConfigError(
             f"The data set {str(file)!r} cannot be read: {error}; pass another --dataset PATH."
         ) from error
-    parse = _plain if file.suffix == PLAIN else _parse
+    plain = file.suffix == PLAIN
     # Not `splitlines`: a text may hold characters that it takes for the end of a line.
     for number, line in enumerate(data.split(b"\n"), 1):
-        if line.strip():
-            place = f"{file}, line {number}"
-            yield place, parse(line, place)
+        if not line.strip():
+            continue
+        place = f"{file}, line {number}"
+        try:
+            item = decode(line).strip() if plain else parse_json(line)
+        except Unreadable as error:
+            form = "it as UTF-8" if plain else "one JSON object per line"
+            raise ConfigError(f"{place}: {error}; write {form}.") from error
+        yield place, Sample(place, file.stem, item) if plain else _sample(item, place)
 
 
-def _plain(line: bytes, place: str) -> Sample:
-    """A prompt that is a line of text; its file is the benchmark."""
-    try:
-        prompt = decode(line).strip()
-    except Unreadable as error:
-        raise ConfigError(f"{place}: {error}; write it as UTF-8.") from error
-    return Sample(place, Path(place.partition(",")[0]).stem, prompt)
-
-
-def _parse(line: bytes, place: str) -> Sample:
-    try:
-        item = parse_json(line)
-    except Unreadable as error:
-        raise ConfigError(f"{place}: {error}; write one JSON object per line.") from error
+def _sample(item: Any, place: str) -> Sample:
     if not isinstance(item, dict):
         raise ConfigError(f"{place} is not a JSON object; write one object per line.")
     values = {}
     for name in (field.name for field in fields(Sample)):
         if name not in item:
             raise ConfigError(f"{place} has no {name!r}; every sample needs id, benchmark, prompt.")
-        value = item[name]
+        values[name] = value = item[name]
         if not isinstance(value, str):
             raise ConfigError(f"{place}: {name!r} is {shown(value)}, but must be a text.")
         if not value:
             raise ConfigError(f"{place}: {name!r} is empty, but must have at least one character.")
         if not is_whole(value):
             raise ConfigError(f"{place}: {name!r} holds half a character (a lone surrogate).")
-        values[name] = value
     return Sample(**values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -54,18 +54,26 @@ def read_answers(
     vocabulary = min(deployment.target.vocab_size, info.vocab_size)
     texts = []
     for done, request in enumerate(read, 1):
-        logits = _logits(model, [*request.prompt_ids, *request.token_ids])
-        first = len(request.prompt_ids)
-        ranks, probabilities = _ranked(
-            (rows[:, :vocabulary] for rows in logits), first, request.token_ids, candidates
-        )
+        first, text = len(request.prompt_ids), [*request.prompt_ids, *request.token_ids]
+        ranks: list[int] = []
+        probabilities: list[list[float]] = []
+        for start, logits in _logits(model, text):
+            # A row's logits are of the token after it.
+            mine = logits[max(first - 1 - start, 0) :, :vocabulary]
+            if len(mine):
+                top = mine.softmax(-1).topk(min(candidates, vocabulary))
+                tokens = np.array(request.token_ids[len(ranks) : len(ranks) + len(mine)])
+                found = top.indices.numpy() == tokens[:, None]
+                ranks += np.where(found.any(1), found.argmax(1) + 1, MISSED).tolist()
+                probabilities += np.round(top.values.double().numpy(), DIGITS).tolist()
         texts.append(TextRecord(request.id, request.benchmark, ranks, probabilities))
         on_done(done, len(read))
     return DraftRecord(texts)
 
 
-def _logits(model: ModelSlice, text: Sequence[int]) -> Iterator[Tensor]:
-    """After each token of a text but the last, float32 `[rows, vocab]`, chunk by chunk."""
+def _logits(model: ModelSlice, text: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """After each token of a text but the last, float32 `[rows, vocab]`, chunk by chunk with the
+    position at which it starts."""
     runner = SliceRunner(model, model.num_slots)
     context = Context(1, list(text), list(range(len(text))), prompt_len=len(text))
     runner.start_sequence(1)
@@ -74,29 +82,4 @@ def _logits(model: ModelSlice, text: Sequence[int]) -> Iterator[Tensor]:
         rows = context.rows(start, min(start + CHUNK, len(text) - 1))
         hidden = runner.compute(Batch(step=0, rows=rows)).hidden
         assert hidden is not None
-        yield model.logits(hidden).float().cpu()
-
-
-def _ranked(
-    logits: Iterable[Tensor], first: int, answer: Sequence[int], candidates: int
-) -> tuple[list[int], list[list[float]]]:
-    """Ranks of the answer's tokens, and the probabilities of the candidates.
-
-    Args:
-        logits: after each token of the text but the last.
-        first: the position of the answer's first token.
-    """
-    ranks: list[int] = []
-    probabilities: list[list[float]] = []
-    position = 1  # of the token that the next row of logits predicts
-    for rows in logits:
-        mine = rows[max(first - position, 0) :]
-        position += len(rows)
-        if not len(mine):
-            continue
-        top = mine.softmax(-1).topk(min(candidates, mine.shape[1]))
-        tokens = np.array(answer[len(ranks) : len(ranks) + len(mine)])
-        found = top.indices.numpy() == tokens[:, None]
-        ranks += np.where(found.any(1), found.argmax(1) + 1, MISSED).tolist()
-        probabilities += np.round(top.values.double().numpy(), DIGITS).tolist()
-    return ranks, probabilities
+        yield start, model.logits(hidden).float().cpu()

@@ -1,38 +1,23 @@
 """What is said of many decoded prompts: latencies, throughput, what speculation brought.
 
-Names and meanings are those of `vllm bench serve --metric-percentiles 50,90,99` where both
-know the same thing:
+Names and meanings are those of `vllm bench serve` where both know the same thing. What vLLM takes
+between the chunks that its server streams, ITL, is between verdicts here; what it counts in chunks
+is counted in tokens. TBT, of the papers on speculative decoding, is between one token and the next,
+0 inside a verdict; tokens weigh alike. Under `emulate.scale` all times are divided by it.
 
-- TTFT: from handing a request in (waiting in the queue included) to its first token.
-- TPOT: of one request, the time from its first to its last token, per token after the first;
-  requests weigh alike.
-- ITL: between two arrivals. vLLM takes it between the chunks that its server streams, however
-  many tokens a chunk has; a verdict is our chunk. So tokens of one verdict have one ITL, and
-  no ITL is 0.
-- E2EL: from handing a request in to its last token.
-- Peak output token throughput: the tokens of the best second, counted in whole seconds since the
-  first request was handed in. vLLM counts chunks, we count tokens.
-- Peak concurrent requests: how many were handed in and had not their last token, at most.
-
-Beside them stands TBT, of the papers on speculative decoding: between one token and the next,
-0 inside a verdict; tokens weigh alike.
-
-What speculation brought is said in two ways, which differ once requests overlap. `tokens_per_step`,
-`rows_per_step`, `hit_rate` and `accepted_per_batch` are of a request: its own tokens and rows in
-the steps in which it was open, means over all requests. `pipeline_steps`,
-`pipeline_tokens_per_step`, `pipeline_rows_per_step` and `stage_busy` are of the whole run, in
-which a step that served many requests counts once (`merge_periods`), also for those of
-others who ask the same cluster.
-
-Under `emulate.scale` all times are divided by it: they are those of the emulated machine.
+`tokens_per_step`, `rows_per_step`, `hit_rate` and `accepted_per_batch` are of a request: its own
+tokens and rows in the steps in which it was open, means over all. What begins with `pipeline`, and
+`stage_busy`, is of the whole run, in which a step that served many requests counts once
+(`merge_periods`), also those of others who ask the same cluster.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -41,6 +26,9 @@ import numpy as np
 from pipespec.timing.stats import merge_periods
 
 PERCENTILES = (50, 90, 99)
+OF_BENCHMARK = (
+    *("mean_ttft_ms", "mean_tbt_ms", "tokens_per_step", "hit_rate", "accepted_per_batch"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class RequestResult:
 class BenchResult:
     """All requests, in the order of the samples, and how long they took together.
 
-    `concurrency`, `request_rate` and `arrival_seed` are those of `arrivals.Load`. `labels`
+    `concurrency` and `request_rate` are those of `arrivals.Load`. `labels`
     (`answers.labels`) say whether times are emulated, draft tokens synthetic, the text lossy.
     """
 
@@ -80,7 +68,6 @@ class BenchResult:
     concurrency: int | None
     labels: dict[str, Any]
     request_rate: float = math.inf
-    arrival_seed: int = 0
 
     def summary(self) -> dict[str, Any]:
         """One figure per name; None where there is nothing to take it from."""
@@ -91,7 +78,6 @@ class BenchResult:
             "completed": len(self.requests),
             "max_concurrency": self.concurrency,
             "request_rate": "inf" if math.isinf(self.request_rate) else self.request_rate,
-            "arrival_seed": self.arrival_seed,
             "duration": self.duration_s,
             "total_input_tokens": tokens_in,
             "total_output_tokens": tokens_out,
@@ -110,24 +96,19 @@ class BenchResult:
         rows = []
         for name in dict.fromkeys(request.benchmark for request in self.requests):
             requests = [request for request in self.requests if request.benchmark == name]
-            latencies, speculation = _latencies(requests), _speculation(requests)
+            figures = {**_latencies(requests), **_speculation(requests)}
             rows.append(
                 {
                     "benchmark": name,
                     "completed": len(requests),
                     "total_output_tokens": sum(len(request.token_ids) for request in requests),
-                    **{key: latencies[key] for key in ("mean_ttft_ms", "mean_tbt_ms")},
-                    **{
-                        key: speculation[key]
-                        for key in ("tokens_per_step", "hit_rate", "accepted_per_batch")
-                    },
+                    **{key: figures[key] for key in OF_BENCHMARK},
                 }
             )
         return rows
 
 
 def _latencies(requests: Sequence[RequestResult]) -> dict[str, float | None]:
-    """Mean, median, standard deviation and percentiles of every kind of latency."""
     several = [request.token_ms for request in requests if len(request.token_ms) > 1]
     kinds = {
         "ttft": [request.ttft_ms for request in requests],
@@ -136,16 +117,17 @@ def _latencies(requests: Sequence[RequestResult]) -> dict[str, float | None]:
         "tbt": [gap for times in several for gap in gaps(times)],
         "e2el": [request.token_ms[-1] for request in requests],
     }
-    figures: dict[str, float | None] = {}
-    for kind, values in kinds.items():
-        figures[f"mean_{kind}_ms"] = float(np.mean(values)) if values else None
-        figures[f"median_{kind}_ms"] = float(np.median(values)) if values else None
-        figures[f"std_{kind}_ms"] = float(np.std(values)) if values else None
-        for percent in PERCENTILES:
-            figures[f"p{percent}_{kind}_ms"] = (
-                float(np.percentile(values, percent)) if values else None
-            )
-    return figures
+    measures: dict[str, Callable[..., Any]] = {
+        "mean": np.mean,
+        "median": np.median,
+        "std": np.std,
+        **{f"p{percent}": partial(np.percentile, q=percent) for percent in PERCENTILES},
+    }
+    return {
+        f"{name}_{kind}_ms": float(measure(values)) if values else None
+        for kind, values in kinds.items()
+        for name, measure in measures.items()
+    }
 
 
 def _best_second(requests: Sequence[RequestResult]) -> float:
@@ -177,11 +159,12 @@ def _speculation(requests: Sequence[RequestResult]) -> dict[str, Any]:
     weights = [r.stats["steps"] for r in requests]
     rows = [(r.stats["rows_per_step"], w) for r, w in zip(requests, weights, strict=True)]
     known = [(value, weight) for value, weight in rows if value is not None]
+    whole = sum(weight for _, weight in known)
     return {
         "tokens_per_step": sum(later) / steps if steps else None,
         "hit_rate": sum(r.stats["hit_rate"] * len(r.token_ms) for r in requests) / tokens,
         "accepted_per_batch": tokens / sum(len(arrivals(r.token_ms)) for r in requests),
-        "rows_per_step": _weighted(known),
+        "rows_per_step": sum(value * w for value, w in known) / whole if known else None,
     }
 
 
@@ -205,17 +188,10 @@ def _pipeline(requests: Sequence[RequestResult]) -> dict[str, Any]:
     }
 
 
-def _weighted(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The mean of values that each come with a weight; None without any."""
-    whole = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs) / whole if pairs else None
-
-
 def arrivals(times: Sequence[float]) -> list[float]:
     """The different moments at which tokens came: tokens of one verdict come at once."""
     return list(dict.fromkeys(times))
 
 
 def gaps(times: Sequence[float]) -> list[float]:
-    """From each moment to the next."""
     return [b - a for a, b in pairwise(times)]

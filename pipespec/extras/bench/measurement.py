@@ -18,7 +18,7 @@ from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
-from pipespec.extras.bench.arrivals import Arrivals, Load
+from pipespec.extras.bench.arrivals import Load
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
@@ -36,7 +36,6 @@ def bench(
     *,
     concurrency: int | None = None,
     request_rate: float | None = None,
-    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
@@ -44,20 +43,16 @@ def bench(
     """Decode all samples on one cluster, started for them.
 
     Args:
-        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`): as many
-            as `concurrency` are unfinished as long as there are, unless the rate brings fewer.
-            One that is held back is handed in when another finishes, and its times count from
-            then. The head decodes `scheduler.max_num_seqs` at once; what the others wait is
-            part of their TTFT.
+        concurrency, request_rate: when requests are handed in (`Load.of`); the times
+            of one that is held back count from when it is handed in. The head decodes
+            `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.
 
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything is wrong.
-        RankFailed: a rank died; the others have been ended.
+    Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """
-    load = Load.of(concurrency, request_rate, arrival_seed)
+    load = Load.of(concurrency, request_rate)
     with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
         result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
         run.reports += reports
@@ -107,12 +102,11 @@ def bench_on(
     *,
     concurrency: int | None = None,
     request_rate: float | None = None,
-    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> BenchResult:
     """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
-    load = Load.of(concurrency, request_rate, arrival_seed)
+    load = Load.of(concurrency, request_rate)
     check(samples, prompt_tokens)
     prompts = encode(client.served, settings, samples, prompt_tokens)
     return measure(client, settings, samples, prompts, load, on_done)[0]
@@ -165,23 +159,28 @@ def measure(
     sampling = settings.params(fresh_seed=seed)
     fields = settings.fields(served)
     scale = served.time_scale or 1.0
-    arrivals = Arrivals.of(load, len(samples))
+    due_s = load.due_s(len(samples))
     asked: list[_Submitted] = []
     began = ended = monotonic_ns()
     on_done(0, len(samples))
+
+    def wait_s() -> float | None:
+        """How long until the next is handed in; None: not before one finishes, or never."""
+        full = load.concurrency is not None and len(unfinished) >= load.concurrency
+        if full or len(asked) == len(samples):
+            return None
+        return max(0.0, due_s[len(asked)] - (monotonic_ns() - began) / 1e9 / scale)
+
     with client.follow() as followed:
         unfinished: dict[int, _Submitted] = {}
         finished: deque[_Submitted] = deque()  # whose reports were not read
         while len(asked) < len(samples) or unfinished:
+            wait = wait_s()
             now = monotonic_ns()
-            wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
             if wait == 0:
-                now = monotonic_ns()
-                index = len(asked)
-                number = followed.submit(prompts[index], sampling, **fields)
-                one = _Submitted(index, number, now)
-                asked.append(one)
-                unfinished[one.number] = one
+                number = followed.submit(prompts[len(asked)], sampling, **fields)
+                asked.append(_Submitted(number, now))
+                unfinished[number] = asked[-1]
                 continue
             while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
                 one = finished.popleft()
@@ -197,26 +196,23 @@ def measure(
                     on_done(len(asked) - len(unfinished), len(samples))
     for one in finished:
         one.reports = client.reports(one.number)
-    results = [
-        _result(served, settings, sample, prompt, one, began)
-        for sample, prompt, one in zip(samples, prompts, asked, strict=True)
-    ]
     done = BenchResult(
-        results,
+        [
+            _result(served, settings, sample, prompt, one, began)
+            for sample, prompt, one in zip(samples, prompts, asked, strict=True)
+        ],
         (ended - began) / 1e9 / scale,
         load.concurrency,
         answers.labels(served, sampling),
         load.request_rate,
-        load.arrival_seed,
     )
     return done, [report for one in asked for report in one.reports]
 
 
 @dataclass
 class _Submitted:
-    """A request of the run: of which sample, when it was handed in, what came of it."""
+    """A request of the run: when it was handed in, what came of it."""
 
-    index: int
     number: int
     enqueued_ns: int
     events: list[Event] = field(default_factory=list)

@@ -1,21 +1,18 @@
-"""Measures a pair of models on a cluster and a user's own prompts, for `pipespec bench --profile`.
-
-Devices and links of a hosts file are measured first, as `pipespec plan HOSTS.yaml` does. The
-prompts are decoded twice on the cluster, plainly and with its policy; the stages and the head
-report how long their batches and draft rounds took. Then the draft reads the answers.
-"""
+"""Measures a pair of models on a cluster and a user's prompts, for `pipespec bench --profile`."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate
 from operator import add
 from typing import Any
 
 from pipespec.cluster.decide import decide
+from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
@@ -24,7 +21,6 @@ from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.draft_reader import read_answers
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
-from pipespec.extras.diagnostics.measure_hosts import measure_hosts
 from pipespec.extras.plan.machine_profile import Profile
 from pipespec.extras.plan.recorded_draft import DraftRecord
 from pipespec.extras.plan.simulation import simulate_texts
@@ -36,22 +32,9 @@ from pipespec.timing.batch_times import BatchTimes
 CANDIDATES = 16
 
 Progress = Callable[[int, int], None]
-
-
-def nothing(done: int, of: int) -> None:
-    """Show no progress."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Where progress is shown: of measuring hosts, of loading, of the plain run, of the other one,
-    and of the draft's reading."""
-
-    measuring: Progress = nothing
-    loading: Progress = nothing
-    plain: Progress = nothing
-    speculating: Progress = nothing
-    reading: Progress = nothing
+# Of what progress is shown; hosts are measured if there are any.
+BARS = ("measuring hosts", "loading", "plain decoding", "speculative decoding", "reading")
+NOTHING_SHOWN: Mapping[str, Progress] = {}
 
 
 def profile(
@@ -59,30 +42,24 @@ def profile(
     samples: Sequence[Sample],
     *,
     prompt_tokens: int | None = None,
-    shown: Shown = Shown(),
+    shown: Mapping[str, Progress] = NOTHING_SHOWN,
 ) -> Profile:
-    """Measure a pair; `settings` are those of the cluster. Raises as `bench` does."""
+    """Measure a pair; `settings` are those of the cluster, `shown` has what shows the progress of
+    some of BARS. Raises as `bench` does."""
     config = compose(settings)
     check(config)
+    bars = defaultdict(lambda: lambda done, of: None, shown)
     figures = None
     if config.cluster.hosts is not None:
-        figures = measure_hosts(load_hosts(config.cluster.hosts), config, shown.measuring)
-    plain = bench(
-        plain_config(settings),
-        samples,
-        prompt_tokens=prompt_tokens,
-        on_loaded=shown.loading,
-        on_done=shown.plain,
-    )
-    speculating = bench(
-        config,
-        samples,
-        prompt_tokens=prompt_tokens,
-        on_loaded=shown.loading,
-        on_done=shown.speculating,
+        figures = measure_hosts(load_hosts(config.cluster.hosts), config, bars[BARS[0]])
+    plain, speculating = (
+        bench(
+            each, samples, prompt_tokens=prompt_tokens, on_loaded=bars["loading"], on_done=bars[bar]
+        )
+        for each, bar in ((plain_config(settings), BARS[2]), (config, BARS[3]))
     )
     candidates = max(CANDIDATES, *(each.children for each in config.policies))
-    record = read_answers(decide(config), speculating.requests, candidates, shown.reading)
+    record = read_answers(decide(config), speculating.requests, candidates, bars[BARS[4]])
     found = combine(config, plain, speculating, record)
     if figures is not None:
         found = replace(found, figures=figures.as_json())
@@ -90,7 +67,6 @@ def profile(
 
 
 def plain_config(settings: Sequence[str]) -> Config:
-    """That of the plain run. Raises ConfigError."""
     # root drafts nothing, so proposer.overlap=no is refused with it.
     of_draft = ("policy", "proposer.overlap")
     return compose([*(each for each in settings if not each.startswith(of_draft)), "policy=root"])
@@ -98,30 +74,31 @@ def plain_config(settings: Sequence[str]) -> Config:
 
 def check(config: Config) -> None:
     """Raise ConfigError unless the pair can be measured so."""
-    if not config.proposer.needs_draft:
-        raise ConfigError(
-            "`pipespec bench --profile` measures a draft model, but the proposer has none; pass "
-            "proposer=draft_model."
-        )
-    if type(config.proposer) is not DraftModelConfig:
-        raise ConfigError(
-            "`pipespec bench --profile` measures what a draft model proposes by itself; pass "
-            "proposer=draft_model."
-        )
-    if any(size > 1 for size in config.cluster.group_sizes or ()):
-        raise ConfigError(
-            f"cluster.groups is {config.cluster.groups}, but `pipespec bench --profile` "
-            "measures stages that are a step each; leave cluster.groups out."
-        )
-    if config.policy.max_rows == 1:
-        raise ConfigError(
-            "`pipespec bench --profile` decodes with draft tokens to measure their batches, but "
-            "this policy schedules one row a step; leave policy out."
-        )
-    if config.sampling.temperature:
-        raise ConfigError(
-            "`pipespec bench --profile` measures greedy decoding; leave sampling.temperature out."
-        )
+    wrong = (
+        (
+            not config.proposer.needs_draft,
+            "measures a draft model, but the proposer has none; pass proposer=draft_model",
+        ),
+        (
+            type(config.proposer) is not DraftModelConfig,
+            "measures what a draft model proposes by itself; pass proposer=draft_model",
+        ),
+        (
+            any(size > 1 for size in config.cluster.group_sizes or ()),
+            "measures stages that are a step each; leave cluster.groups out",
+        ),
+        (
+            config.policy.max_rows == 1,
+            "decodes with draft tokens, but this policy schedules one row a step; leave policy out",
+        ),
+        (
+            bool(config.sampling.temperature),
+            "measures greedy decoding; leave sampling.temperature out",
+        ),
+    )
+    for is_so, what in wrong:
+        if is_so:
+            raise ConfigError(f"`pipespec bench --profile` {what}.")
 
 
 def combine(
@@ -131,7 +108,7 @@ def combine(
     before, after = _stage_times(plain), _stage_times(speculating)
     stages = [stage_points(one, wide) for one, wide in zip(before, after, strict=True)]
     count = len(stages)
-    plain_ms = _mean_tbt(plain)
+    plain_ms = plain.summary()["mean_tbt_ms"] or 0.0
     hop_ms = max(plain_ms - sum(points[0][1] for points in stages), 0.0) / count
     of_draft = speculating.requests[-1].stats
     rounds = of_draft["round_times"]
@@ -177,13 +154,9 @@ def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[float, float
     """The times of one stage by rows, at the context that was measured: of one row from the plain
     run, of more from the other; more rows never take less time."""
     one = next(ms for _, ms in plain.with_slots())
-    points = [(1, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
-    highest = one
-    rising = []
-    for rows, ms in points:
-        highest = max(highest, ms)
-        rising.append((rows, highest))
-    return rising
+    points = [(1.0, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
+    rows, times = zip(*points, strict=True)
+    return [*zip(rows, accumulate(times, max), strict=True)]
 
 
 def with_wide_hop(found: Profile, config: Config, speculating: BenchResult) -> Profile:
@@ -213,13 +186,7 @@ def step_ms(result: BenchResult) -> float:
 
 
 def _stage_times(result: BenchResult) -> list[BatchTimes]:
-    """The latest times of each stage."""
     return [BatchTimes(**each) for each in result.requests[-1].stats["stage_times"]]
-
-
-def _mean_tbt(result: BenchResult) -> float:
-    gaps = [b - a for request in result.requests for a, b in pairwise(request.token_ms)]
-    return sum(gaps) / len(gaps) if gaps else 0.0
 
 
 def _texts(points: Sequence[tuple[float, float]]) -> tuple[str, ...]:

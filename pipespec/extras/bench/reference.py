@@ -33,7 +33,7 @@ def record_reference(
 
     Args:
         overrides: settings of the run that will use the file; those that do not say what the
-            target answers are left out. Greedy unless they choose another verifier.
+            target answers are left out.
         prompt_tokens: as in that run.
 
     Raises ConfigError as `bench` does, and PipespecError if the file cannot be written.

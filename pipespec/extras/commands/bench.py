@@ -41,7 +41,6 @@ PROFILED = 16  # prompts of a profile, unless --num-prompts says otherwise
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "bench",
         show_settings=True,
@@ -99,7 +98,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Decode a data set and print what was measured."""
     settings = overrides(rest, arguments.known_options)
     names = ("policies", "profile", "on")
     forms = [name for name in names if getattr(arguments, name) is not None]
@@ -143,6 +141,7 @@ def measured(
 ) -> tuple[BenchResult, tuple[str, ...]]:
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
     that the running one was started with. `load` are arguments of `arrivals.Load.of`."""
+    given = {**load, "prompt_tokens": prompt_tokens}
     if on is not None:
         from pipespec.client import registry
         from pipespec.client.request_settings import RequestSettings
@@ -152,8 +151,7 @@ def measured(
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         with attach(running) as client, progress("decoding") as (on_done,):
-            given = {**load, "prompt_tokens": prompt_tokens, "on_done": on_done}
-            return bench_on(client, chosen, samples, **given), running.overrides
+            return bench_on(client, chosen, samples, **given, on_done=on_done), running.overrides
 
     from pipespec.config.compose import compose
 
@@ -162,26 +160,18 @@ def measured(
     from pipespec.extras.bench.measurement import bench
 
     with progress("loading", "decoding") as (on_loaded, on_done):
-        given = {**load, "prompt_tokens": prompt_tokens, "on_done": on_done}
-        return bench(config, samples, on_loaded=on_loaded, **given), ()
+        return bench(config, samples, **given, on_loaded=on_loaded, on_done=on_done), ()
 
 
 def _compare(
     arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
 ) -> int:
-    """Decode the prompts by several policies."""
     from pipespec.extras.bench.comparison import compare, composed, policies_of
 
     policies = policies_of(arguments.policies)
     config = composed(settings, policies)
     with progress("loading", "decoding") as (on_loaded, on_done):
-        done = compare(
-            config,
-            samples,
-            prompt_tokens=arguments.prompt_tokens,
-            on_loaded=on_loaded,
-            on_done=on_done,
-        )
+        done = compare(config, samples, arguments.prompt_tokens, on_loaded, on_done)
     given = {"prompt_tokens": arguments.prompt_tokens, "settings": list(map(masked, settings))}
     figures = {**done.labels, "equal": not done.differing, **given, "policies": done.rows()}
     each = {policy: list(map(asdict, of.requests)) for policy, of in done.results.items()}
@@ -198,22 +188,18 @@ def _compare(
 def _profile(
     arguments: argparse.Namespace, settings: list[str], samples: Sequence[dataset.Sample]
 ) -> int:
-    """Measure machine and draft, and write the file."""
     from pipespec.config.compose import compose
-    from pipespec.extras.bench.profiling import Shown, check, nothing, profile
+    from pipespec.extras.bench.profiling import BARS, check, profile
 
     config = compose(settings)
     check(config)
-    bars = ["loading", "plain decoding", "speculative decoding", "reading"]
-    if config.cluster.hosts is not None:
-        bars.insert(0, "measuring hosts")
+    bars = BARS if config.cluster.hosts is not None else BARS[1:]
     with progress(*bars) as moved:
-        bar = dict(zip(bars, moved, strict=True))
         found = profile(
             settings,
             samples,
             prompt_tokens=arguments.prompt_tokens,
-            shown=Shown(bar.get("measuring hosts", nothing), *moved[-4:]),
+            shown=dict(zip(bars, moved, strict=True)),
         )
     values = {name: value for name, value in asdict(found).items() if value not in ((), [], {}, "")}
     store(arguments.profile, values)
@@ -226,9 +212,6 @@ def _profile(
             f"emulate={arguments.profile}."
         )
     return 0
-
-
-# --- what comes out ---------------------------------------------------------------------------
 
 
 def _finish(

@@ -19,16 +19,14 @@ from pipespec.system.devices import num_cuda
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from pipespec.cluster.diagnostics.examine_hosts import Report
     from pipespec.console.arguments import Commands
-    from pipespec.extras.diagnostics.examine_hosts import Report
-    from pipespec.extras.diagnostics.findings import HostReport
 
 VERSIONS = ("python", "torch", "transformers", "pipespec", "driver")
 JSON_FILE, TEXT_FILE = "pipespec-check.json", "pipespec-check.txt"
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "doctor",
         help="say what this machine can run, or whether hosts can work together",
@@ -60,7 +58,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if settings:
         return _examine(settings, as_json=arguments.json)
 
-    from pipespec.extras.diagnostics.machine_check import check_machine, table
+    from pipespec.extras.device_check.machine_check import check_machine, table
 
     findings = check_machine()
     if arguments.json:
@@ -74,13 +72,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _check_gpu(device: str, *, as_json: bool) -> int:
     _require_device(device)
-    from pipespec.extras.device_check.check_device import (
-        PARTS,
-        Part,
-        check_device,
-        faults,
-        page,
-    )
+    from pipespec.extras.device_check.check_device import PARTS, Part, check_device, faults, page
 
     def on_part(part: Part, found: Mapping[str, Any]) -> None:
         wrong = faults(found)
@@ -120,10 +112,9 @@ def _require_device(device: str) -> None:
 
 
 def _examine(settings: list[str], *, as_json: bool) -> int:
-    """Look at the hosts of a hosts file."""
+    from pipespec.cluster.diagnostics.examine_hosts import examine_hosts
     from pipespec.config.compose import compose_sections
     from pipespec.config.hosts import load_hosts
-    from pipespec.extras.diagnostics.examine_hosts import examine_hosts
 
     cluster, model, proposer = compose_sections(["cluster", "model", "proposer"], settings)
     if cluster.hosts is None:
@@ -160,36 +151,29 @@ def conclusion(report: Report) -> str:
 
 
 def hosts_table(report: Report) -> Table:
-    """One row per host: the interface that carries batches, versions.
-
-    What no host states has no column.
-    """
+    """One row per host: the interface that carries batches, versions. What no host states has no
+    column."""
     from rich.table import Table
 
+    rows = []
+    for name, seen in report.hosts.items():
+        carrier = None if seen.listening is None else seen.listening.carrier
+        versions = {} if seen.inventory is None else seen.inventory.versions
+        rows.append([name, carrier, *map(versions.get, VERSIONS)])
     table = Table(title="Hosts", title_justify="left")
-    columns = ("host", "interface", *VERSIONS)
-    rows = [_host_row(name, seen) for name, seen in report.hosts.items()]
-    stated = [index for index in range(len(columns)) if any(row[index] for row in rows)]
+    stated = [i for i in range(len(VERSIONS) + 2) if any(row[i] for row in rows)]
     for index in stated:
-        table.add_column(columns[index])
+        table.add_column(("host", "interface", *VERSIONS)[index])
     for row in rows:
         table.add_row(*(row[index] or "-" for index in stated))
     return table
 
 
-def _host_row(name: str, seen: HostReport) -> list[str | None]:
-    carrier = None if seen.listening is None else seen.listening.carrier
-    versions = {} if seen.inventory is None else seen.inventory.versions
-    return [name, carrier, *map(versions.get, VERSIONS)]
-
-
 def links_table(report: Report) -> Table:
-    """One row per ordered pair of hosts."""
     from rich.table import Table
 
-    table = Table(
-        "from", "to", "through", "round trip ms", "Gbit/s", title="Links", title_justify="left"
-    )
+    columns = ("from", "to", "through", "round trip ms", "Gbit/s")
+    table = Table(*columns, title="Links", title_justify="left")
     for link in report.links:
         figures = [link.reach.problem or "-", "-"]
         if link.measured is not None:

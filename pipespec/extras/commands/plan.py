@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from pipespec.extras.plan.recorded_draft import DraftRecord
 
 # What is tried unless a setting fixes it.
-WIDTHS, CHILDREN, ROUNDS = (16, 64), (8,), (1, 3, "auto")
+TRIED: dict[str, Sequence[Any]] = {
+    "policy.width": (16, 64),
+    "policy.children": (8,),
+    "proposer.rounds": (1, 3, "auto"),
+}
 SHOWN = 16  # predictions in the table
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
@@ -41,13 +45,10 @@ PROPOSED = 8
 
 MODELS = ("model.target", "model.draft")
 ACCURACY = ("curve", "spread")
-METHOD = ("policy", "policy.width", "policy.children", "proposer.rounds")
 TIMES = ("stages", "stage_ms", "hop_ms", "draft_ms", "experts")
-NUMBERS: dict[str, Callable[[str], Any]] = {"stages": int, "spread": float}
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "plan",
         help="predict what a cluster will do, and say how to lay it out and how to decode",
@@ -104,7 +105,7 @@ class Plan:
     Attributes:
         same: layouts that take at most so much longer are as fast (`advice.recommend`).
         about: more for the JSON answer.
-        more: the same and sentences about the best, for the one that was chosen.
+        more: the same and sentences about the layout of a label, for the one that was chosen.
     """
 
     layouts: Sequence[Layout]
@@ -112,11 +113,10 @@ class Plan:
     accuracy: Accuracy | DraftRecord
     same: float = 0.01
     about: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[Prediction], tuple[Mapping[str, Any], Sequence[str]]] = lambda best: ({}, ())
+    more: Callable[[str], tuple[Mapping[str, Any], Sequence[str]]] = lambda label: ({}, ())
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Predict what is asked for, and advise the best."""
     from pipespec.extras.plan.advice import predict_all, recommend
 
     settings = overrides(rest, arguments.known_options)
@@ -134,13 +134,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(f"--{option} is of a cluster that --gpus describes; give --gpus too.")
     plan = (_by_times if arguments.gpus is None else _on_gpus)(arguments, settings)
     with progress("simulating") as (on_done,):
-        found = predict_all(
-            plan.layouts,
-            plan.methods,
-            plan.accuracy,
-            num_tokens=arguments.tokens,
-            on_done=on_done,
-        )
+        asked = (plan.layouts, plan.methods, plan.accuracy)
+        found = predict_all(*asked, num_tokens=arguments.tokens, on_done=on_done)
     advised = recommend(found, plan.same)
     # Without draft tokens, the layout that is fastest so, with the most devices.
     most_ms = min(each.machine.plain_tbt_ms for each in plan.layouts) * (1 + plan.same)
@@ -148,8 +143,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     plainest = max(equal, key=lambda layout: layout.num_devices)
     label = plainest.label if advised is None else advised.layout
     layout = next(each for each in plan.layouts if each.label == label)
-    best = advised or next(each for each in found if each.layout == label)
-    more, sentences = plan.more(best)
+    more, sentences = plan.more(label)
     if arguments.json:
         answer = {
             **plan.about,
@@ -164,10 +158,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _given(settings: Sequence[str], *names: Sequence[str]) -> dict[str, Any]:
+def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
     """The values of NAME=VALUE; numbers, or lists of texts. Raises ConfigError if another name is
     given."""
-    known = [name for some in names for name in some]
     found: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -175,23 +168,20 @@ def _given(settings: Sequence[str], *names: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"`pipespec plan` takes no setting {setting!r} here; {suggest(name, known)}."
             )
+        texts = [text.strip() for text in value.strip("[]").split(",")]
         try:
-            texts = [text.strip() for text in value.strip("[]").split(",")]
-            found[name] = NUMBERS[name](value) if name in NUMBERS else texts
-            if name == "experts":
-                found[name] = [float(text) for text in texts]
+            match name:
+                case "stages" | "spread":
+                    found[name] = (int if name == "stages" else float)(value)
+                case "experts":
+                    found[name] = [float(text) for text in texts]
+                case "policy.width" | "policy.children" | "proposer.rounds":
+                    found[name] = [text if text == "auto" else int(text) for text in texts]
+                case _:
+                    found[name] = texts
         except ValueError:
             raise ConfigError(f"{name} is {value!r}, but must be a number.") from None
     return found
-
-
-def _whole(given: Mapping[str, Any], name: str, usual: Sequence[Any]) -> list[Any]:
-    """Whole numbers of a setting, or `auto`. Raises ConfigError."""
-    texts = given.get(name, usual)
-    try:
-        return [text if text == "auto" else int(text) for text in texts]
-    except ValueError:
-        raise ConfigError(f"{name} is {','.join(texts)!r}, but must be a number.") from None
 
 
 def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
@@ -199,9 +189,7 @@ def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
     from pipespec.config.method_registry import policies_to_compare
     from pipespec.extras.plan.advice import choices
 
-    widths = _whole(given, "policy.width", WIDTHS)
-    children = _whole(given, "policy.children", CHILDREN)
-    rounds = _whole(given, "proposer.rounds", ROUNDS)
+    widths, children, rounds = (given.get(name, usual) for name, usual in TRIED.items())
     return list(choices(given.get("policy") or policies_to_compare(), widths, children, rounds))
 
 
@@ -212,7 +200,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
     if any(text.startswith("model.") for text in settings):
         raise ConfigError("Models are planned from their names with --gpus; give --gpus too.")
-    given = _given(settings, TIMES, ACCURACY, METHOD)
+    given = _given(settings, *TIMES, *ACCURACY, "policy", *TRIED)
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
     if given.get("stages", 1) > 1 == profile.stages:
         profile = profile.replaced(overlap=True)  # as with proposer.overlap=auto
@@ -236,7 +224,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     from pipespec.extras.plan.hardware import parse_gpus
     from pipespec.extras.plan.model_shape import WEIGHT_BYTES, find
 
-    given = _given(settings, MODELS, ACCURACY)
+    given = _given(settings, *MODELS, *ACCURACY)
     if "spread" in given and "curve" not in given:
         raise ConfigError("spread says how a stated accuracy varies; give curve too.")
     gpus, weights = parse_gpus(arguments.gpus), arguments.weights or "bfloat16"
@@ -268,30 +256,24 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}
 
-    def more(best: Prediction) -> tuple[Mapping[str, Any], Sequence[str]]:
-        cluster = by_label[best.layout]
-        times = [
-            (
-                each.hit_rate(1),
-                predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms,
-            )
-            for each in accuracies * (draft is not None)
-        ]
+    def more(label: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+        cluster = by_label[label]
         plain_ms = cluster.machine.plain_tbt_ms
-        said = [*cluster.sentences(draft, gpus)]
-        said += [
-            f"With a draft whose first choice is right for {top1:.0%}: {ms:.0f} ms, "
-            f"{plain_ms / ms:.1f} times as fast as plain pipeline parallelism."
-            for top1, ms in times
-        ]
+        said, by_accuracy = [*cluster.sentences(draft, gpus)], []
+        for each in accuracies * (draft is not None):
+            ms = predict(method, cluster.machine, each, num_tokens=arguments.tokens).tbt_ms
+            by_accuracy.append({"top1": each.hit_rate(1), "tbt_ms": ms})
+            said.append(
+                f"With a draft whose first choice is right for {each.hit_rate(1):.0%}: {ms:.0f} "
+                f"ms, {plain_ms / ms:.1f} times as fast as plain pipeline parallelism."
+            )
         if draft is None:
             said.append("Give model.draft too: a smaller model of the same family is much faster.")
         said.append(
             "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft "
             "unless curve states it; `pipespec plan HOSTS.yaml` measures."
         )
-        accuracy = [{"top1": top1, "tbt_ms": ms} for top1, ms in times]
-        return {**cluster.described(gpus), "by_accuracy": accuracy}, said
+        return {**cluster.described(gpus), "by_accuracy": by_accuracy}, said
 
     layouts = [each.layout() for each in clusters]
     return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.terminal import progress, show, table_of, write
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
-    from pipespec.extras.plan.group_splits import Division
+    from pipespec.extras.plan.advice import Division
     from pipespec.extras.plan.pipeline_times import Machine
     from pipespec.placement.host_figures import Figures, ModelSizes
     from pipespec.placement.slices import Placement
 
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
-    """Measure, plan, and print the plan with its reasons."""
+    from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
-    from pipespec.extras.diagnostics.measure_hosts import measure_hosts
     from pipespec.placement.host_figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
@@ -78,30 +77,27 @@ def hosts_lines(hosts_file: HostsFile, placement: Placement) -> dict[str, Any]:
 
 
 def rows(placement: Placement, figures: Figures) -> list[dict[str, Any]]:
-    """One entry per rank."""
     from pipespec.placement.slices import GIB, reason
 
-    found = []
-    for rank, worker in enumerate(placement.workers_by_rank):
-        piece = placement.layers[rank - 1] if rank else None
-        found.append(
-            {
-                "rank": rank,
-                "member": worker,
-                "device": figures.members[worker]["model"],
-                "layers": None if piece is None else [piece.start, piece.stop - 1],
-                "compute_ms": placement.compute_ms[rank],
-                "link_ms": placement.link_ms[rank],
-                "gib": placement.bytes_by_rank[rank] / GIB,
-                "of_gib": placement.problem.worker(worker).memory_bytes / GIB,
-                "why": reason(placement, rank),
-            }
-        )
-    return found
+    return [
+        {
+            "rank": rank,
+            "member": worker,
+            "device": figures.members[worker]["model"],
+            "layers": [placement.layers[rank - 1][0], placement.layers[rank - 1][-1]]
+            if rank
+            else None,
+            "compute_ms": placement.compute_ms[rank],
+            "link_ms": placement.link_ms[rank],
+            "gib": placement.bytes_by_rank[rank] / GIB,
+            "of_gib": placement.problem.worker(worker).memory_bytes / GIB,
+            "why": reason(placement, rank),
+        }
+        for rank, worker in enumerate(placement.workers_by_rank)
+    ]
 
 
 def table(placement: Placement, figures: Figures) -> Table:
-    """One row per rank, then the spares."""
     title = f"A step of {placement.step_ms:.2f} ms, {figures.rows} rows wide, {figures.dtype}"
     headings = ("rank", "member", "layers", "compute ms", "link ms", "GiB", "of")
     out = table_of(title, *headings, left=3)
@@ -149,9 +145,8 @@ def _divided(
     """The divisions of a host's devices, the fastest first, by their measured times."""
     from pipespec.extras.commands.plan import RANGE, SPREAD, predictions_table
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import DecodingMethod, predict_all
-    from pipespec.extras.plan.group_splits import divisions, layouts_of
-    from pipespec.head.policies.draft_rounds import AUTO
+    from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
+    from pipespec.head.policies.policy import AUTO
 
     (host,) = hosts_file.hosts
     measured = figures.members.get(host.workers[0])
@@ -160,10 +155,13 @@ def _divided(
             "The figures were measured without --groups, so they lack the time in which devices "
             "of a group add up; measure again with `pipespec plan --groups --json`."
         )
-    found = layouts_of(
-        (each for each in divisions(len(host.devices)) if _can_compute(each, figures)),
-        lambda division: _machine(hosts_file, figures, config, division),
-    )
+    found = {}
+    for division in divisions(len(host.devices)):
+        if _can_compute(division, figures):
+            machine = _machine(hosts_file, figures, config, division)
+            if machine is not None:
+                layout = division.layout(machine)
+                found[layout.label] = division, layout
     if not found:
         raise ConfigError(
             f"No division of the {len(host.devices)} devices of {host.name} has room for the "
@@ -182,7 +180,7 @@ def _divided(
         division, layout = found[one.layout]
         slowest = max(curve.points[0][1] for curve in layout.machine.stages)
         times = {"stage_ms": slowest, "draft_ms": layout.machine.draft_ms, "tbt_ms": one.tbt_ms}
-        each.append(asdict(division) | times)
+        each.append(division._asdict() | times)
     best, _ = found[predicted[0].layout]
     lines = {"devices": grouped(host.devices, best.sizes), "draft": host.workers[0]}
     said = [
@@ -221,9 +219,8 @@ def _divisible(model: ModelSizes | None) -> bool:
 
 
 def _can_compute(division: Division, figures: Figures) -> bool:
-    """Whether the groups of a division can compute their models."""
-    target = division.members == 1 or _divisible(figures.target)
-    return target and (division.draft == 1 or _divisible(figures.draft))
+    groups = ((division.members, figures.target), (division.draft, figures.draft))
+    return all(size == 1 or _divisible(model) for size, model in groups)
 
 
 def _machine(
@@ -251,12 +248,10 @@ def _machine(
 
 
 def grouped(devices: Sequence[str], sizes: Sequence[int]) -> list[str | list[str]]:
-    """Devices in groups of these sizes, as a hosts file has them."""
     left = iter(devices)
     groups = ([next(left) for _ in range(size)] for size in sizes)
     return [group if len(group) > 1 else group[0] for group in groups]
 
 
 def flow(value: Any) -> str:
-    """As YAML in one line."""
     return f"[{', '.join(map(flow, value))}]" if isinstance(value, list) else str(value)

@@ -1,1 +1,1 @@
-"""`pipespec doctor --gpu`: what works on a GPU, and how fast, for a report."""
+"""What this machine can run; with --gpu, what works on its GPU, and how fast."""

@@ -15,11 +15,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from pipespec.config.entries import numbered
 
@@ -38,48 +40,34 @@ ROWS = "64"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the check: its name, what it is about, the seconds that it may take, and its
-    function in a module of this package."""
+    """A part of the check: what it is about, the seconds that it may take, and its function in a
+    module of this package."""
 
     name: str
     title: str
     limit_s: float
     module: str = "correctness"
-    function: str = ""
 
 
 PARTS = (
-    Part("machine", "Software and devices", 30, function="describe_machine"),
+    Part("machine", "Software and devices", 30),
+    Part("attention", "Attention backends, beside attention by its definition", 120),
+    Part("graphs", "CUDA graphs of layers and output head", 80),
+    Part("packed_weights", "Products of weights in few bits", 60),
+    Part("hops", "Batches from one process to the next", 40, "speed"),
     Part(
-        "attention",
-        "Attention backends, beside attention by its definition",
-        120,
-        function="check_attention",
+        "stage", "A stage, by rows and context, beside what reading its memory takes", 120, "speed"
     ),
-    Part("graphs", "CUDA graphs of layers and output head", 80, function="check_graphs"),
-    Part("packed_weights", "Products of weights in few bits", 60, function="check_packed_weights"),
-    Part("hops", "Batches from one process to the next", 40, "speed", "time_hops"),
-    Part(
-        "stage",
-        "A stage, by rows and context, beside what reading its memory takes",
-        120,
-        "speed",
-        "time_stage",
-    ),
-    Part("draft", "A draft's round", 60, "speed", "time_draft"),
-    Part("compile", "torch.compile", 200, function="check_compile"),
+    Part("draft", "A draft's round", 60, "speed"),
+    Part("compile", "torch.compile", 200),
 )
 
 
 def check_device(
     device: str, on_part: Callable[[Part, Mapping[str, Any]], None] = lambda part, found: None
 ) -> dict[str, Any]:
-    """All findings, as JSON values.
-
-    Args:
-        device: as torch names it, "cuda:0" or "cpu".
-        on_part: called after each part with its findings.
-    """
+    """All findings, as JSON values, of a device as torch names it. `on_part` is called after each
+    part with its findings."""
     began = time.monotonic()
     found: dict[str, Any] = {}
     for part in PARTS:
@@ -119,7 +107,6 @@ def _run(part: Part, device: str, limit_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the part that the arguments name."""
     import torch
 
     from pipespec.system.device_copy import make_current
@@ -129,8 +116,8 @@ def main() -> None:
     device = numbered(device)
     make_current(device)
     with torch.inference_mode():
-        function = getattr(import_module(f"{PACKAGE}.{part.module}"), part.function)
-        found = function(torch.device(device))
+        functions = import_module(f"{PACKAGE}.{part.module}").PARTS
+        found = functions[name](torch.device(device))
     print(MARK + json.dumps(found), flush=True)
 
 
@@ -172,35 +159,10 @@ def page(found: Mapping[str, Any]) -> str:
         "Not everything passed:" if wrong else "Everything that ran passed.",
         *wrong,
     ]
-    for part in PARTS:
-        lines += ["", part.title, *_lines(parts[part.name])]
-    return "\n".join(lines) + "\n"
-
-
-def _lines(value: Any, depth: int = 1) -> Iterator[str]:
-    """Nested findings, one line for each value."""
-    blank = "  " * depth
-    for name, each in value.items():
-        if isinstance(each, Mapping) and each:
-            if all(isinstance(inner, int | float) for inner in each.values()):
-                row = ", ".join(f"{key}: {_number(inner)}" for key, inner in each.items())
-                yield f"{blank}{name}: {row}"
-            else:
-                yield f"{blank}{name}"
-                yield from _lines(each, depth + 1)
-        elif isinstance(each, list) and each and isinstance(each[0], Mapping):
-            for inner in each:
-                yield f"{blank}{name}: {', '.join(f'{key} {part}' for key, part in inner.items())}"
-        else:
-            yield f"{blank}{name}: {_number(each)}"
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "passes"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    titled = json.dumps({part.title: parts[part.name] for part in PARTS})
+    rounded = json.loads(titled, parse_float=lambda number: float(f"{float(number):.3g}"))
+    text = yaml.safe_dump(rounded, sort_keys=False, width=100).replace(": null\n", ": passes\n")
+    return "\n".join(lines) + f"\n\n{text}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
-from pipespec.extras.diagnostics.machine_check import cuda_devices
+from pipespec.extras.device_check import machine_check
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version
 
@@ -67,13 +67,12 @@ _OF_ALL = {
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Versions and devices."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
         "cuda": torch.version.cuda or "not in this torch",
-        "devices": list(cuda_devices()) if device.type == "cuda" else [],
+        "devices": list(machine_check.cuda_devices()) if device.type == "cuda" else [],
     }
     for each in found["devices"]:
         properties = torch.cuda.get_device_properties(each["name"])
@@ -100,7 +99,7 @@ def check_attention(device: torch.device) -> dict[str, Any]:
                 continue
             found[backend][name] = errors = {
                 _shape_name(shape): select.backend_error(
-                    backend, device, [_layer(shape, dtype, device)]
+                    backend, device, [layer_of(shape, dtype, device)]
                 )
                 for shape in SHAPES
             }
@@ -108,7 +107,7 @@ def check_attention(device: torch.device) -> dict[str, Any]:
     return {"backends": found, "wrong": wrong}
 
 
-def _layer(
+def layer_of(
     shape: tuple[int, int, int, bool, bool], dtype: torch.dtype, device: torch.device
 ) -> AttentionLayer:
     heads, kv_heads, size, bounded, sinks = shape
@@ -193,3 +192,12 @@ def small_slice(
     return ModelSlice.random(
         config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
     )
+
+
+PARTS = {
+    "machine": describe_machine,
+    "attention": check_attention,
+    "graphs": check_graphs,
+    "packed_weights": check_packed_weights,
+    "compile": check_compile,
+}

@@ -6,20 +6,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Barrier
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from pipespec.cluster.diagnostics.measure_devices import round_ms
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.engine.attention import select
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, capture_head, median_ms
-from pipespec.extras.diagnostics.timing import read_bytes_per_ms, round_ms
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.tp_group import can_use_nccl
@@ -30,17 +29,13 @@ with silence_warnings():
 ROWS = (1, 16, 64)
 CHILDREN = 8
 HOPS, WARM_UP_HOPS = 60, 10
+# More bytes than fit caches, to measure how fast a device reads.
+COPIED_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is timed: a stage of some layers, and a draft model.
-
-    Attributes:
-        stage, draft: configs of Llama; a stage has all layers but the first and the last.
-        stage_name, draft_name: of the published models that have such layers.
-        contexts: tokens before the rows of a batch.
-    """
+class Sizes(NamedTuple):
+    """What is timed, with the names of the published models: a stage of all layers of a Llama but
+    the first and the last, and a draft, behind `contexts` tokens."""
 
     stage_name: str
     stage: PretrainedConfig
@@ -53,22 +48,11 @@ class Sizes:
 def sizes(device: torch.device) -> Sizes:
     """Those of published models on a GPU, and small ones on a CPU, where speeds say little."""
     if device.type == "cpu":
-        return Sizes(
-            "a small model",
-            _llama(256, 4, 2, 512, 4, 1024),
-            "a small draft",
-            _llama(128, 4, 2, 256, 2, 1024),
-            torch.float32,
-            (128, 512),
-        )
-    return Sizes(
-        "4 layers of Llama 3.1 8B",
-        _llama(4096, 32, 8, 14336, 6, 128256),
-        "Llama 3.2 1B",
-        _llama(2048, 32, 8, 8192, 16, 128256),
-        torch.bfloat16,
-        (128, 2048, 8192),
-    )
+        stage, draft = _llama(256, 4, 2, 512, 4, 1024), _llama(128, 4, 2, 256, 2, 1024)
+        return Sizes("a small model", stage, "a small draft", draft, torch.float32, (128, 512))
+    stage, draft = _llama(4096, 32, 8, 14336, 6, 128256), _llama(2048, 32, 8, 8192, 16, 128256)
+    names = ("4 layers of Llama 3.1 8B", "Llama 3.2 1B")
+    return Sizes(names[0], stage, names[1], draft, torch.bfloat16, (128, 2048, 8192))
 
 
 def _llama(
@@ -85,6 +69,13 @@ def _llama(
         max_position_embeddings=16384,
         tie_word_embeddings=True,
     )
+
+
+def read_bytes_per_ms(device: torch.device) -> float:
+    """How fast a device reads its memory, by how fast it copies within it."""
+    source = torch.ones(COPIED_BYTES // 2, dtype=torch.uint8, device=device)
+    # What is copied is read and written.
+    return COPIED_BYTES / median_ms(device, torch.empty_like(source).copy_, source)
 
 
 def time_hops(device: torch.device) -> dict[str, Any]:
@@ -203,3 +194,6 @@ def time_draft(device: torch.device) -> dict[str, Any]:
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
     return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}
+
+
+PARTS = {"hops": time_hops, "stage": time_stage, "draft": time_draft}

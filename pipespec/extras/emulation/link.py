@@ -43,7 +43,6 @@ class EmulatedLink(LinkDelay):
         return self.latency_ms > 0 or self.gbit_per_s > 0
 
     def ms(self, rows: int) -> float:
-        """Milliseconds on the way of a message with the hidden states of so many rows."""
         if not self.gbit_per_s:
             return self.latency_ms
         return self.latency_ms + rows * self.row_bytes * 8 / (self.gbit_per_s * 1e6)

@@ -1,9 +1,4 @@
-"""Emulated machines: ranks held to the times of another machine after their real computation.
-
-It exists so that nine processes on two cores can show what the runtime does on nine GPUs.
-Results under a pace are emulated and are labelled so everywhere. A rank that needs longer than
-its pace over-runs it; over-runs are counted and shown, never hidden.
-"""
+"""Emulated machines: ranks held to the times of another machine after their real computation."""
 
 from __future__ import annotations
 
@@ -63,7 +58,6 @@ class TimeCurve:
 
 
 def mean(curves: Sequence[TimeCurve]) -> TimeCurve:
-    """The mean of several curves."""
     rows = sorted({count for curve in curves for count, _ in curve.points})
     if any(len(curve.points) > 1 for curve in curves):
         rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
@@ -73,15 +67,8 @@ def mean(curves: Sequence[TimeCurve]) -> TimeCurve:
 def with_experts(
     curve: TimeCurve, experts: int, chosen: int, share: float, overlap: float = 0.0
 ) -> TimeCurve:
-    """The times of a stage whose layers are mixtures of experts (`experts_read`).
-
-    Raises ConfigError.
-
-    Args:
-        curve: the times if all rows chose the same experts.
-        experts, chosen: of each layer, and by each row.
-        share: of the time of one row that its experts take, from 0 to 1.
-        overlap: see `experts_read`.
+    """The times of a stage whose layers are mixtures of experts (`experts_read`), from those if all
+    rows chose the same; `share`: of the time of one row that its experts take. Raises ConfigError.
     """
     check_whole("The number of experts", experts, 1, MAX_COUNT)
     check_whole("The number of experts that a row chooses", chosen, 1, experts)
@@ -223,7 +210,6 @@ class EmulatedMachine(StepClock):
 
 
 def _parsed(name: str, value: object) -> TimeCurve:
-    """The times of a setting. Raises ConfigError."""
     try:
         return TimeCurve.parse(str(value))
     except ConfigError as error:

@@ -1,9 +1,4 @@
-"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy.
-
-A published accuracy curve can be reproduced without the models behind it: the proposer reads the
-target's answer from a file and places each of its tokens at a rank drawn by the curve, among wrong
-tokens. All measurements with it are labelled synthetic.
-"""
+"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
+from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.proposers.proposer import (
     Context,
     Encode,
@@ -29,7 +25,6 @@ from pipespec.head.proposers.proposer import (
     Proposer,
     ProposerConfig,
 )
-from pipespec.head.scoring import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting
@@ -50,14 +45,13 @@ CONFIDENCE, RANK, TOKENS, OFF_PATH = range(1, 5)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How good a draft is.
+    """How good a draft is. Raises ConfigError.
 
-    `curve` gives cumulative hit rates: how often the target's token is among the draft's k
-    best, for some k. Between the given ranks the miss rate follows a power law of the rank;
-    beyond the last the draft proposes nothing. `spread`, from 0 to 1, says how much the
-    confidence varies from token to token: at 0 every first candidate is stated with the same
-    probability, towards 1 with nearly 0 or 1. At any spread the stated probabilities are
-    calibrated: of the tokens stated with p, the share p is the target's. Raises ConfigError.
+    `curve`: how often the target's token is among the draft's k best, for some k. Between these the
+    miss rate follows a power law of the rank; beyond the last the draft proposes nothing. `spread`,
+    from 0 to 1: how much the confidence varies from token to token; at 0 every first candidate is
+    stated with the same probability, towards 1 with nearly 0 or 1. The stated probabilities are
+    calibrated: of the tokens stated with p, the share p is the target's.
     """
 
     curve: Mapping[int, float]
@@ -163,12 +157,8 @@ class DrawnDraft(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]:
         """The stated probabilities of the candidates of nodes, `[nodes, ranks]`, the likeliest
         first, and the index among them of the target's own token, `[nodes]`; `ranks`: of none.
-
-        Args:
-            answer: which token of the answer follows each node, from 0, `[nodes]`.
-            on_path: whether the node agrees with the answer, `[nodes]`.
-            confidence, hit: uniform random numbers, `[nodes]`.
-        """
+        `answer` says which token of the answer follows each node, from 0, `on_path` whether the
+        node agrees with the answer; the others are uniform random numbers, all `[nodes]`."""
         ...
 
 
@@ -241,7 +231,6 @@ class SyntheticCascadeConfig(SyntheticConfig):
 
 
 def read_truth(file: str) -> list[list[int]]:
-    """The texts of a truth file. Raises ConfigError."""
     texts = []
     try:
         lines = read_text(file).splitlines()

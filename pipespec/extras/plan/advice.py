@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from itertools import product
+from itertools import count, product
 from operator import add
+from typing import NamedTuple
 
 from pipespec.config.method_registry import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
@@ -58,13 +59,42 @@ class Layout:
     settings: tuple[str, ...] = ()
 
 
+class Division(NamedTuple):
+    """So many devices of a host for the draft, and so many stages of so many devices each, all
+    tensor-parallel groups: SwiftSpec (arXiv 2506.11309, 3.1) gives x of k to the target."""
+
+    draft: int
+    stages: int
+    members: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the groups, the draft's first."""
+        return (self.draft, *[self.members] * self.stages)
+
+    def layout(self, machine: Machine) -> Layout:
+        """With its times, for `advice.predict_all`."""
+        settings = (
+            f"cluster.tensor_parallel={self.members}",
+            f"cluster.draft_tensor_parallel={self.draft}",
+            f"cluster.stages={self.stages}",
+        )
+        return Layout(f"{self.draft} + {self.stages} x {self.members}", machine, settings=settings)
+
+
+def divisions(count: int) -> Iterator[Division]:
+    """All ways to use `count` devices, of which every stage has as many as the others."""
+    for draft in range(1, count):
+        left = count - draft
+        for members in range(1, left + 1):
+            if left % members == 0:
+                yield Division(draft, left // members, members)
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """What a decoding method will do on a layout.
-
-    `tokens_per_step` has the standard error `error`. `speedup` is over plain pipeline parallelism
-    on that layout; below 1 speculation loses. `settings` are the overrides for `pipespec generate`
-    that decode by this method, and `texts` the figures of each text, if the draft was recorded.
+    """What a decoding method will do on a layout; `tokens_per_step` has the standard error `error`,
+    `speedup` is over plain pipeline parallelism there, and `texts` are those of a recorded draft.
     """
 
     layout: str
@@ -180,29 +210,23 @@ def predict_all(
     cells = list(product(layouts, methods))
     coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
     found: dict[int, Prediction] = {}
-    done = 0
-
-    def look(place: int, tokens: int) -> None:
-        nonlocal done
+    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
+    closely: set[int] = set()
+    for done in count(1):
+        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
+        left = [place for place in fastest if place not in closely and coarse < num_tokens]
+        if len(found) < len(cells):
+            place, tokens = len(found), coarse
+        elif left:
+            place, tokens = left[0], num_tokens
+            closely.add(place)
+        else:
+            break
         layout, method = cells[place]
         found[place] = predict(
             method, layout.machine, accuracy, num_tokens=tokens, seed=seed, layout=layout
         )
-        done += 1
         on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
-
-    for place in range(len(cells)):
-        look(place, coarse)
-    # What looked fastest may not be: whatever is, in the end, has been looked at closely.
-    closely: set[int] = set()
-    while coarse < num_tokens:
-        fastest = sorted(found, key=lambda place: found[place].tbt_ms)[:REFINED]
-        left = [place for place in fastest if place not in closely]
-        if not left:
-            break
-        for place in left:
-            look(place, num_tokens)
-        closely.update(left)
     return sorted(found.values(), key=lambda each: each.tbt_ms)
 
 

@@ -1,9 +1,4 @@
-"""Which layers which GPU would hold, and how fast that would be, from a model's config alone.
-
-Times are those of reading weights and of arithmetic (`hardware`) and what a layer takes beside, so
-they are ASSUMED. What a plan is for is the difference between clusters, and what does not fit;
-`pipespec plan --profile` takes measured times.
-"""
+"""Which layers which GPU would hold, and how fast that would be, from a model's config alone."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.plan.advice import Layout
 from pipespec.extras.plan.hardware import GPU
 from pipespec.extras.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, published
-from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.pipeline_times import NO_HOP, Machine
 from pipespec.extras.plan.simulation import level_equation
 from pipespec.system.sizes import size_text
 
@@ -51,6 +46,12 @@ class PlannedStage:
     state_bytes: float
     times: TimeCurve
 
+    def in_words(self) -> tuple[str, str]:
+        kept = size_text(self.kv_bytes + self.state_bytes)
+        held = f"{self.layers} layers on {self.gpu.name}, {size_text(self.weight_bytes)} of weights"
+        times = ", ".join(f"{self.times.ms(rows):.1f}" for rows in (1, 16, 64))
+        return f"{held} and {kept} of KV and running states", f"{times} ms for 1, 16 and 64 rows"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -68,36 +69,24 @@ class Target:
     nodes: int = 0
 
     @property
-    def layer_bytes(self) -> float:
-        """Of the weights, KV and running states of a layer."""
-        kept = self.shape.kv_bytes(self.context) + self.shape.state_bytes(self.nodes)
-        return self.shape.layer_bytes(self.weights) + kept
+    def kept_bytes(self) -> tuple[float, float]:
+        return self.shape.kv_bytes(self.context), self.shape.state_bytes(self.nodes)
 
     def ends(self, place: int, last: int) -> float:
         """Bytes of embedding and LM head on a stage."""
         return self.shape.head_bytes * ((place == 0) + (place == last))
 
-    def times(self, gpu: GPU, layers: int, *, has_head: bool) -> TimeCurve:
-        """Of a stage with so many layers, by rows."""
+    def ms(self, gpu: GPU, layers: int, rows: int, *, has_head: bool) -> float:
         shape = self.shape
-
-        def ms(rows: int) -> float:
-            read = layers * shape.read_bytes(self.weights, rows) + has_head * shape.head_bytes
-            flops = layers * shape.layer_flops(rows) + has_head * shape.head_flops(rows)
-            return gpu.ms(read, flops) + layers * LAYER_MS
-
-        return TimeCurve(tuple((rows, ms(rows)) for rows in ROWS))
+        read = layers * shape.read_bytes(self.weights, rows) + has_head * shape.head_bytes
+        flops = layers * shape.layer_flops(rows) + has_head * shape.head_flops(rows)
+        return gpu.ms(read, flops) + layers * LAYER_MS
 
     def stage(self, gpu: GPU, layers: int, place: int, last: int) -> PlannedStage:
-        """A GPU with so many layers."""
-        return PlannedStage(
-            gpu,
-            layers,
-            layers * self.shape.layer_bytes(self.weights) + self.ends(place, last),
-            layers * self.shape.kv_bytes(self.context),
-            layers * self.shape.state_bytes(self.nodes),
-            self.times(gpu, layers, has_head=place == last),
-        )
+        weights = layers * self.shape.layer_bytes(self.weights) + self.ends(place, last)
+        kv, states = (layers * each for each in self.kept_bytes)
+        times = ((rows, self.ms(gpu, layers, rows, has_head=place == last)) for rows in ROWS)
+        return PlannedStage(gpu, layers, weights, kv, states, TimeCurve(tuple(times)))
 
 
 @dataclass(frozen=True)
@@ -110,19 +99,16 @@ class PlannedCluster:
 
     @property
     def gpus(self) -> list[GPU]:
-        """All that it uses, the draft's first."""
         own = [] if self.draft is None else [self.draft]
         return own + [stage.gpu for stage in self.stages]
 
     @property
     def label(self) -> str:
-        """Its GPUs in words."""
         kinds = Counter(stage.gpu.name for stage in self.stages)
         own = "" if self.draft is None else f"{self.draft.name} + "
         return own + ", ".join(f"{count} x {name}" for name, count in kinds.items())
 
     def layout(self) -> Layout:
-        """For `advice.predict_all`."""
         settings = (f"cluster.stages={len(self.stages)}",)
         return Layout(self.label, self.machine, len(self.gpus), settings)
 
@@ -139,20 +125,16 @@ class PlannedCluster:
             )
             yield f"Rank 0: the draft on {self.draft.name}, {held}."
         first = 1
-        for (name, layers, weights, kept, times), run in groupby(self.stages, _in_words):
+        for (held, times), run in groupby(self.stages, PlannedStage.in_words):
             last = first + len(list(run)) - 1
             ranks = f"Ranks {first} to {last}" if last > first else f"Rank {first}"
-            yield (
-                f"{ranks}: {layers} layers on {name}, {weights} of weights and {kept} of KV and "
-                f"running states; {times} ms for 1, 16 and 64 rows."
-            )
+            yield f"{ranks}: {held}; {times}."
             first = last + 1
         if left := self.left_out(gpus):
             unused = ", ".join(f"{count} x {name}" for name, count in left.items())
             yield f"Left out: {unused}; with more stages a token would take longer."
 
     def described(self, gpus: Sequence[GPU]) -> dict[str, Any]:
-        """As JSON values."""
         return {
             "draft_gpu": None if self.draft is None else self.draft.name,
             "draft_ms": self.machine.round_ms(1),
@@ -171,12 +153,6 @@ class PlannedCluster:
         }
 
 
-def _in_words(stage: PlannedStage) -> tuple[str, int, str, str, str]:
-    sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes + stage.state_bytes))
-    times = ", ".join(f"{stage.times.ms(rows):.1f}" for rows in (1, 16, 64))
-    return (stage.gpu.name, stage.layers, *sizes, times)  # type: ignore[return-value]
-
-
 def clusters(
     target: Target,
     draft: ModelShape | None,
@@ -193,7 +169,6 @@ def clusters(
 
     Raises ConfigError if the models do not fit.
     """
-    found = []
     places = list(_draft_gpus(draft, gpus, target))
     if draft is not None and not places:
         raise ConfigError(
@@ -202,11 +177,12 @@ def clusters(
             "there is none (that both share one is not planned, but can be run); give more or "
             "larger GPUs, or leave model.draft out."
         )
+    hop = _hop(target.shape, link)
+    found = []
     for own, rest in places:
         draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
         for stages in _pipelines(target, rest, fewer=fewer):
-            curves = tuple(stage.times for stage in stages)
-            machine = Machine(curves, _hop(target.shape, link), draft_ms)
+            machine = Machine(tuple(stage.times for stage in stages), hop, draft_ms)
             found.append(PlannedCluster(stages, own, machine))
     if not found:
         raise ConfigError(_no_room(target, draft, gpus))
@@ -238,9 +214,8 @@ def known_that_fit(gpus: Sequence[GPU], weights: str, context: int) -> list[str]
 
 def round_ms(draft: ModelShape, gpu: GPU) -> float:
     """A draft round, in milliseconds."""
-    read = draft.num_layers * draft.read_bytes("bfloat16", DRAFT_NODES) + draft.head_bytes
-    flops = draft.num_layers * draft.layer_flops(DRAFT_NODES) + draft.head_flops(DRAFT_NODES)
-    return gpu.ms(read, flops) + draft.num_layers * LAYER_MS + ROUND_MS
+    whole = Target(draft, "bfloat16", context=0)
+    return whole.ms(gpu, draft.num_layers, DRAFT_NODES, has_head=True) + ROUND_MS
 
 
 def _draft_gpus(
@@ -258,7 +233,7 @@ def _draft_gpus(
 
 
 def _draft_bytes(draft: ModelShape, target: Target) -> float:
-    kept = draft.kv_bytes(target.context) + draft.state_bytes(target.nodes)
+    kept = sum(replace(target, shape=draft).kept_bytes)
     return draft.parameters * ITEM + draft.num_layers * kept
 
 
@@ -268,11 +243,9 @@ def _pipelines(
     """The stages on all GPUs, and with `fewer` on each smaller number: the fastest, or if these
     have no room the largest. GPUs keep their order."""
 
-    def layer_ms(gpu: GPU) -> float:
-        return target.times(gpu, 1, has_head=False).ms(USUAL_ROWS)
-
     places = range(len(gpus))
-    fastest = sorted(places, key=lambda place: layer_ms(gpus[place]))
+    speed = {gpu: target.ms(gpu, 1, USUAL_ROWS, has_head=False) for gpu in gpus}
+    fastest = sorted(places, key=lambda place: speed[gpus[place]])
     largest = sorted(places, key=lambda place: -gpus[place].usable_bytes)
     least = 1 if fewer else len(gpus)
     for count in range(len(gpus), least - 1, -1):
@@ -290,17 +263,16 @@ def _pipelines(
 def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
     """Layers of each stage, so that the slowest takes as little time as possible; None: no room."""
     last, num_layers = len(gpus) - 1, target.shape.num_layers
+    layer_bytes = target.shape.layer_bytes(target.weights) + sum(target.kept_bytes)
     room = [
-        int((gpu.usable_bytes - target.ends(i, last)) // target.layer_bytes)
-        for i, gpu in enumerate(gpus)
+        int((gpu.usable_bytes - target.ends(i, last)) // layer_bytes) for i, gpu in enumerate(gpus)
     ]
     if last >= num_layers or min(room) < 1 or sum(room) < num_layers:
         return None
     layers = [1] * len(gpus)
 
     def longer_ms(place: int) -> float:
-        times = target.times(gpus[place], layers[place] + 1, has_head=place == last)
-        return times.ms(USUAL_ROWS)
+        return target.ms(gpus[place], layers[place] + 1, USUAL_ROWS, has_head=place == last)
 
     for _ in range(num_layers - len(gpus)):
         fit = [place for place, most in enumerate(room) if layers[place] < most]
@@ -311,17 +283,16 @@ def _split(target: Target, gpus: Sequence[GPU]) -> list[int] | None:
 def _hop(target: ModelShape, link: EmulatedLink | None) -> TimeCurve:
     """Between two stages, by rows of hidden states in bfloat16."""
     if link is None:
-        return TimeCurve(((1, 0.0),))
-    ms = link.gbit_per_s and target.hidden_size * ITEM * 8 / (link.gbit_per_s * 1e6)
-    return TimeCurve(tuple((rows, link.latency_ms + rows * ms) for rows in (1, ROWS[-1])))
+        return NO_HOP
+    of_rows = replace(link, row_bytes=target.hidden_size * ITEM)
+    return TimeCurve(tuple((rows, of_rows.ms(rows)) for rows in (1, ROWS[-1])))
 
 
 def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> str:
     """What does not fit, by how much, and what would make it fit."""
     shape, context = target.shape, target.context
     needed = shape.num_layers * shape.layer_bytes(target.weights) + 2 * shape.head_bytes
-    kv = shape.num_layers * shape.kv_bytes(context)
-    states = shape.num_layers * shape.state_bytes(target.nodes)
+    kv, states = (shape.num_layers * each for each in target.kept_bytes)
     places = [rest for _, rest in _draft_gpus(draft, gpus, target)]
     usable, count = max((sum(gpu.usable_bytes for gpu in rest), len(rest)) for rest in places)
     missing = needed + kv + states - usable
@@ -333,10 +304,8 @@ def _no_room(target: Target, draft: ModelShape | None, gpus: Sequence[GPU]) -> s
         f"is room for {usable / GIB:.1f} GiB on {count} GPU{'s' * (count > 1)}"
         f"{beside}"
     )
-    if missing > 0:
-        said += f": {missing / GIB:.1f} GiB are missing"
-    else:
-        said += ", but not in whole layers, one or more on each"
+    whole = ", but not in whole layers, one or more on each"
+    said += f": {missing / GIB:.1f} GiB are missing" if missing > 0 else whole
     for smaller in WEIGHT_BYTES:
         if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[target.weights] and any(
             _split(replace(target, weights=smaller), rest) for rest in places

@@ -1,10 +1,4 @@
-"""GPUs and networks that people have, for plans of clusters that do not exist yet.
-
-Memory, bandwidth and arithmetic are NVIDIA's: dense products of bfloat16 with sums in float32, of
-which GeForce cards make twice as many as their float32 operations outside tensor cores, and other
-cards of the same chips four times as many. What share of both a stage reaches is ASSUMED: on an
-H200 the matrix products of ten layers of a 70B reached .77 of the bandwidth (docs/gpus.md).
-"""
+"""GPUs and networks that people have, for plans of clusters that do not exist yet."""
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
     {"stages": 8, "stage_ms": ["1:37.8", "64:41"], "hop_ms": 1.0, "draft_ms": 9.5,
      "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
 
-Every entry may be missing. For stages that differ, `stage_ms` is a list of such lists.
-`pipespec bench --profile` writes one from what it measured, with what the draft proposed along each
-text.
+Every entry may be missing. `pipespec bench --profile` writes one from what it measured.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ class Profile:
 
     Attributes:
         stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
-        hop_ms: a time for any rows, or a list like that of a stage.
-        draft_ms: of a draft round, for any nodes or a list by the nodes that it expands.
-        experts: those that each layer has, how many of them a row chooses, their share of a row's
-            time and, if known, the overlap of the choices of rows; empty: the model is dense.
+        hop_ms, draft_ms: a time for any rows or nodes, or a list like that of a stage.
+        experts: of each layer, chosen by a row, their share of a row's time and, if known, the
+            overlap of the choices of rows; empty: the model is dense.
         slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
             `stage_ms` was measured: of every stage, or one such number for each stage.
         overlap: the draft works while the stages compute; false: while they wait, as a draft does
@@ -74,17 +71,14 @@ class Profile:
     def machine(self) -> Machine:
         """Raises ConfigError."""
         stages = tuple(_curve("stage_ms", points) for points in self._points_of_stages())
-        hop = [self.hop_ms] if isinstance(self.hop_ms, int | float) else self.hop_ms
         if self.experts:
             of_layer = experts_of("experts", self.experts)
             stages = tuple(with_experts(curve, *of_layer) for curve in stages)
-        draft = self.draft_ms
-        return Machine(
-            stages,
-            _curve("hop_ms", hop),
-            draft if isinstance(draft, int | float) else _curve("draft_ms", draft),
-            overlap=self.overlap,
+        hop, draft = (
+            _curve(name, [times] if isinstance(times, int | float) else times)
+            for name, times in (("hop_ms", self.hop_ms), ("draft_ms", self.draft_ms))
         )
+        return Machine(stages, hop, draft, overlap=self.overlap)
 
     def at_context(self, tokens: int) -> Profile:
         """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
@@ -106,7 +100,6 @@ class Profile:
         return own or [[*self.stage_ms]] * self.stages
 
     def _of_stages(self, name: str) -> Sequence[float]:
-        """The number of each stage."""
         value: float | Sequence[float] = getattr(self, name)
         if isinstance(value, int | float):
             return [value] * self.stages

@@ -73,11 +73,8 @@ class ModelShape:
         """Those of the model's own class in Transformers; cached. Raises ModelError if the model is
         not supported or the config is not valid."""
         require_supported(str(text_config(raw).get("model_type")), name, text_type(raw))
-        depends = {
-            "name": name,
-            "config": raw,
-            "transformers": importlib.metadata.version("transformers"),
-        }
+        version = importlib.metadata.version("transformers")
+        depends = {"name": name, "config": raw, "transformers": version}
         return cached_call("shapes", cls, depends, _count, name, raw)
 
     @property
@@ -145,14 +142,13 @@ def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
     with building.alone(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     experts = _first(config, _EXPERTS)
-    dense = routed = 0
-    for parameter_name, parameter in model.named_parameters():
-        if LAYER.search(parameter_name) is None or parameter.ndim < 2:
-            continue
-        if _is_expert(parameter_name, parameter.shape, experts):
-            routed += parameter.numel()
-        else:
-            dense += parameter.numel()
+    matrices = [
+        (name, each)
+        for name, each in model.named_parameters()
+        if LAYER.search(name) is not None and each.ndim > 1
+    ]
+    whole = sum(each.numel() for _, each in matrices)
+    routed = sum(each.numel() for n, each in matrices if _is_expert(n, each.shape, experts))
     states = sum(stored.has_state) / count
     return ModelShape(
         name=name,
@@ -160,7 +156,7 @@ def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
         hidden_size=stored.hidden_size,
         vocab_size=config.vocab_size,
         tied=stored.tied,
-        dense=dense // count,
+        dense=(whole - routed) // count,
         experts=experts if routed else 0,
         chosen=_first(config, _CHOSEN) if routed else 0,
         expert=routed // (experts * count) if routed else 0,
@@ -183,7 +179,6 @@ def _is_expert(name: str, shape: tuple[int, ...], experts: int) -> bool:
 
 
 def published() -> dict[str, Mapping[str, Any]]:
-    """The shipped table of configs, by hub id."""
     table: dict[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
     return table
 

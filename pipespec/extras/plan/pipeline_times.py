@@ -14,29 +14,26 @@ NO_HOP = TimeCurve(((1, 0.0),))
 
 @dataclass(frozen=True)
 class Machine:
-    """The stages, the draft and the links of a pipeline.
+    """The stages, the draft and the links of a pipeline. Raises ConfigError.
 
-    One time curve per stage; `hop` from the end of a stage's computation to the start of the next
-    one's, by the rows that it sends on, and for the verdict's way that of one row; `draft_ms` of
-    one draft round, for any nodes or by the nodes that it expands; `slot_ms` for each KV slot that
-    a stage reads;
-    `overlap`: the draft works while the stages compute, else while they wait (`proposer.overlap`).
-    Stages that form a group count as one, with the sum of their times.
-    Raises ConfigError.
+    Attributes:
+        stages: the times of each; those of a group count as one stage, with their sum.
+        hop: from the end of a stage's computation to the start of the next one's, by the rows that
+            it sends on; the verdict's way is that of one row.
+        draft_ms: of a draft round, for any nodes or by the nodes that it expands.
+        overlap: the draft works while the stages compute, else while they wait.
     """
 
     stages: tuple[TimeCurve, ...]
     hop: TimeCurve = NO_HOP
     draft_ms: float | TimeCurve = 0.0
-    slot_ms: float = 0.0
     overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
-        for name in ("draft_ms", "slot_ms"):
-            if not isinstance(value := getattr(self, name), TimeCurve):
-                check_number(name, value, 0, MAX_MS)
+        if not isinstance(self.draft_ms, TimeCurve):
+            check_number("draft_ms", self.draft_ms, 0, MAX_MS)
 
     @property
     def num_stages(self) -> int:
@@ -47,15 +44,10 @@ class Machine:
         """Time between tokens of plain pipeline parallelism: one row goes through every stage."""
         return sum(curve.ms(1) + self.hop.ms(1) for curve in self.stages)
 
-    def stage_ms(self, rows: Sequence[int], slots: Sequence[int]) -> list[float]:
-        """The time of each stage in a step, by its rows and the KV slots that they read."""
-        return [
-            curve.ms(count) + self.slot_ms * read
-            for curve, count, read in zip(self.stages, rows, slots, strict=True)
-        ]
+    def stage_ms(self, rows: Sequence[int]) -> list[float]:
+        return [curve.ms(count) for curve, count in zip(self.stages, rows, strict=True)]
 
     def round_ms(self, nodes: int) -> float:
-        """The time of a draft round that expands so many nodes."""
         if isinstance(self.draft_ms, TimeCurve):
             return self.draft_ms.ms(max(nodes, 1))
         return self.draft_ms
@@ -66,8 +58,7 @@ class Machine:
         return [*(self.hop.ms(count) for count in rows[:-1]), self.hop.ms(min(rows[-1], 1))]
 
     def full_ms(self, rows: int) -> list[float]:
-        """The time of each stage and of the hop after it, where all have batches of so many rows
-        of short texts."""
+        """The time of each stage and of the hop after it, where all have batches of so many
+        rows."""
         counts = [rows] * self.num_stages
-        both = zip(self.stage_ms(counts, [0] * len(counts)), self.hop_ms(counts), strict=True)
-        return [*map(sum, both)]
+        return [*map(sum, zip(self.stage_ms(counts), self.hop_ms(counts), strict=True))]

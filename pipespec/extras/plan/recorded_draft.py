@@ -36,10 +36,9 @@ class TextRecord:
     probabilities: Sequence[Sequence[float]]
 
     def __post_init__(self) -> None:
-        stated = self.probabilities
         check_whole(f"The number of tokens of the text {self.id!r}", len(self.ranks), 2, MAX_COUNT)
-        sizes = {len(row) for row in stated}
-        if len(stated) != len(self.ranks) or len(sizes) != 1 or not min(sizes):
+        sizes = {len(row) for row in self.probabilities}
+        if len(self.probabilities) != len(self.ranks) or len(sizes) != 1 or not min(sizes):
             raise ConfigError(
                 f"The text {self.id!r} of the profile has {len(self.ranks)} tokens, but not as "
                 "many candidates for each of them; measure it again."
@@ -104,11 +103,6 @@ class DraftRecord:
     @property
     def _best(self) -> list[float]:
         return [row[0] for text in self.texts for row in text.probabilities]
-
-    def hit_rate(self, rank: int) -> float:
-        """How often the target's token is among the `rank` best candidates."""
-        ranks = [each for text in self.texts for each in text.ranks]
-        return sum(MISSED < each <= rank for each in ranks) / len(ranks)
 
     def sample(self, num_tokens: int) -> Iterator[TextRecord]:
         """Texts at equal distances from all of them, with about so many tokens."""

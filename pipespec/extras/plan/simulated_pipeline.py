@@ -1,7 +1,4 @@
-"""A pipeline that is only times: the head's own scheduler before imagined stages.
-
-`pipespec.extras.plan.simulation` drives it. Everything here is pure.
-"""
+"""A pipeline that is only times: the head's own scheduler before imagined stages. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
-from pipespec.extras.emulation.synthetic_proposer import (
-    DrawnDraft,
-    SyntheticProposer,
-)
+from pipespec.extras.emulation.synthetic_proposer import DrawnDraft, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
@@ -51,6 +45,13 @@ class TokenArrival(NamedTuple):
     hit: bool
 
 
+Arrived = Callable[[TokenArrival], None]
+
+
+def ignored(arrival: TokenArrival) -> None:
+    """Make nothing of a token."""
+
+
 @dataclass
 class Simulation:
     """Counts between the first decided token and the last.
@@ -67,7 +68,6 @@ class Simulation:
     ms: float = 0.0
 
     def __add__(self, other: Simulation) -> Simulation:
-        """Both together."""
         return Simulation(
             *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
         )
@@ -113,7 +113,7 @@ class SimulatedPipeline:
         max_rows: int = 0,
         *,
         calibration: Calibration | None = None,
-        on_token: Callable[[TokenArrival], None] = lambda arrival: None,
+        on_token: Arrived = ignored,
     ):
         self.machine = machine
         self.on_token = on_token
@@ -149,7 +149,7 @@ class SimulatedPipeline:
         self.fed_at = [np.zeros(1 << 12, np.int64) for _ in self.texts]
         for i, text in enumerate(self.texts):
             request = Request(i, tuple(text[:1]), max_new_tokens=len(text))
-            self.scheduler.add(request, lambda token: False, now=0)
+            self.scheduler.admission.add(request, lambda token: False, now=0)
         self.times = RowTimes()
         for curve in machine.stages:  # as the stages measure them before they begin
             for rows in profiled_sizes(policy.max_rows):
@@ -174,7 +174,9 @@ class SimulatedPipeline:
 
     def begin_step(self) -> None:
         self.step_ms, self.rounds = 0.0, 0
-        self.reading = [each.number for each in self.scheduler.requests if not each.decoding]
+        self.reading = [
+            each.number for each in self.scheduler.admission.requests if not each.decoding
+        ]
 
     def elapsed_ms(self) -> float:
         return self.step_ms
@@ -187,13 +189,13 @@ class SimulatedPipeline:
 
     def receive_verdicts(self) -> None:
         in_flight = self.in_flight()
-        stage_ms = self.machine.stage_ms(*in_flight)
+        stage_ms = self.machine.stage_ms(in_flight[0])
         for ms, rows, slots in zip(stage_ms, *in_flight, strict=True):
             if rows:
                 self.times.add(rows, ms, slots)
         if self.scheduler.step % LEARNED_EVERY == 0:
             self.scheduler.update_stage_times(self.times.measured())
-        for request, sequence in list(self.scheduler.sequences.items()):
+        for request, sequence in list(self.scheduler.admission.sequences.items()):
             if not sequence.prompt_left:
                 verdict = self.verdict(request, counts=self.reading in ([], [request]))
                 if verdict.tokens:
@@ -208,14 +210,12 @@ class SimulatedPipeline:
         self.arriving.clear()
 
     def apply(self, verdict: Verdict) -> None:
-        """A verdict arrives at the head."""
         progress = self.scheduler.apply(verdict, now=0)
         if progress is not None:
             self.proposer.accept_verdict(progress.accepted)
 
     def end(self) -> None:
-        """The requests end, whatever they have left to decode."""
-        for number in self.scheduler.sequences:
+        for number in self.scheduler.admission.sequences:
             self.proposer.end_sequence(number)
 
     def drop_cancelled(self) -> None: ...
@@ -242,7 +242,7 @@ class SimulatedPipeline:
         """Live rows in each stage, of the batch fed 1, 2, ... n steps ago, and their KV slots."""
         rows = np.zeros(self.machine.num_stages + 1, np.int64)
         slots = np.zeros_like(rows)
-        for request, sequence in self.scheduler.sequences.items():
+        for request, sequence in self.scheduler.admission.sequences.items():
             if sequence.prompt_left:
                 continue
             tree = sequence.tree
@@ -257,7 +257,7 @@ class SimulatedPipeline:
 
         `counts`: whether the tokens enter the result, as all other requests are past their first.
         """
-        sequence = self.scheduler.sequences[request]
+        sequence = self.scheduler.admission.sequences[request]
         tree, base = sequence.tree, len(sequence.context.tokens)
         text, fed_at = self.texts[request], self.fed_at[request]
         now = self.scheduler.step

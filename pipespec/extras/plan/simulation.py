@@ -1,38 +1,24 @@
-"""What a cluster will do, predicted before it is built: `pipespec plan`.
+"""What a cluster will do, predicted before it is built: `pipespec plan`. Pure.
 
-A pipeline of n stages decides a token when the row of the token before it leaves the last
-stage, n steps after that row was fed. So with f(j) the step in which token j's row was fed, the
-time between two tokens is f(j+1) - f(j) steps: the token's *delay*. It is never more than n, as
-a token that was not drafted is fed when it is decided, and
-
-    steps per token = sum over d from 0 to n of d * P(delay = d).
-
-With one level per step (SpecPipe, PipeDec) a token was either drafted in time, delay 1, or not
-at all, delay n. With h the share that was drafted this gives, in tokens per step,
-
-    1 / (h + (1 - h) * n).
-
-With `best_first` a token can also share its parent's batch (delay 0) or come late (2 to n - 1),
-and no closed form is known: `simulate` drives the head's own scheduler (`pipespec.head.scheduler`)
-against a synthetic draft of the stated accuracy. docs/planning.md has the derivation and its
-limits. Everything here is pure.
+`simulate` drives the head's own scheduler (`pipespec.head.scheduler`) against a synthetic draft of
+the stated accuracy. docs/planning.md has the derivation of the closed forms, and its limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.recorded_draft import TextRecord
 from pipespec.extras.plan.simulated_pipeline import (
+    Arrived,
     Rounds,
     SimulatedPipeline,
     Simulation,
-    TokenArrival,
+    ignored,
 )
-from pipespec.head.policies.draft_rounds import check_rounds
-from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.policy import SpeculationPolicy, check_rounds
 from pipespec.head.proposers.calibration import Calibration
 from pipespec.limits import MAX_SEED, check_whole
 
@@ -63,7 +49,7 @@ def simulate(
     seed: int = 0,
     num_requests: int = 1,
     max_rows: int = 0,
-    on_token: Callable[[TokenArrival], None] = lambda arrival: None,
+    on_token: Arrived = ignored,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
@@ -75,17 +61,8 @@ def simulate(
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     check_whole("seed", seed, 0, MAX_SEED)
     check_whole("requests", num_requests, 1, MAX_REQUESTS)
-    pipeline = SimulatedPipeline(
-        policy,
-        machine,
-        accuracy,
-        rounds,
-        num_tokens,
-        seed,
-        num_requests,
-        max_rows,
-        on_token=on_token,
-    )
+    sizes = (num_tokens, seed, num_requests, max_rows)
+    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, *sizes, on_token=on_token)
     while pipeline.result.tokens < num_tokens:
         pipeline.step()
     return pipeline.result

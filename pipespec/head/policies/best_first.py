@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.head.policies.policy import (
+    AUTO,
     CHILDREN,
     NO_NODES,
     WIDTH,
@@ -50,19 +50,16 @@ class BestFirst(SpeculationPolicy):
     step times measured so far. A row enters the batch only if the time that it is expected to save
     is worth that (docs/policies.md). So the width is only a limit, and AUTO suits every machine.
 
-    `capacity` is how many nodes the tree may hold. With fewer than NODES_PER_ROW for each row of
-    the width, which is the default, the candidates of several draft rounds per step would displace
-    each other before they can be computed.
-
-    A draft round expands nodes that could be computed, or whose children could, within PASSES_AHEAD
-    passes through the pipeline, of LEAST_STAGES or more, if no verdict came. What a draft adds
-    beyond that is hardly ever computed: it only takes room, so that a faster draft would be worth
-    less.
+    With a `capacity` of fewer than NODES_PER_ROW nodes for each row of the width the candidates of
+    several draft rounds per step would displace each other before they can be computed. What a
+    draft adds beyond PASSES_AHEAD passes through the pipeline is hardly ever computed.
 
     With measured times nothing is drafted while that decodes faster (`should_speculate`), and a
     batch waits for the verdict of the one before it where one tree a pass decodes faster
-    (`pipespec.head.step_times.Modes`).
+    (`pipespec.head.decoding_modes.Modes`).
     """
+
+    shared = True
 
     width: int | str = setting(AUTO, WIDTH, "rows")
     children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
@@ -99,10 +96,6 @@ class BestFirst(SpeculationPolicy):
     @property
     def max_nodes(self) -> int:
         return self.capacity or max(SMALLEST_TREE, NODES_PER_ROW * self.max_rows)
-
-    @property
-    def shared(self) -> bool:
-        return True
 
     @property
     def refills(self) -> bool:
@@ -148,14 +141,12 @@ class BestFirst(SpeculationPolicy):
         return state.one_tree and bool(tree.fed[ROOT])
 
     def should_speculate(self, state: PipelineState) -> bool:
-        """Whether the next step speculates.
+        """Whether the next step speculates: as long as a token takes no longer than the stages
+        alone need for one without draft tokens.
 
-        It does as long as a token takes no longer than the stages alone need for one without draft
-        tokens. Otherwise both are measured, as neither predicts the other: speculation decides more
-        tokens per step, but its steps may be longer, as batches are larger and the draft may be
-        slow or share the device. The cheaper one is used, and after PATIENCE pipeline lengths the
-        other one is tried again, as the text may have changed: speculation for TRIAL pipeline
-        lengths, plain decoding for one token.
+        Otherwise both are measured, as neither predicts the other, and the cheaper one is used.
+        After PATIENCE pipeline lengths the other one is tried again, as the text may have changed:
+        speculation for TRIAL pipeline lengths, plain decoding for one token.
         """
         if self.row_cost is None and state.speculates is not None:
             return state.speculates

@@ -36,20 +36,10 @@ class Level(SpeculationPolicy):
     """
 
     needs_one_round: ClassVar[bool] = True
+    keeps_unfed = False
 
-    width: int = setting(
-        16,
-        WIDTH,
-        "rows",
-        limits=(1, MAX_ROWS),
-    )
-    children: int = setting(
-        8,
-        CHILDREN,
-        "tokens",
-        limits=(1, MAX_CHILDREN),
-        experimental=True,
-    )
+    width: int = setting(16, WIDTH, "rows", limits=(1, MAX_ROWS))
+    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN), experimental=True)
     cut: str = setting(
         AFTER,
         "Whether a level is cut to the width after the verdict has pruned it (PipeDec, §3.3.4), or "
@@ -66,10 +56,6 @@ class Level(SpeculationPolicy):
     def __post_init__(self) -> None:
         check_settings("policy", self)
         check_whole("policy.width * policy.children", self.width * self.children, 1, MAX_NODES)
-
-    @property
-    def keeps_unfed(self) -> bool:
-        return False
 
     @property
     def max_rows(self) -> int:

@@ -16,8 +16,12 @@ from typing import ClassVar
 import numpy as np
 
 from pipespec.head.tree import Tree
+from pipespec.limits import check_whole
 from pipespec.timing.batch_times import Points
 
+# Draft rounds of a step: as many as fit.
+AUTO = "auto"
+MAX_ROUNDS = 1000
 NO_NODES = np.empty(0, np.int64)
 NO_PROBABILITIES = np.empty(0)
 # What a setting of several policies means.
@@ -70,34 +74,38 @@ class PipelineState:
     """The state of the pipeline and its measurements, on which policies decide besides the tree.
 
     Times are milliseconds. A measurement that is None has not been made yet; the policies have a
-    rule for that. `pipespec.head.step_stats.StepStats` makes the measurements.
+    rule for that. `StepStats.state` (`pipespec.head.step_stats`) makes all but `end`, which
+    `Sequence.policy_state` sets near the end of a text.
 
-    Attributes:
-        num_stages: steps that a batch takes from the head through the last stage: the number
-            of stage groups.
-        one_tree: a request has one batch at a time in the pipeline, of its whole tree; a pass then
-            counts as a step through one stage.
+    Attributes, of which the scheduler states these:
         step: the pipeline step.
         requests: how many have their first token.
-        overlap: draft rounds are made beside the stages.
         end: the position at which the text ends at the latest; no row is needed from there on.
-        rounds: draft rounds that this step has had already.
         elapsed_ms: how long this step has lasted.
-        draft_ms: a draft round of the mean size; None: unknown.
-        draft_nodes, draft_node_ms: that size, and what each node that is expanded takes of it.
+        target: the size that the batches of this step should have, where rows cost what is
+            measured; None: it is unknown, or any size is good.
+
+    these are how the step decodes (`pipespec.head.decoding_modes`):
+        num_stages: steps that a batch takes from the head through the last stage.
+        one_tree: a request has one batch at a time in the pipeline, of its whole tree; a pass then
+            counts as a step through one stage.
+        overlap: draft rounds are made beside the stages.
+        speculates: whether speculation is measured as the faster way, or is to be measured; None:
+            the policy compares `plain_cost` and `speculative_cost`.
+        trial_rows: the size that is tried in this step; None: none.
+
+    and these are counted and measured in steps:
+        rounds: draft rounds that this step has had already.
+        draft_ms, draft_nodes, draft_node_ms: a draft round of the mean size, that size, and what
+            each node that is expanded takes of it.
+        drafting_ms: how long the draft rounds of a step take whatever else the step does.
         verdict_ms: from the start of a step until its verdict arrives, in steps that decide tokens.
         tokens_per_step: tokens decided per step, of all requests, while speculating.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows,
             without what the KV slots add; empty if unknown.
         by_mean: `step_ms` is by the mean of the batches in the pipeline, as ranks share cores.
-        trial_rows: the size that is tried in this step, while step times are learnt; None: none.
-        speculates: whether speculation is measured as the faster way, or is to be measured; None:
-            the policy compares `plain_cost` and `speculative_cost`.
         slot_ms: what each KV slot that is read adds to a step.
         offered: the rows that could have entered batches so far; None: unknown.
-        drafting_ms: how long the draft rounds of a step take whatever else the step does.
-        target: the size that the batches of this step should have, where rows cost what is
-            measured; None: it is unknown, or any size is good.
         plain_cost, speculative_cost: of a token without speculation and with it.
         least_plain_ms: what the stages alone need for a token without speculation.
         was_speculating: the last step had draft tokens in the pipeline or proposed some.
@@ -242,3 +250,35 @@ class SpeculationPolicy(ABC):
         The parent of each has entered a batch or precedes it in the result. The row budget then
         selects from those of all requests (`pipespec.head.row_budget`).
         """
+
+
+# --- how many draft rounds fit into a step --------------------------------------------------------
+
+# A round is free as long as it ends before the step's verdict arrives. SwiftSpec 3.1 fixes d
+# rounds per verification from times measured beforehand; `auto` measures while it decodes.
+
+
+def check_rounds(rounds: int | str) -> None:
+    """Raise ConfigError unless `rounds` is "auto" or a whole number within its limits."""
+    if rounds != AUTO:
+        check_whole("proposer.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
+
+
+def may_delay_batch(rounds: int | str, state: PipelineState) -> bool:
+    """Whether a round that delays the next batch is allowed: a number of rounds counts it too."""
+    return rounds == AUTO or state.rounds < int(rounds)
+
+
+def has_time_for_round(rounds: int | str, state: PipelineState) -> bool:
+    """Whether this step has time for another draft round.
+
+    A number allows so many. `auto` allows one round, and more as long as the next one is expected
+    to end before the verdict arrives; until both times are measured it allows one.
+    """
+    if rounds != AUTO:
+        return state.rounds < int(rounds)
+    if not state.rounds:
+        return True
+    if state.draft_ms is None or state.verdict_ms is None:
+        return False
+    return state.elapsed_ms + state.draft_ms <= state.verdict_ms

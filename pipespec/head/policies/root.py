@@ -18,17 +18,9 @@ class Root(SpeculationPolicy):
     has_fixed_size: ClassVar[bool] = True
     needs_one_round: ClassVar[bool] = True
 
-    @property
-    def max_rows(self) -> int:
-        return 1
-
-    @property
-    def children(self) -> int:
-        return 0
-
-    @property
-    def max_nodes(self) -> int:
-        return 1
+    max_rows = 1
+    children = 0
+    max_nodes = 1
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
         return Expansion(NO_NODES)

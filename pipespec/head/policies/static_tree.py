@@ -10,12 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.head.policies.policy import (
-    NO_NODES,
-    Expansion,
-    PipelineState,
-    SpeculationPolicy,
-)
+from pipespec.head.policies.policy import NO_NODES, Expansion, PipelineState, SpeculationPolicy
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS
 from pipespec.settings import setting
@@ -39,6 +34,7 @@ class StaticTree(SpeculationPolicy):
     """
 
     has_fixed_size: ClassVar[bool] = True
+    whole = True
 
     shape: list[int] = setting(
         [1, 1, 3, 1, 1, 1, 1, 1],
@@ -60,17 +56,12 @@ class StaticTree(SpeculationPolicy):
 
     @property
     def children(self) -> int:
-        """Candidates that the draft proposes for a node."""
         return max(LEAST_CHILDREN, *self.shape)
 
     @property
     def max_nodes(self) -> int:
         """Of a tree and those drafted ahead of it."""
         return max(SMALLEST_TREE, 2 * self.max_rows * self.children)
-
-    @property
-    def whole(self) -> bool:
-        return True
 
     @property
     def max_rows(self) -> int:

@@ -26,6 +26,15 @@ class AsyncResult:
     paced: bool
 
 
+@dataclass(slots=True)
+class _Text:
+    """A text of the head, the thread's copy, and how many tokens that has or will have."""
+
+    context: Context
+    copy: Context
+    num_sent: int
+
+
 class AsyncProposer:
     """Runs one pass of a proposer at a time in a thread.
 
@@ -49,39 +58,35 @@ class AsyncProposer:
         )
         self._doing: deque[Future[Any]] = deque()
         self._pass: Future[AsyncResult] | None = None
-        self._contexts: dict[int, Context] = {}
-        self._thread_contexts: dict[int, Context] = {}  # the thread's copies
-        self._num_sent: dict[int, int] = {}  # tokens of each text that the thread has or will have
+        self._texts: dict[int, _Text] = {}
 
     def start_sequence(self, context: Context) -> None:
         """See `Proposer`, as of the next two methods."""
         number = context.sequence
         text = replace(context, tokens=[*context.tokens], nodes=[*context.nodes])
-        self._contexts[number], self._thread_contexts[number] = context, text
-        self._num_sent[number] = len(text.tokens)
+        self._texts[number] = _Text(context, text, len(text.tokens))
         self._do(self._proposer.start_sequence, text)
 
     def accept_verdict(self, verdict: Verdict) -> None:
-        context = self._contexts[verdict.sequence]
-        first = self._num_sent[verdict.sequence]
-        self._num_sent[verdict.sequence] = len(context.tokens)
-        tokens, nodes = context.tokens[first:], context.nodes[first:]
-        self._do(self._accept, self._thread_contexts[verdict.sequence], tokens, nodes, verdict)
+        text = self._texts[verdict.sequence]
+        first, text.num_sent = text.num_sent, len(text.context.tokens)
+        tokens, nodes = text.context.tokens[first:], text.context.nodes[first:]
+        self._do(self._accept, text.copy, tokens, nodes, verdict)
 
     def end_sequence(self, sequence: int) -> None:
-        del self._contexts[sequence], self._thread_contexts[sequence], self._num_sent[sequence]
+        del self._texts[sequence]
         self._do(self._proposer.end_sequence, sequence)
 
     def submit(self, requests: Sequence[ProposalRequest], children: int) -> None:
         """Begin a pass, after the answer to the last one."""
         assert self._pass is None, "a pass is under way"
+        copied = []
         for each in requests:
-            sent = self._num_sent[each.context.sequence]
+            text = self._texts[each.context.sequence]
+            sent = text.num_sent
             assert sent == len(each.context.tokens), "a verdict was not accepted before the pass"
-        requests = [
-            replace(each, context=self._thread_contexts[each.context.sequence]) for each in requests
-        ]
-        self._pass = self._do(self._propose, requests, children)
+            copied.append(replace(each, context=text.copy))
+        self._pass = self._do(self._propose, copied, children)
 
     def poll(self) -> AsyncResult | None:
         """The result of the pass, once; None: it is not done, or there is none."""

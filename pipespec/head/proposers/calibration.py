@@ -1,10 +1,9 @@
 """Calibrated probabilities: what a proposer states, corrected by what the target decided.
 
-A proposer states how likely a draft token is, given that the text before it is accepted. How often
-it was accepted is counted over all texts: by its rank among its siblings, by its stated
-probability, and by its depth below the root. Within each text it is counted by rank and
-probability; these counts have the weight by which texts have been observed to differ. Old counts
-fade. Corrections are added in log-odds.
+How often draft tokens were accepted is counted over all texts: by rank among siblings, by stated
+probability, and by depth below the root. Within each text it is counted by rank and probability;
+these counts have the weight by which texts have been observed to differ. Old counts fade.
+Corrections are added in log-odds.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipespec.core import Verdict
-from pipespec.head.paths import Paths
-from pipespec.head.proposers.log_odds import LEAST, between, from_odds, log_odds
+from pipespec.head.paths import DraftPaths
 from pipespec.head.proposers.node_records import NodeRecords
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
 
+# Probabilities are limited to [LEAST, 1 - LEAST].
+LEAST = 1e-9
 # Ranks are counted in the buckets 1, 2, 3 to 4, 5 to 8 and beyond, and depths likewise.
 NUM_BUCKETS = 5
 BUCKETS = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3, NUM_BUCKETS - 1])  # by number, from 1 up
@@ -40,8 +40,21 @@ TEXT_MEMORY, TEXT_PRIOR = 0.95, 4.0
 RATE = 0.03
 
 
+def _between(numbers: np.ndarray, least: float, most: float) -> np.ndarray:
+    """`np.clip`, which is slower for short arrays."""
+    return np.minimum(np.maximum(numbers, least), most)
+
+
+def log_odds(probability: np.ndarray) -> np.ndarray:
+    probability = _between(probability, LEAST, 1 - LEAST)
+    return np.log(probability / (1 - probability))
+
+
+def from_odds(logarithm: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-logarithm))
+
+
 def bucket(numbers: np.ndarray) -> np.ndarray:
-    """The buckets of ranks or depths."""
     return BUCKETS[np.minimum(numbers, len(BUCKETS) - 1)]
 
 
@@ -136,7 +149,7 @@ class Calibration:
     def _by_rank(self, odds: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Log-odds `[..., k]` corrected by the buckets of ranks `[k]` and by the log-odds
         themselves, interpolated between the middles of neighbouring buckets."""
-        at = between(odds + FARTHEST, 0, NUM_ODDS - 1 - 1e-9)
+        at = _between(odds + FARTHEST, 0, NUM_ODDS - 1 - 1e-9)
         low = at.astype(np.int64)
         kinds = ranks * NUM_ODDS + low
         near, far = self._ranks.shift[kinds], self._ranks.shift[kinds + 1]
@@ -240,7 +253,7 @@ class CalibratedProposer:
         self,
         text: int,
         found: Proposal,
-        paths: Paths,
+        paths: DraftPaths,
         candidates: np.ndarray,
         depths: np.ndarray,
     ) -> Proposal:
@@ -249,7 +262,7 @@ class CalibratedProposer:
         size, width = candidates.shape
         row_depths = depths.tolist()  # of the children in each row
         row_lengths = [width] * size
-        row_of: dict[int, int] = {}  # by the number of the parent in `Paths.parents`
+        row_of: dict[int, int] = {}  # by the number of the parent in `DraftPaths.parents`
         token_depths: list[int] = []  # of the tokens of paths
         rows, columns = [], []
         for above in paths.parents.tolist():

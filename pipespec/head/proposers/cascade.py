@@ -1,8 +1,12 @@
 """A cascade: a mid-size model scores anew what a small draft has proposed.
 
 The small draft expands the trees in the head, round by round. The mid-size model works beside it on
-a device of its own, and the head never waits for it: a pass takes the likeliest nodes of all depths
-that it has not scored (`pipespec.head.scoring`), and its scores replace those of the small draft.
+a device of its own, and the head never waits for it. A pass scores the likeliest nodes of all
+depths that have no score; it takes several steps, and the tree changes meanwhile: nodes are
+identified by their ids, and scores of pruned nodes are dropped.
+
+For nodes with scores of both models, the decided tokens show which model predicts better. The
+scores of the mid-size model replace those of the small draft as long as it does.
 """
 
 from __future__ import annotations
@@ -10,19 +14,37 @@ from __future__ import annotations
 import collections.abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from pipespec.core import Verdict
+from pipespec.head.paths import NOT_IN_TREE
 from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.head.proposers.async_proposer import AsyncResult
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.head.proposers.node_records import drop_pruned
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
-from pipespec.head.scoring import MID_ROWS, MID_ROWS_HELP, ScoreBatch, Scoring
+from pipespec.head.row_budget import RequestCandidates, split_expansion
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import Tree
+from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
 from pipespec.limits import MAX_ROWS
 from pipespec.settings import setting
+
+if TYPE_CHECKING:
+    from pipespec.head.proposers.async_proposer import AsyncProposer
+
+# Nodes that one pass scores, unless a setting says otherwise.
+MID_ROWS = 64
+MID_ROWS_HELP = "Nodes that one pass of the mid-size model scores; 0 is a small draft alone."
+
+# The advantage of the mid-size model is the log of how much more probable than the small draft it
+# found the decided tokens: its value at the start, its largest change by one token, and the share
+# of it that remains after one more token.
+HEAD_START = 2.0
+MAX_CHANGE = 3.0
+MEMORY = 0.998
 
 
 @dataclass(frozen=True)
@@ -42,33 +64,41 @@ class CascadeModelConfig(DraftModelConfig):
         return CalibratedProposer(mid)
 
 
-class BackgroundProposer(Protocol):
-    """A proposer that works beside the head (`AsyncProposer`)."""
+@dataclass(frozen=True, slots=True)
+class ChildLogprobs:
+    """The children of a node by one model: `tokens` and `logps`, `[children]`; entries with
+    log-probability -inf are padding."""
 
-    def start_sequence(self, context: Context) -> None: ...
-    def accept_verdict(self, verdict: Verdict) -> None: ...
-    def end_sequence(self, sequence: int) -> None: ...
+    tokens: np.ndarray
+    logps: np.ndarray
 
-    def submit(self, requests: collections.abc.Sequence[ProposalRequest], children: int) -> None:
-        """Begin a pass; the result of the last one must have been taken."""
-        ...
-
-    def poll(self) -> AsyncResult | None:
-        """The result of the pass, once; None: it is under way, or there was none."""
-        ...
-
-    def close(self) -> None: ...
+    def logp(self, token: int) -> float:
+        """The log-probability of a token; one that is not among the children is at most as probable
+        as the least of them, and as the remaining probability."""
+        named = self.logps > -np.inf
+        if (here := named & (self.tokens == token)).any():
+            return float(self.logps[here][0])
+        rest = np.log(max(1 - np.exp(self.logps).sum(), MIN_PROBABILITY))
+        return float(min(rest, self.logps[named].min(initial=0.0)))
 
 
 class CascadeProposer:
-    """Both models of a cascade: a `Proposer` that is the small draft, and a `TreeScorer` that is
-    the mid-size model. Both know every sequence."""
+    """Both models of a cascade: a `Proposer` that is the small draft, and the scores of the
+    mid-size model. Both know every sequence."""
 
-    def __init__(self, draft: Proposer, mid: BackgroundProposer, scoring: Scoring):
+    def __init__(self, draft: Proposer, mid: AsyncProposer, rows: int, end: int):
+        """A pass scores `rows` nodes, none of them at position `end` or beyond."""
         self._draft = draft
         self._mid = mid
-        self._scoring = scoring
-        self._pass: ScoreBatch | None = None  # under way
+        self._rows = rows
+        self._end = end
+        # Of the pass under way: each sequence, its tree, and the request with a copy of that.
+        self._pass: list[tuple[Sequence, Tree, ProposalRequest]] = []
+        self._advantage = HEAD_START
+        # The children by the small draft and by the mid-size model, by tree and node id.
+        self._stated: WeakKeyDictionary[Tree, dict[int, tuple[ChildLogprobs, ChildLogprobs]]] = (
+            WeakKeyDictionary()
+        )
 
     def start_sequence(self, context: Context) -> None:
         self._draft.start_sequence(context)
@@ -88,24 +118,87 @@ class CascadeProposer:
         self._mid.end_sequence(sequence)
 
     def request_scores(self, sequences: Iterable[Sequence], policy: SpeculationPolicy) -> None:
-        if self._pass is None:
-            self._pass = self._scoring.next_batch(sequences, policy)
-            if self._pass is not None:
-                self._mid.submit(self._pass.requests, self._pass.children)
+        """Begin to score the most probable nodes without scores, unless a pass is under way.
+
+        The ancestors of each are scored before it or with it. A policy that takes level by level or
+        a tree of fixed shape has no use for new children of upper nodes, nor has a request with a
+        grammar.
+        """
+        if self._pass or not self._rows or not policy.children:
+            return
+        if not policy.keeps_unfed or policy.whole:
+            return
+        among = [sequence for sequence in sequences if sequence.guide is None]
+        offers = [RequestCandidates(each.tree, self._unscored(each)) for each in among]
+        for sequence, nodes in zip(among, split_expansion(offers, self._rows), strict=True):
+            if len(nodes):
+                tree = sequence.tree
+                tree.scored[nodes] = True
+                request = ProposalRequest(sequence.context, tree.copy(), nodes)
+                self._pass.append((sequence, tree, request))
+        if self._pass:
+            self._mid.submit([request for _, _, request in self._pass], policy.children)
+
+    def _unscored(self, sequence: Sequence) -> np.ndarray:
+        """Rising indices of the most probable nodes of a tree that could be scored."""
+        tree = sequence.tree
+        return tree.most_probable(
+            sequence.drop_past_end(tree.nodes_before(self._end, ~tree.scored)), self._rows
+        )
 
     def take_scores(self, is_open: Callable[[Sequence], bool], capacity: int) -> int | None:
+        """Add the scores that have arrived to the trees, of at most `capacity` nodes each, if the
+        mid-size model predicts better; returns how many nodes got one, None: none have arrived.
+
+        A sequence that has left the pipeline is left out, also if it has entered it again. Nodes
+        without scores (None: the prompt is still being read) may be requested again.
+        """
         result = self._mid.poll()
         if result is None:
             return None
-        assert self._pass is not None
-        batch, self._pass = self._pass, None
-        for part in batch.parts:
-            part.sequence.counts["overruns"] += not result.paced
-        return self._scoring.update(batch, result.proposals, is_open, capacity)
+        parts, self._pass = self._pass, []
+        count = 0
+        for (sequence, tree, request), answer in zip(parts, result.proposals, strict=True):
+            sequence.counts["overruns"] += not result.paced
+            if sequence.tree is not tree or not is_open(sequence):
+                continue
+            ids = request.tree.id
+            scored_ids = np.zeros(0, np.int64) if answer is None else ids[answer.parents]
+            unscored = tree.indices(np.setdiff1d(ids[request.nodes], scored_ids))
+            tree.scored[unscored[unscored != NOT_IN_TREE]] = False
+            if answer is None:
+                continue
+            place = tree.indices(scored_ids)
+            here = place != NOT_IN_TREE
+            place, tokens, logps = place[here], answer.tokens[here], answer.logps[here]
+            self._remember(tree, place, tokens, logps)
+            if self._advantage >= 0:
+                tree.add_children(place, tokens, logps)
+                tree.trim(capacity)
+                count += len(place)
+        return count
+
+    def _remember(
+        self, tree: Tree, nodes: np.ndarray, tokens: np.ndarray, logps: np.ndarray
+    ) -> None:
+        """Keep both models' children of the `nodes` that the small draft has expanded."""
+        held = self._stated.setdefault(tree, {})
+        drop_pruned(held, tree.id)
+        both = np.flatnonzero(tree.expanded[nodes])
+        children = tree.children(nodes[both])
+        for i, node, mine in zip(
+            both.tolist(), tree.id[nodes[both]].tolist(), children, strict=True
+        ):
+            small = ChildLogprobs(tree.token[mine], tree.logp[mine])
+            held[node] = small, ChildLogprobs(tokens[i], logps[i])
 
     def token_decided(self, tree: Tree, token: int) -> None:
-        self._scoring.token_decided(tree, token)
+        """Compare the models by the token that was decided after the root of a tree."""
+        children = self._stated.get(tree, {}).pop(int(tree.id[ROOT]), None)
+        if children is not None:
+            small, mid = (each.logp(token) for each in children)
+            change = min(max(mid - small, -MAX_CHANGE), MAX_CHANGE)
+            self._advantage = MEMORY * self._advantage + change
 
     def close(self) -> None:
-        """End the work of the mid-size model."""
         self._mid.close()

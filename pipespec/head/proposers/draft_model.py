@@ -40,9 +40,7 @@ if TYPE_CHECKING:  # the runner imports models, which reading settings does not 
 class DraftModelConfig(ProposerConfig):
     """Settings of the draft model."""
 
-    @property
-    def needs_draft(self) -> bool:
-        return True
+    needs_draft = True
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         assert draft is not None
@@ -72,15 +70,9 @@ class DraftModelProposer:
         states: KeptStates | None = None,
         parallel: ParallelDraft | None = None,
     ):
-        """
-        Args:
-            chunk: prompt rows per pass.
-            vocabulary: how many token ids the target knows.
-            max_retained: ended sequences whose KV may be retained.
-            states: the running states that the draft keeps of texts, if it has some: then
-                sequences share prefixes only where there is one.
-            parallel: set if a pass proposes several tokens.
-        """
+        """A pass reads `chunk` prompt rows; the target knows `vocabulary` tokens; the KV of
+        `max_retained` ended sequences may be retained, with running `states` if the draft has some;
+        `parallel`: a pass proposes several tokens."""
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary

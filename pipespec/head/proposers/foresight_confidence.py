@@ -95,5 +95,4 @@ class ForesightConfidence:
         drop_pruned(self._scored.get(sequence, {}), nodes)
 
     def end_sequence(self, sequence: int) -> None:
-        """The sequence has left the pipeline."""
         self._scored.pop(sequence, None)

@@ -85,9 +85,7 @@ class AnswerHistory:
     def add(self, answer: list[int]) -> None:
         """Queue an answer, which `read` adds little by little."""
         if self.capacity and answer:
-            self._waiting.append(
-                answer[-(self.capacity // 2) :] if self.capacity > 1 else answer[-1:]
-            )
+            self._waiting.append(answer[-max(self.capacity // 2, 1) :])
             while sum(map(len, self._waiting)) > self.capacity:
                 self._waiting.popleft()
                 self._read = 0

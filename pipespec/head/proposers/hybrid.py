@@ -1,4 +1,10 @@
-"""Several proposers as one: their candidates are mixed, each weighed by how often it was right."""
+"""Several proposers as one: their candidates are mixed, each weighed by how often it was right.
+
+That is logistic mixing as in PAQ (Mahoney, "Adaptive weighing of context models", 2005): the
+log-odds that each proposer states are weighted and added. The weights are learnt by the gradient of
+the logarithmic loss; there is one set of weights for each subset of the proposers, used for the
+tokens that exactly these have named.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,9 @@ from itertools import islice
 import numpy as np
 
 from pipespec.core import Verdict
-from pipespec.head.paths import Paths
-from pipespec.head.policies.draft_rounds import AUTO
-from pipespec.head.proposers.calibration import CalibratedProposer
-from pipespec.head.proposers.mixing import LogOddsMixture
+from pipespec.head.paths import DraftPaths
+from pipespec.head.policies.policy import AUTO
+from pipespec.head.proposers.calibration import CalibratedProposer, from_odds, log_odds
 from pipespec.head.proposers.node_records import NodeRecords
 from pipespec.head.proposers.proposer import (
     ROUNDS,
@@ -31,15 +36,46 @@ from pipespec.settings import setting
 class HybridConfig(SuffixConfig):
     """Settings of a mixture of the draft model and the suffix proposer."""
 
-    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
+    needs_draft = True
 
-    @property
-    def needs_draft(self) -> bool:
-        return True
+    rounds: int | str = setting(AUTO, ROUNDS, experimental=True)
 
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
         assert draft is not None
         return CalibratedProposer(HybridProposer([draft, self.suffix_proposer(encode)]))
+
+
+# The probability of a token that a proposer does not name.
+UNNAMED = 0.003
+RATE = 0.01
+
+
+class LogOddsMixture:
+    """The weights of so many proposers; at first those that name a token have equal shares."""
+
+    def __init__(self, num_proposers: int):
+        named = np.arange(1 << num_proposers)[:, None] >> np.arange(num_proposers) & 1
+        # By the subset that names a token, as bits: a weight for each proposer, and a bias.
+        self._weights = np.zeros((1 << num_proposers, num_proposers + 1))
+        self._weights[:, :-1] = named / np.maximum(named.sum(1, keepdims=True), 1)
+        self._bits = 1 << np.arange(num_proposers)
+
+    def mix(self, stated: np.ndarray) -> np.ndarray:
+        """The probabilities `[k]` of tokens, given those that each proposer states,
+        `[k, proposers]`; 0: not named."""
+        odds, subset = self._inputs(stated)
+        return from_odds((odds * self._weights[subset]).sum(1))
+
+    def learn(self, stated: np.ndarray, hits: np.ndarray) -> None:
+        """Learn which of the tokens below one node the target decided, bool `[k]`."""
+        odds, subset = self._inputs(stated)
+        error = hits - from_odds((odds * self._weights[subset]).sum(1))
+        np.add.at(self._weights, subset, RATE * error[:, None] * odds)
+
+    def _inputs(self, stated: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        odds = np.ones((len(stated), stated.shape[1] + 1))
+        odds[:, :-1] = log_odds(np.maximum(stated, UNNAMED))
+        return odds, (stated > 0) @ self._bits
 
 
 # The tokens that may follow a node, and the probabilities that each proposer states for them,
@@ -130,7 +166,7 @@ def _stated(proposal: Proposal, row: int) -> TokenProbabilities:
 
 def _merged_paths(
     answers: Sequence[Proposal], rows: Sequence[Sequence[int]], merged: Proposal
-) -> Paths | None:
+) -> DraftPaths | None:
     """The paths of all answers below the candidates that `merged` has kept; what several answers
     have in common is taken from the first.
 
@@ -148,7 +184,7 @@ def _merged_paths(
         if answer.paths is not None and len(answer.paths.parents)
     ]
     for answer, paths, its_rows in with_paths:
-        new_index: dict[int, int] = {}  # by index in this answer, as `Paths.parents` counts
+        new_index: dict[int, int] = {}  # by index in this answer, as `DraftPaths.parents` counts
         for i, row in enumerate(its_rows):
             for j, token in enumerate(answer.tokens[row].tolist()):
                 if token in columns[i] and np.isfinite(answer.logps[row, j]):
@@ -168,4 +204,4 @@ def _merged_paths(
             new_index[index] = index_of[key]
     if not with_paths:
         return None
-    return Paths(np.array(above, np.int64), np.array(tokens, np.int64), np.array(logps))
+    return DraftPaths(np.array(above, np.int64), np.array(tokens, np.int64), np.array(logps))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.core import NO_PARENT_NODE, NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
-from pipespec.head.paths import Paths
+from pipespec.head.paths import DraftPaths
 from pipespec.head.tree import Tree
 
 
@@ -60,7 +60,7 @@ def best_paths(
     tokens: np.ndarray,
     logps: np.ndarray,
     count: int,
-) -> Paths:
+) -> DraftPaths:
     """The `count` most probable draft tokens below candidates, parents included.
 
     Args:
@@ -71,7 +71,7 @@ def best_paths(
     """
     value = (cum[:, None] + candidates).ravel()  # of the parents, on the current level
     node = np.repeat(np.arange(len(cum)), candidates.shape[1])
-    index = np.arange(len(value))  # as `Paths.parents` counts them
+    index = np.arange(len(value))  # as `DraftPaths.parents` counts them
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     total = len(value)
     for level in range(tokens.shape[1]):
@@ -97,13 +97,13 @@ def best_paths(
         total += len(likely)
     if not found:
         none = np.zeros(0, np.int64)
-        return Paths(none, none, np.zeros(0))
+        return DraftPaths(none, none, np.zeros(0))
     above, ahead, stated, values = (np.concatenate(column) for column in zip(*found, strict=True))
     kept = np.sort(_likeliest(values, count))
     before = candidates.size
     place = np.arange(before + len(values))
     place[before + kept] = np.arange(before, before + len(kept))
-    return Paths(place[above[kept]], ahead[kept], stated[kept])
+    return DraftPaths(place[above[kept]], ahead[kept], stated[kept])
 
 
 def _likeliest(values: np.ndarray, count: int) -> np.ndarray:

@@ -1,10 +1,7 @@
 """The interface of a proposer, which proposes draft tokens as children of tree nodes.
 
-A proposer receives the text of a sequence and its tree, and returns candidate children with
-log-probabilities. It does not see the pipeline and decides nothing: a wrong draft token costs
-speed alone.
-
-A new proposer is one file beside this one, with a `Proposer` and its `ProposerConfig`, and one
+A proposer does not see the pipeline and decides nothing: a wrong draft token costs speed alone. A
+new proposer is one file beside this one, with a `Proposer` and its `ProposerConfig`, and one
 file in `conf/proposer/`.
 """
 
@@ -32,8 +29,8 @@ from pipespec.core import (
     SamplingParams,
     Verdict,
 )
-from pipespec.head.paths import Paths
-from pipespec.head.policies.draft_rounds import AUTO, check_rounds
+from pipespec.head.paths import DraftPaths
+from pipespec.head.policies.policy import AUTO, check_rounds
 from pipespec.head.tree import Tree
 from pipespec.settings import check_settings, setting
 
@@ -103,7 +100,7 @@ class Proposal:
     parents: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
-    paths: Paths | None = None
+    paths: DraftPaths | None = None
 
     @classmethod
     def from_lists(cls, parents: np.ndarray, rows: Sequence[TokenProbabilities]) -> Proposal:
@@ -200,18 +197,12 @@ class ProposerConfig(ABC):
 
     @abstractmethod
     def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
-        """The running proposer.
-
-        Args:
-            draft: the draft model as a proposer, given exactly if `needs_draft`.
-            vocabulary: how many token ids the target knows.
-            encode: makes tokens of the text of files.
-        """
+        """The running proposer, given the draft model if `needs_draft`, how many token ids the
+        target knows, and what makes tokens of the text of files."""
 
     @property
     def mid_rows(self) -> int:
-        """Nodes that one pass of a mid-size model scores beside the head; 0: there is none
-        (`pipespec.head.proposers.cascade`)."""
+        """Nodes that a pass of a mid-size model scores (`CascadeProposer`); 0: there is none."""
         return 0
 
     @property

@@ -1,9 +1,8 @@
 """Proposes what followed the longest earlier occurrence of the text's ending: in the request's own
 text, in past answers, in files (SuffixDecoding, arXiv 2411.04975).
 
-It needs no model and no GPU, and pays where an answer repeats what is known: code that is edited,
-passages that are quoted, tables that continue. Where one continuation is likely, whole paths of it
-are proposed at once.
+It needs no model, and pays where an answer repeats what is known. Where one continuation is likely,
+whole paths of it are proposed at once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
-from pipespec.head.paths import Paths
+from pipespec.head.paths import DraftPaths
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.history import AnswerHistory, MatchAccuracy, read_corpus
 from pipespec.head.proposers.node_records import drop_pruned
@@ -87,8 +86,7 @@ class SuffixConfig(ProposerConfig):
         return SuffixProposer(self.past, corpus)
 
 
-# The known texts: the request's own, the newer and the older half of past answers, the files.
-OWN, NEW, OLD, CORPUS = range(4)
+OWN, NEW, OLD, CORPUS = range(4)  # texts: the request's, both halves of past answers, the files
 # The longest match of a text's ending in each of the known texts.
 Matches = tuple[Match, ...]
 probability_of = itemgetter(1)
@@ -121,10 +119,10 @@ class _SequenceText:
 
 
 class SuffixProposer:
-    """Matches the text and its draft tokens in the texts that it knows."""
+    """Matches the text and its draft tokens in the texts that it knows, `past` answers' tokens
+    among them."""
 
     def __init__(self, past: int = 0, corpus: SuffixAutomaton | None = None):
-        """`past`: tokens of past answers that may be held."""
         self.accuracy = MatchAccuracy()
         self.past = AnswerHistory(past)
         self._corpus = corpus or SuffixAutomaton()
@@ -159,12 +157,10 @@ class SuffixProposer:
     # --- reading ------------------------------------------------------------------------------
 
     def _known(self, text: _SequenceText) -> tuple[SuffixAutomaton, ...]:
-        """The known texts of one sequence, by origin."""
         return text.own, self.past.newer, self.past.older, self._corpus
 
     def _catch_up(self, text: _SequenceText, limit: int) -> int:
-        """Read up to `limit` of the tokens that a text has gained, and learn from those of the
-        answer; returns how many."""
+        """Read up to `limit` new tokens, and learn from those of the answer; returns how many."""
         tokens = text.context.tokens
         stop = min(text.num_read + limit, len(tokens))
         count = stop - text.num_read
@@ -187,8 +183,7 @@ class SuffixProposer:
         return count
 
     def _learn(self, known: Sequence[SuffixAutomaton], matches: Matches, token: int) -> None:
-        """Observe whether `token` was among what followed the suffixes that were consulted for it,
-        up to the first in which it was."""
+        """Observe which of the suffixes that were consulted for `token` it had followed."""
         num_distinct = 0
         for length, origin, state in self._suffixes(known, matches):
             counts = known[origin].follow_counts(state)
@@ -205,8 +200,7 @@ class SuffixProposer:
     def _suffixes(
         self, known: Sequence[SuffixAutomaton], matches: Matches
     ) -> list[tuple[int, int, int]]:
-        """The suffixes to consult for the token after a match: length, origin and state of each,
-        the longest first."""
+        """Length, origin and state of the suffixes to consult after a match, the longest first."""
         if not self._shared:
             own = known[OWN].suffixes(matches[OWN], MAX_SUFFIXES)
             return [(length, OWN, state) for state, length in own]
@@ -223,8 +217,7 @@ class SuffixProposer:
     def _next_tokens(
         self, text: _SequenceText, matches: Matches, position: int, children: int
     ) -> TokenProbabilities:
-        """The `children` most probable tokens at `position`, after a match, the likeliest first,
-        ranked with the target's noise where that is known."""
+        """The `children` most probable tokens at `position`, after a match, the likeliest first."""
         key = matches, children
         found = text.stated.get(key)
         if found is None:
@@ -238,8 +231,8 @@ class SuffixProposer:
     def _followers(
         self, text: _SequenceText, matches: Matches, children: int
     ) -> TokenProbabilities:
-        """Tokens that may follow a match, with probabilities, the likeliest first; at least
-        `children` of them, if there are so many.
+        """At least `children` tokens that may follow a match, if there are so many, the likeliest
+        first.
 
         The tokens that followed the longest suffix share its accuracy in proportion to how often
         each did; the rest of the probability is left to shorter suffixes.
@@ -274,36 +267,20 @@ class SuffixProposer:
     # --- matches of nodes ---------------------------------------------------------------------
 
     def _node_matches(self, text: _SequenceText, tree: Tree, nodes: np.ndarray) -> list[Matches]:
-        """The matches of the texts that end with each of these nodes of the tree."""
-        parents = tree.parent[nodes]
-        columns = (nodes, tree.id[nodes], parents, tree.id[parents], tree.token[nodes])
-        found: list[Matches] = []
+        """The matches of the texts that end with these nodes."""
+        ids, parents, tokens = tree.id.tolist(), tree.parent.tolist(), tree.token.tolist()
         held = text.draft_matches
-        for node, node_id, parent, parent_id, token in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            before = text.matches if parent == ROOT else held.get(parent_id)
-            if node == ROOT or before is None:
-                matches = self._match_path(text, tree, node)
-            else:
-                matches = held[node_id] = self._advance(text, before, token)
+        found: list[Matches] = []
+        for node in nodes.tolist():
+            path, above = [], node
+            while above != ROOT and (above == node or ids[above] not in held):
+                path.append(above)
+                above = parents[above]
+            matches = text.matches if above == ROOT else held[ids[above]]
+            for below in reversed(path):
+                matches = held[ids[below]] = self._advance(text, matches, tokens[below])
             found.append(matches)
         return found
-
-    def _match_path(self, text: _SequenceText, tree: Tree, node: int) -> Matches:
-        """The matches of one node, from the nearest node above it whose matches are known."""
-        path: list[int] = []
-        matches = text.matches
-        while node != ROOT:
-            if (held := text.draft_matches.get(int(tree.id[node]))) is not None:
-                matches = held
-                break
-            path.append(node)
-            node = int(tree.parent[node])
-        for below in reversed(path):
-            matches = self._advance(text, matches, int(tree.token[below]))
-            text.draft_matches[int(tree.id[below])] = matches
-        return matches
 
     def _advance(self, text: _SequenceText, matches: Matches, token: int) -> Matches:
         return self._with_shared(text.own.advance(matches[OWN], token), matches, token)
@@ -316,8 +293,6 @@ class SuffixProposer:
         for origin, each in self._shared:
             found[origin] = each.advance(matches[origin], token)
         return tuple(found)
-
-    # --- proposing ----------------------------------------------------------------------------
 
     def _proposal(self, text: _SequenceText, request: ProposalRequest, children: int) -> Proposal:
         tree, nodes = request.tree, request.nodes
@@ -339,12 +314,11 @@ class SuffixProposer:
         rows: Sequence[TokenProbabilities],
         matches: Sequence[Matches],
         children: int,
-    ) -> Paths:
-        """Draft tokens below the candidates, the likeliest first."""
+    ) -> DraftPaths:
         width = max(map(len, rows), default=0)
         reached = np.exp(request.tree.cum[request.nodes]).tolist()  # probability of each node
         positions = (request.tree.position[request.nodes] + 1).tolist()
-        # Paths to extend: negated probability, index as `Paths.parents` counts, matches before the
+        # To extend: negated probability, index as `DraftPaths.parents` counts, matches before the
         # last token, that token, and the position after it.
         heap = []
         for i, (row, probability) in enumerate(zip(rows, reached, strict=True)):
@@ -372,4 +346,4 @@ class SuffixProposer:
                 above.append(parent)
                 tokens.append(below)
                 stated.append(share)
-        return Paths(np.array(above, np.int64), np.array(tokens, np.int64), np.log(stated))
+        return DraftPaths(np.array(above, np.int64), np.array(tokens, np.int64), np.log(stated))

@@ -53,7 +53,6 @@ class SuffixAutomaton:
         self._counts_cache: dict[int, FollowCounts] = {}
 
     def __len__(self) -> int:
-        """How many states there are."""
         return len(self._link)
 
     def start_text(self) -> None:
@@ -61,7 +60,6 @@ class SuffixAutomaton:
         self._last = NO_MATCH
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the newest text."""
         for token in tokens:
             self._append(token)
         self.length += len(tokens)
@@ -175,11 +173,9 @@ class SuffixAutomaton:
         return found
 
     def has_followed(self, state: int, token: int) -> bool:
-        """Whether a token has followed a state."""
         return bool(self._transition(state, token))
 
     def follow_counts(self, state: int) -> FollowCounts:
-        """What followed a state."""
         if (found := self._counts_cache.get(state)) is None:
             after = self._branches.get(state)
             if after is None:

@@ -9,7 +9,7 @@ from pipespec.client.answers import Result
 from pipespec.console.terminal import show, table_of
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.commands import bench
-from pipespec.extras.diagnostics.machine_check import QUANTIZE, table
+from pipespec.extras.device_check.machine_check import QUANTIZE, table
 
 NASTY = "[/red] [bold]x[/bold] :smile: [link=a]"
 PLAIN = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}

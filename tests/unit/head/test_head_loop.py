@@ -38,11 +38,8 @@ from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.head.proposers.async_proposer import AsyncProposer
-from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
-from pipespec.head.scoring import MID_ROWS, Scoring
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.timing.batch_times import BatchTimes
 from pipespec.timing.trace import Timeline
@@ -64,7 +61,6 @@ def head(
     at_once: int = 1,
     most: int = 1000,
     compile_grammar: Compile | None = None,
-    mid: AsyncProposer | None = None,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
     """A head whose stages decide what the texts say, what it sends, and what it logs."""
@@ -72,20 +68,9 @@ def head(
     stages = StoryStages(link, NUM_STAGES, texts)
     controller = StoryController(requests, stages.verdicts, **told)
     draft = SyntheticProposer(ACCURACY, list(texts.values()), VOCABULARY, 1)
-    cascade = None if mid is None else CascadeProposer(draft, mid, Scoring(MID_ROWS, 1000))
     loop = HeadLoop(
-        Scheduler(
-            SchedulerConfig(
-                policy,
-                NUM_STAGES,
-                rounds,
-                chunk,
-                1000,
-                at_once,
-            ),
-            cascade,
-        ),
-        cascade or draft,
+        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000, at_once)),
+        draft,
         link,
         controller,
         HeadSettings(

@@ -37,6 +37,7 @@ from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.tree import ROOT
 from pipespec.timing.batch_times import BatchTimes
 from tests.helpers.policies import small_policies
+from tests.helpers.trees import check_tree
 
 NUM_STEPS = 3
 MOST = 4  # requests that are open at once
@@ -120,19 +121,19 @@ def test_every_request_ends_and_no_row_is_fed_twice_while_requests_come_and_go(
     asked = len(arriving)
     known = set()  # sequences that the stages know
     for _ in range(600):
-        while on.room and arriving and rng.random() < 0.5:
-            on.add(arriving.pop(0), lambda token: False, 0)
+        while on.admission.room and arriving and rng.random() < 0.5:
+            on.admission.add(arriving.pop(0), lambda token: False, 0)
         queue = sorted(each.request.queue_key for each in on.admission.waiting)
         for sequence in on.admit():
             assert sequence.prefilled == 0, "nothing is shared here"
             assert sequence.request.queue_key == queue.pop(0)
-            assert {each.request.policy for each in on.sequences.values()} == {
+            assert {each.request.policy for each in on.admission.sequences.values()} == {
                 on.admission.policy_name
             }
         on.begin_step()
         while work := on.next_expansion(0.0):
             on.add_proposals(work, candidates(work, rng), 1.0)
-        for number, sequence in list(on.sequences.items()):
+        for number, sequence in list(on.admission.sequences.items()):
             tip = sequence.context.nodes[-1]
             if not sequence.prompt_left and stages.has_passed(number, tip, on.step):
                 base = len(sequence.context.tokens)
@@ -142,26 +143,29 @@ def test_every_request_ends_and_no_row_is_fed_twice_while_requests_come_and_go(
                 if progress is not None and progress.reason:
                     assert progress.sequence.request.id not in ends, "it ends once"
                     ends[progress.sequence.request.id] = progress.reason
-        if on.requests and rng.random() < 0.05:
-            request = on.requests[int(rng.integers(len(on.requests)))].request.id
-            assert on.cancel(request) is not None and on.cancel(request) is None
+        if on.admission.requests and rng.random() < 0.05:
+            request = on.admission.requests[
+                int(rng.integers(len(on.admission.requests)))
+            ].request.id
+            assert on.admission.cancel(request) is not None and on.admission.cancel(request) is None
             ends[request] = "cancelled"
         on.end_verdicts(0.0, 1.0)
-        open_ = sorted(each.request.queue_key for each in on.sequences.values())
-        for sequence in on.preempt():
+        open_ = sorted(each.request.queue_key for each in on.admission.sequences.values())
+        for sequence in on.admission.preempt():
             assert sequence in on.admission.waiting
             assert sequence.request.queue_key == open_.pop()
         oldest = min(
             (
                 each
-                for each in on.sequences.values()
+                for each in on.admission.sequences.values()
                 if not each.prompt_left and not each.tree.fed[ROOT]
             ),
             key=lambda each: each.root_waits_since,
             default=None,
         )
-        while isinstance(batch := on.next_batch(0.0), ProposalBatch):
-            on.add_proposals(batch, candidates(batch, rng), 1.0)
+        while work := (plan := on.plan_batch(0.0)).refill:
+            on.add_proposals(work, candidates(work, rng), 1.0)
+        batch = on.next_batch(plan)
         on.end_step(1.0)
         assert len(batch) <= ROWS
         assert on.admission.free_slots >= 0, "slots are never over-committed"
@@ -176,14 +180,14 @@ def test_every_request_ends_and_no_row_is_fed_twice_while_requests_come_and_go(
         known = (known - freed) | opened
         assert set(owners) <= known
         stages.take(batch.rows, batch.step)
-        for sequence in on.sequences.values():
-            sequence.tree.check()
-        requests = [each.request.id for each in on.requests]
+        for sequence in on.admission.sequences.values():
+            check_tree(sequence.tree)
+        requests = [each.request.id for each in on.admission.requests]
         assert sorted([*requests, *ends, *(each.id for each in arriving)]) == list(range(asked))
-        if not arriving and on.idle:
+        if not arriving and on.admission.idle:
             break
     assert len(ends) == asked, "nobody starves"
-    assert set(on.next_batch(0.0).finished) == known
+    assert set(on.next_batch(on.plan_batch(0.0)).finished) == known
 
 
 def stages_know(sequence, token: int, stages: Stages, step: int) -> bool:
@@ -199,27 +203,29 @@ def test_when_kv_slots_run_short_draft_tokens_are_shed_before_the_youngest_reque
     on = Scheduler(SchedulerConfig(BestFirst(4, 2), NUM_STEPS, 2, 4, 30, 2, 4, 20))
     rng = np.random.default_rng(0)
     for i in range(2):
-        on.add(Request(i, (1, 2), 12), lambda token: False, 0)
+        on.admission.add(Request(i, (1, 2), 12), lambda token: False, 0)
     stages = Stages()
     texts: dict[int, list[int]] = {0: [], 1: []}
     fed_guesses: list[tuple[int, int]] = []  # free slots before, guesses fed
-    while not on.idle:
+    while not on.admission.idle:
         list(on.admit())
         on.begin_step()
         while work := on.next_expansion(0.0):
             on.add_proposals(work, candidates(work, rng), 1.0)
-        for number, sequence in list(on.sequences.items()):
+        for number, sequence in list(on.admission.sequences.items()):
             if stages.has_passed(number, sequence.context.nodes[-1], on.step):
                 base = len(sequence.context.tokens)
                 progress = on.apply(Verdict(number, base, (3,)), now=0)
                 texts[sequence.request.id].append(base)
                 assert progress is not None
         on.end_verdicts(0.0, 1.0)
-        (put_back,) = on.preempt() or [None]
+        (put_back,) = on.admission.preempt() or [None]
         assert put_back is None or put_back.request.id == 1, "the youngest"
-        free = on.admission.free_slots - sum(each.prompt_left + 1 for each in on.sequences.values())
-        batch = on.next_batch(0.0)
-        roots = {each.context.nodes[-1] for each in on.sequences.values()}
+        free = on.admission.free_slots - sum(
+            each.prompt_left + 1 for each in on.admission.sequences.values()
+        )
+        batch = on.next_batch(on.plan_batch(0.0))
+        roots = {each.context.nodes[-1] for each in on.admission.sequences.values()}
         guesses = (batch.rows[:, KIND] == DRAFT) & ~np.isin(batch.rows[:, NODE], list(roots))
         fed_guesses.append((free, int(np.count_nonzero(guesses))))
         stages.take(batch.rows, batch.step)
@@ -233,28 +239,28 @@ def test_when_kv_slots_run_short_draft_tokens_are_shed_before_the_youngest_reque
 
 def test_waiting_request_of_higher_priority_does_not_preempt_a_running_one():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 30, 3, 4, 20))
-    add = partial(on.add, stops=lambda token: False, now=0)
+    add = partial(on.admission.add, stops=lambda token: False, now=0)
     add(Request(0, tuple(range(9)), 4, priority=5))
     assert [each.request.id for each in on.admit()] == [0]
     add(Request(1, tuple(range(9)), 4, priority=7))
     add(Request(2, tuple(range(9)), 4, priority=-7))
     assert not list(on.admit()), "there are no slots for it"
-    assert not on.preempt()
+    assert not on.admission.preempt()
     assert [each.request.id for each in on.admission.waiting] == [2, 1]
-    on.cancel(0)
+    on.admission.cancel(0)
     assert [each.request.id for each in on.admit()] == [2]
 
 
 def test_prompts_of_several_requests_share_a_step_and_take_turns():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 60, MOST, ROWS))
     for i, length in enumerate((9, 2, 2)):
-        on.add(Request(i, tuple(range(length)), 5), lambda token: False, 0)
+        on.admission.add(Request(i, tuple(range(length)), 5), lambda token: False, 0)
     list(on.admit())
     ends = {}
     for step in range(5):
         on.begin_step()
         on.end_verdicts(0.0, 1.0)
-        batch = on.next_batch(0.0)
+        batch = on.next_batch(on.plan_batch(0.0))
         assert isinstance(batch.rows, np.ndarray) and len(batch) <= 4
         for row in batch.rows[batch.rows[:, KIND] == LAST_COMMITTED].tolist():
             ends[row[SEQUENCE]] = step
@@ -271,24 +277,25 @@ def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
     curve = TimeCurve(((1, 37.8), (64, 37.8), (65, 75.6), (128, 75.6)))
     on = Scheduler(SchedulerConfig(policy, NUM_STEPS, 1, 128, 9000, 2, 128))
     on.update_stage_times(BatchTimes(tuple((rows, curve.ms(rows)) for rows in (1, 4, 16, 64, 128))))
-    on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
+    on.admission.add(Request(0, (1, 2), 4000), lambda token: False, 0)
     rng, stages, in_flight = np.random.default_rng(0), Stages(), [0] * NUM_STEPS
     read, beside = [], []  # rows of the prompt in each step, and of the answer
     for step in range(100):
         if step == 50:
-            on.add(Request(1, tuple(range(2000)), 9), lambda token: False, 0)
+            on.admission.add(Request(1, tuple(range(2000)), 9), lambda token: False, 0)
         list(on.admit())
         on.begin_step()
         while work := on.next_expansion(0.0):
             on.add_proposals(work, candidates(work, rng), 1.0)
-        answer = on.sequences[0]
+        answer = on.admission.sequences[0]
         if stages.has_passed(0, answer.context.nodes[-1], step):
             on.apply(Verdict(0, len(answer.context.tokens), (1,)), now=0)
         ms = max(map(curve.ms, in_flight))
         assert ms <= 37.8
         on.end_verdicts(0.0, ms)
-        while isinstance(batch := on.next_batch(ms), ProposalBatch):
-            on.add_proposals(batch, candidates(batch, rng), 1.0)
+        while work := (plan := on.plan_batch(ms)).refill:
+            on.add_proposals(work, candidates(work, rng), 1.0)
+        batch = on.next_batch(plan)
         in_flight = [*in_flight[1:], len(batch)]
         stages.take(batch.rows, step)
         on.end_step(ms)
@@ -301,29 +308,18 @@ def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
     assert sum(beside) >= len(beside) * guesses / 2
 
 
-def test_scheduler_has_room_for_max_num_seqs_requests():
-    on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 60, 1, 0))
-    on.add(Request(0, (1, 2), 5), lambda token: False, 0)
-    assert on.room == 0
-    list(on.admit())
-    on.next_batch(0.0)
-    on.cancel(0)
-    assert on.idle and on.room == 1 and on.draining
-    assert on.next_batch(0.0).finished == (0,)
-
-
 def test_a_step_starts_as_many_requests_as_their_parameters_fit_into_a_batch():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 64, 60, 64, 0))
     bias = tuple((100_000 + i, 0.123456789) for i in range(1000))
     for i in range(20):
-        on.add(
+        on.admission.add(
             Request(i, (1, 2), 5, sampling=SamplingParams(logit_bias=bias)), lambda token: False, 0
         )
     fit = MAX_STARTED_BYTES // on.admission.waiting[0].start.num_bytes
     sizes = []
     for _ in range(4):
         list(on.admit())
-        batch = on.next_batch(0.0)
+        batch = on.next_batch(on.plan_batch(0.0))
         sizes.append(len(batch.started))
         assert sum(opening.num_bytes for opening in batch.started) <= MAX_STARTED_BYTES
     assert 10 < fit < 20 and sizes == [fit, 20 - fit, 0, 0]

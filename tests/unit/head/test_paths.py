@@ -10,41 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import Request, Verdict
-from pipespec.head.paths import Paths
+from pipespec.head.paths import DraftPaths
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.static_tree import StaticTree
 from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
-from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import Text, TextTree, check_tree, texts_of
 
 VOCABULARY = 4
-Text = tuple[int, ...]
 
 
-def texts(tree: Tree) -> dict[Text, int]:
-    """Every node by what it and those above it say, below the root."""
-    found = {tuple(tree.token[tree.path(i)[1:]].tolist()): i for i in range(len(tree))}
-    assert len(found) == len(tree), "a text stands twice"
-    return found
-
-
-class Plain:
-    """What a tree is to hold: log-probabilities by text, and who was expanded."""
+class Plain(TextTree):
+    """What a tree is to hold, and who was expanded."""
 
     def __init__(self) -> None:
-        self.logp: dict[Text, float] = {(): 0.0}
+        super().__init__()
         self.expanded: set[Text] = set()
 
-    def expand(self, asked: list[Text], rows: list[dict[int, float]], below: dict[Text, float]):
+    def grow(self, said: dict[Text, dict[int, float]], below: dict[Text, float]) -> None:
         """`below`: guesses of several levels, by text, those above first."""
-        self.expanded |= set(asked)
-        for above, row in zip(asked, rows, strict=True):
-            left = max(1 - sum(np.exp([*row.values()])), MIN_PROBABILITY)
-            bound = min([*row.values(), float(np.log(left))])
-            for text in [text for text in self.logp if text and text[:-1] == above]:
-                self.logp[text] = min(self.logp[text], bound)
-            self.logp |= {(*above, token): logp for token, logp in row.items()}
+        self.expanded |= said.keys()
+        self.expand(said)
         for text, logp in below.items():
             if text[:-1] in self.logp and text[:-1] not in self.expanded:
                 self.logp[text] = logp
@@ -60,7 +48,7 @@ def row_of(rng: np.random.Generator, count: int) -> dict[int, float]:
 def grow(tree: Tree, plain: Plain, rng: np.random.Generator) -> None:
     """One round: the best nodes are expanded, with guesses of several levels below some."""
     best = tree.most_probable(np.flatnonzero(~tree.expanded), int(rng.integers(1, 4)))
-    by_index = {i: text for text, i in texts(tree).items()}
+    by_index = {i: text for text, i in texts_of(tree).items()}
     asked = [by_index[i] for i in best.tolist()]
     children = int(rng.integers(1, VOCABULARY))
     rows = [row_of(rng, children) for _ in asked]
@@ -79,11 +67,11 @@ def grow(tree: Tree, plain: Plain, rng: np.random.Generator) -> None:
             logps.append(logp)
             below[(*text, token)] = logp
             ids[(*text, token)] = len(ids)
-    paths = Paths(np.array(above, np.int64), np.array(tokens, np.int64), np.array(logps))
+    paths = DraftPaths(np.array(above, np.int64), np.array(tokens, np.int64), np.array(logps))
     shape = (len(rows), children)
     candidates = np.array([[*row] for row in rows], np.int64).reshape(shape)
     stated = np.array([[*row.values()] for row in rows]).reshape(shape)
-    plain.expand(asked, rows, below)
+    plain.grow(dict(zip(asked, rows, strict=True)), below)
     before = len(tree)
     assert tree.add_children(best, candidates, stated, paths=paths) == len(tree) - before
 
@@ -94,15 +82,13 @@ def test_rounds_of_several_levels_build_one_tree(seed, rounds):
     tree, plain = Tree(7, 6, token=1, position=10, fed=True), Plain()
     for _ in range(rounds):
         grow(tree, plain, rng)
-        tree.check()
-        here = texts(tree)
+        check_tree(tree)
+        here = texts_of(tree)
         assert here.keys() == plain.logp.keys()
         assert {text for text, i in here.items() if tree.expanded[i]} == plain.expanded
         for text, i in here.items():
             assert tree.logp[i] == pytest.approx(plain.logp[text])
-            assert tree.cum[i] == pytest.approx(
-                sum(plain.logp[text[:end]] for end in range(len(text) + 1))
-            )
+            assert tree.cum[i] == pytest.approx(plain.cum(text))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 10), st.integers(1, 30))
@@ -114,18 +100,18 @@ def test_trimming_leaves_no_node_without_its_parent(seed, rounds, capacity):
         tree.mark_fed(tree.most_probable(np.flatnonzero(~tree.fed), int(rng.integers(0, 4))))
         held = set(tree.id[tree.fed | tree.expanded].tolist())
         tree.trim(capacity)
-        tree.check()
+        check_tree(tree)
         assert held <= set(tree.id.tolist())
         assert len(tree) == max(capacity, len(held)) or len(tree) < capacity
-        plain.logp = {text: plain.logp[text] for text in texts(tree)}
+        plain.logp = {text: plain.logp[text] for text in texts_of(tree)}
 
 
 def test_equal_nodes_are_trimmed_from_below():
     tree = Tree(0, -1, 0, 0, fed=True)
-    paths = Paths(np.array([0, 1, 2]), np.array([5, 6, 7]), np.zeros(3))
+    paths = DraftPaths(np.array([0, 1, 2]), np.array([5, 6, 7]), np.zeros(3))
     tree.add_children(np.array([ROOT]), np.array([[4]]), np.zeros((1, 1)), paths=paths)
     tree.trim(3)
-    tree.check()
+    check_tree(tree)
     assert tree.token.tolist() == [0, 4, 5]
 
 
@@ -134,14 +120,16 @@ def test_paths_from_a_node_and_its_ancestor_merge():
     tree = Tree(0, -1, 9, 0, fed=True)
     one = np.array([[1]])
     tree.add_children(np.array([ROOT]), one, np.log([[0.9]]))
-    guesses = Paths(np.array([0, 1]), np.array([2, 3]), np.log([0.8, 0.8]))
+    guesses = DraftPaths(np.array([0, 1]), np.array([2, 3]), np.log([0.8, 0.8]))
     tree.add_children(np.array([1]), one, np.log([[0.9]]), paths=guesses)
-    asked = np.array([texts(tree)[1, 1], texts(tree)[1, 1, 2]])
+    asked = np.array([texts_of(tree)[1, 1], texts_of(tree)[1, 1, 2]])
     assert not tree.expanded[asked].any()
     # Below the child that stands already, and below its own child, the same is guessed.
-    meeting = Paths(np.array([0, 2, 1, 4]), np.array([3, 5, 5, 6]), np.log([0.5, 0.4, 0.3, 0.2]))
+    meeting = DraftPaths(
+        np.array([0, 2, 1, 4]), np.array([3, 5, 5, 6]), np.log([0.5, 0.4, 0.3, 0.2])
+    )
     tree.add_children(asked, np.array([[2], [3]]), np.log([[0.9], [0.9]]), paths=meeting)
-    held = texts(tree)
+    held = texts_of(tree)
     assert held.keys() >= {(1, 1, 2, 3), (1, 1, 2, 3, 5), (1, 1, 2, 3, 5, 6)}
     assert tree.logp[held[1, 1, 2, 3, 5]] == pytest.approx(np.log(0.4))
 
@@ -149,19 +137,19 @@ def test_paths_from_a_node_and_its_ancestor_merge():
 def test_draft_token_below_padding_is_padding():
     tree = Tree(0, -1, 0, 0, fed=True)
     logps = np.array([-0.5, -0.5, -np.inf, -0.5])
-    paths = Paths(np.array([1, 0, 3, 4]), np.array([5, 6, 7, 8]), logps)
+    paths = DraftPaths(np.array([1, 0, 3, 4]), np.array([5, 6, 7, 8]), logps)
     tree.add_children(
         np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]), paths=paths
     )
-    tree.check()
-    assert [*texts(tree)] == [(), (1,), (1, 6)]
+    check_tree(tree)
+    assert [*texts_of(tree)] == [(), (1,), (1, 6)]
 
 
 def test_levels_lists_paths_by_depth():
-    paths = Paths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
+    paths = DraftPaths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
     assert [level.tolist() for level in paths.levels(3)] == [[0, 2], [1], [3]]
     with pytest.raises(AssertionError, match="comes before"):
-        [*Paths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
+        [*DraftPaths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
 
 
 @pytest.mark.parametrize(
@@ -174,10 +162,10 @@ def test_levels_lists_paths_by_depth():
 def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     config = SchedulerConfig(policy, num_steps=2, rounds=1, prefill_chunk=4, context_limit=64)
     scheduler = Scheduler(config)
-    scheduler.add(Request(1, (1, 2), 16), lambda _: False, 0)
+    scheduler.admission.add(Request(1, (1, 2), 16), lambda _: False, 0)
     (sequence,) = scheduler.admit()
     scheduler.begin_step()
-    scheduler.next_batch(0.0)
+    scheduler.next_batch(scheduler.plan_batch(0.0))
     scheduler.apply(Verdict(sequence.number, 2, (9,)), 1)
     scheduler.begin_step()
     work = scheduler.next_expansion(0.0)
@@ -185,12 +173,12 @@ def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     (part,) = work.parts
     assert part.request.max_path_tokens == (2 if deep else 0)
     found = Proposal(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
-    paths = Paths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
+    paths = DraftPaths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
     scheduler.add_proposals(work, [replace(found, paths=paths)], 1.0)
     tree = sequence.tree
-    tree.check()
+    check_tree(tree)
     fed = [(3,), (4,), *([(3, 5), (3, 5, 6)] if deep else [])]
-    assert [*texts(tree)][1:] == fed
+    assert [*texts_of(tree)][1:] == fed
     assert not tree.expanded[1:].any()
     scheduler.apply(Verdict(sequence.number, 3, (3,)), 2)
-    assert [*texts(tree)][1:] == ([(5,), (5, 6)] if deep else [])
+    assert [*texts_of(tree)][1:] == ([(5,), (5, 6)] if deep else [])

@@ -16,7 +16,7 @@ from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
-from pipespec.head.prefix_cache import PrefixIndex, num_common, text_key
+from pipespec.head.prefix_cache import PrefixIndex, num_common, num_tokens, text_key
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.scheduler_types import SchedulerConfig
 from tests.helpers.policies import small_policies
@@ -46,8 +46,8 @@ def pipeline(**changes: object) -> ToyPipeline:
 def run(toy: ToyPipeline, requests: Sequence[Request]) -> list[Batch]:
     """Add requests as there is room, until all are answered as the toy does; what was sent."""
     waiting, sent = list(requests), []
-    while waiting or not toy.scheduler.idle:
-        while waiting and toy.scheduler.room:
+    while waiting or not toy.scheduler.admission.idle:
+        while waiting and toy.scheduler.admission.room:
             toy.add(waiting.pop(0))
         sent.append(toy.lockstep())
     for request in requests:
@@ -217,7 +217,7 @@ def test_request_waiting_for_a_prefix_blocks_no_other_and_starts_when_its_reader
     assert [(o.request, o.shared_len) for o in second.started] == [(1, 0)], (
         "eight tokens are not worth it"
     )
-    while not toy.scheduler.idle:
+    while not toy.scheduler.admission.idle:
         toy.lockstep()
     assert toy.answers[1] == text_of(Request(1, PREFIX, 4), NUM_STAGES)
 
@@ -233,7 +233,7 @@ def test_request_does_not_share_with_a_sequence_that_was_never_sent():
     toy.cancel(1)
     batch = toy.lockstep()
     assert [(each.request, each.parent) for each in batch.started] == [(2, 0)]
-    while not toy.scheduler.idle:
+    while not toy.scheduler.admission.idle:
         toy.lockstep()
     assert toy.answers[2] == text_of(Request(2, (*alike, 2), 4), NUM_STAGES)
 
@@ -398,12 +398,12 @@ def check_random_load(
     how = {"free": free, "draft_slots": draft_slots, "parallel": parallel}
     how["make_model"] = ToyModel if model_type is None else recurrent_toy(model_type)
     toy = ToyPipeline(told, **how, answers=answers)
-    while waiting or not toy.scheduler.idle:
-        while waiting and toy.scheduler.room and rng.random() < 0.4:
+    while waiting or not toy.scheduler.admission.idle:
+        while waiting and toy.scheduler.admission.room and rng.random() < 0.4:
             open_.append(waiting.pop(0))
             toy.add(open_[-1])
-        if toy.scheduler.requests and rng.random() < 0.05:
-            request = rng.choice(toy.scheduler.requests).request
+        if toy.scheduler.admission.requests and rng.random() < 0.05:
+            request = rng.choice(toy.scheduler.admission.requests).request
             toy.cancelled.append(request.id)
             gone.add(request.id)
         if rng.random() < 0.01:  # an epoch is lost
@@ -427,7 +427,7 @@ def check_random_load(
     cache = toy.scheduler.admission.cache
     for loop in toy.stages:
         assert num_slots - loop.runner.slots.num_free == cache.held
-        assert loop.runner.cached == cache.retained_tokens
+        assert loop.runner.cached == {n: num_tokens(key) for n, key in cache._keys.items()}
         assert not loop.runner.lineages
         check_states(loop.runner, cache.states, told)
     assert cache.pinned == 0 and len(cache.retained_texts) <= max_retained

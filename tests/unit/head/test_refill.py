@@ -182,13 +182,17 @@ def test_no_more_is_drafted_beside_a_prompt_than_its_step_has_rows_for(
     pipeline = WithPrompts(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, 1, 2)
     scheduler = Scheduler(replace(pipeline.scheduler.config, prefill_chunk=256))
     pipeline.scheduler = scheduler
-    scheduler.add(Request(0, tuple(pipeline.texts[0][:1]), STEPS * 40), lambda token: False, 0)
+    scheduler.admission.add(
+        Request(0, tuple(pipeline.texts[0][:1]), STEPS * 40), lambda token: False, 0
+    )
     pipeline.step()
     scheduler.update_stage_times(BatchTimes(curve.points))
     alone = mean_rounds(pipeline, lambda: scheduler.step < STEPS)
-    scheduler.add(Request(1, tuple(pipeline.texts[1][: 80 * STEPS]), 1), lambda token: False, 0)
+    scheduler.admission.add(
+        Request(1, tuple(pipeline.texts[1][: 80 * STEPS]), 1), lambda token: False, 0
+    )
     pipeline.step()
-    beside = mean_rounds(pipeline, lambda: bool(scheduler.sequences[1].prompt_left))
+    beside = mean_rounds(pipeline, lambda: bool(scheduler.admission.sequences[1].prompt_left))
     assert 0 < beside <= 1.5 * alone
 
 

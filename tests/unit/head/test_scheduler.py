@@ -7,8 +7,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipespec.core import (
     COMMITTED,
@@ -44,7 +42,9 @@ def scheduler(
 
 
 def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, ...] = ()):
-    sequence = on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
+    sequence = on.admission.add(
+        Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer
+    )
     assert list(on.admit()) == ([] if sequence.ended else [sequence])
     return sequence
 
@@ -72,11 +72,12 @@ def step(on: Scheduler, *tokens: int):
     grow(on)
     progress = None
     if tokens:
-        base = len(on.sequences[0].context.tokens)
+        base = len(on.admission.sequences[0].context.tokens)
         progress = on.apply(Verdict(0, base, tokens), now=on.step)
     on.end_verdicts(0.0, 1.0)
-    while isinstance(batch := on.next_batch(0.0), ProposalBatch):
-        on.add_proposals(batch, candidates(batch), 1.0)
+    while work := (plan := on.plan_batch(0.0)).refill:
+        on.add_proposals(work, candidates(work), 1.0)
+    batch = on.next_batch(plan)
     on.end_step(1.0)
     return batch, progress
 
@@ -103,12 +104,17 @@ def test_rows_are_those_of_the_tree_after_grammars_have_changed_it(
     sequence = opened(on)
     step(on)
 
-    def determined(*_: object) -> None:
-        tree = sequence.tree
-        leaves = np.flatnonzero(~tree.expanded)
-        tree.append_path(int(leaves[0]), [5, 6, 7])
+    round_of = on._draft_round
 
-    monkeypatch.setattr("pipespec.head.scheduler.next_refill", determined)
+    def determined(sequences: list[Sequence], select: object):
+        if select != "refill":
+            return round_of(sequences, select)
+        leaves = np.flatnonzero(~sequence.tree.expanded)
+        sequence.tree.append_path(int(leaves[0]), [5, 6, 7])
+        return None, False
+
+    monkeypatch.setattr("pipespec.head.scheduler.worthwhile_refill", lambda *_: "refill")
+    monkeypatch.setattr(on, "_draft_round", determined)
     seen: set[int] = set()
     for _ in range(6):
         batch, _ = step(on)
@@ -201,7 +207,7 @@ def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
     assert progress.accepted.tokens == (4, 5, 6)
     assert progress.reason == "length"
     assert batch.finished == (0,) and not len(batch)
-    assert on.idle and on.draining
+    assert on.admission.idle and on.draining
     assert on.apply(Verdict(0, 4, (7,)), now=0) is None, "late word of a closed request"
     for _ in range(NUM_STEPS):
         batch, _ = step(on)
@@ -212,19 +218,9 @@ def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
 def test_complete_answer_of_an_earlier_epoch_never_enters_the_pipeline():
     on = scheduler(Root())
     sequence = opened(on, tokens=2, answer=(3, 4))
-    assert sequence.ended == "length" and on.idle
+    assert sequence.ended == "length" and on.admission.idle
     batch, _ = step(on)
     assert batch.finished == batch.started == () and not len(batch)
-
-
-def test_cancelled_request_is_freed_once():
-    on = scheduler(Level(8, 2))
-    sequence = opened(on)
-    step(on)
-    assert on.cancel(8) is None and not on.idle
-    assert on.cancel(7) is sequence and on.idle
-    assert step(on)[0].finished == (0,)
-    assert on.cancel(7) is None
 
 
 def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
@@ -237,29 +233,5 @@ def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     on.begin_step()
     on.apply(Verdict(0, 2, (9,)), now=0)
     assert on.has_work(0.0), "a root that was not fed"
-    on.cancel(7)
+    on.admission.cancel(7)
     assert on.has_work(0.0), "the stages must be told"
-
-
-@given(st.data(), st.sampled_from(POLICIES), st.integers(1, 3))
-def test_no_row_is_fed_twice_or_before_its_parent(
-    data: st.DataObject, policy: SpeculationPolicy, rounds: int
-):
-    on = scheduler(policy, rounds=rounds, chunk=2)
-    sequence: Sequence = opened(on, length=data.draw(st.integers(1, 5)), tokens=30)
-    fed: dict[int, int] = {}  # node: the step in which it was fed
-    for _ in range(30):
-        # A verdict follows the row of the newest token, once that has passed the pipeline.
-        tip = sequence.context.nodes[-1]
-        tokens = []
-        if tip in fed and fed[tip] <= on.step - NUM_STEPS:
-            tokens = [data.draw(st.integers(1, 3))]
-        batch, progress = step(on, *tokens)
-        assert len(batch) <= max(policy.max_rows, 2)
-        for row in batch.rows:
-            assert int(row[NODE]) not in fed
-            assert int(row[PARENT]) in fed or row[PARENT] == -1
-            fed[int(row[NODE])] = batch.step
-        if progress and progress.reason:
-            break
-        sequence.tree.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pipespec.head.send_timing import EARLY, SendTiming
 
 S = 10**9
@@ -32,20 +34,17 @@ def test_batch_is_due_at_once_after_an_empty_batch():
     assert timing.deadline(20, now, now, 0.0) == now
 
 
-def test_batch_waits_for_a_verdict_that_arrives_while_the_first_stage_works():
-    timing, now = steady(0.5, 0.3)
-    assert timing.deadline(20, now, now, 0.0) == now + round(0.5 * S)
-
-
-def test_batch_does_not_wait_for_a_verdict_that_is_too_late():
-    timing, now = steady(0.5, 0.9)
-    due = timing.deadline(20, now, now, 0.1)
-    assert abs(due - (now + (1 - EARLY) * 0.5 * S)) < 2
-
-
-def test_batch_waits_longer_with_more_misses():
-    timing, now = steady(0.5, 0.9)
-    assert timing.deadline(20, now, now, 1.0) == now + S
+@pytest.mark.parametrize(
+    ("verdict_s", "misses", "due_s"),
+    [
+        (0.3, 0.0, 0.5),  # it arrives while the first stage works
+        (0.9, 0.1, (1 - EARLY) * 0.5),  # it is too late to wait for
+        (0.9, 1.0, 1.0),  # it is worth a longer wait with more misses
+    ],
+)
+def test_batch_waits_for_the_verdict_as_long_as_that_is_worth_it(verdict_s, misses, due_s):
+    timing, now = steady(0.5, verdict_s)
+    assert abs(timing.deadline(20, now, now, misses) - (now + due_s * S)) < 2
 
 
 def test_moment_by_the_clock_of_another_machine_is_ignored():

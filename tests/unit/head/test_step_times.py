@@ -12,21 +12,11 @@ from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.head.decoding_modes import BESIDE, BETWEEN, PLAIN, LearntSteps, Modes
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.head.step_times import (
-    BESIDE,
-    BETWEEN,
-    COMPARED,
-    KNOWN,
-    PLAIN,
-    LearntSteps,
-    Modes,
-    SizeTimes,
-    SizeTrials,
-    StepTimes,
-)
+from pipespec.head.step_times import COMPARED, KNOWN, LearntTimes, SizeTimes, SizeTrials
 from pipespec.timing.batch_times import Points
 
 FLAT = ((1, 3.0), (64, 4.0))  # as stages have measured it, one by one
@@ -85,7 +75,7 @@ def test_an_earlier_run_gives_the_shape_and_the_steps_of_this_one_the_speed():
 @pytest.mark.parametrize(("shared", "rows", "ms"), [(True, 8, 32), (False, 14, 56)])
 def test_whether_the_sum_of_the_rows_counts_is_learnt(shared: bool, rows: int, ms: float):
     """Ranks that share cores take as long as all rows together, others as the largest batch."""
-    learnt = StepTimes(4)
+    learnt = LearntTimes(4)
     for i in range(4 * COMPARED):
         batches = [1 + (7 * i + 3 * place) % 16 for place in range(4)]
         learnt.add(batches, float(sum(batches)) if shared else 4.0 * max(batches))

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.head.proposers.proposer import Proposal
-from pipespec.head.structured_output import GrammarGuide, masked_proposal
+from pipespec.head.structured_output import GrammarGuide, add_ahead, masked_proposal
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.grammar import unpack_mask
 from tests.helpers.grammar import OneOf
+from tests.helpers.trees import check_tree
 
 EOS = 99
 LAST = 1000  # a position that no text reaches
@@ -21,6 +22,10 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=6
 
 def root() -> Tree:
     return Tree(4, 3, 7, 4, fed=True)
+
+
+def extend(guide: GrammarGuide, tree: Tree, nodes: np.ndarray, end: int = LAST):
+    return add_ahead(tree, guide.look_ahead(tree, nodes, end))
 
 
 def texts_of(tree: Tree) -> list[list[int]]:
@@ -33,8 +38,8 @@ def test_trees_hold_only_tokens_that_the_grammar_allows(texts, seed):
     language, random = OneOf(texts, EOS), Random(seed)
     guide, tree = GrammarGuide(OneOf(texts, EOS), (EOS,)), root()
     while len(wanted := np.flatnonzero(~tree.expanded)):
-        nodes, allowed = guide.extend(tree, wanted, LAST)
-        tree.check()
+        nodes, allowed = extend(guide, tree, wanted)
+        check_tree(tree)
         assert (allowed is None) == (not len(nodes))
         if allowed is None:
             continue
@@ -42,7 +47,7 @@ def test_trees_hold_only_tokens_that_the_grammar_allows(texts, seed):
         logps = np.log(np.full((len(nodes), 4), 0.25))
         found = masked_proposal(Proposal(nodes, np.array(proposed), logps), nodes, allowed)
         tree.add_children(found.parents, found.tokens, found.logps)
-        tree.check()
+        check_tree(tree)
     for text in texts_of(tree):
         language.text = text
         assert language.next(), f"{text} begins no text of the grammar"
@@ -51,7 +56,7 @@ def test_trees_hold_only_tokens_that_the_grammar_allows(texts, seed):
 @given(TEXTS)
 def test_determined_tokens_are_added_without_a_proposal_and_are_certain(texts):
     language, guide, tree = OneOf(texts, EOS), GrammarGuide(OneOf(texts, EOS), (EOS,)), root()
-    ends, _ = guide.extend(tree, np.array([ROOT]), LAST)
+    ends, _ = extend(guide, tree, np.array([ROOT]))
     while len(language.next()) == 1 and EOS not in language.next():
         language.text += language.next()
     assert texts_of(tree)[-1] == language.text
@@ -63,16 +68,16 @@ def test_determined_tokens_are_added_without_a_proposal_and_are_certain(texts):
 
 def test_determined_tokens_end_at_the_context_limit():
     guide, tree = GrammarGuide(OneOf([[1, 2, 3, 0], [1, 2, 3, 1]], EOS), (EOS,)), root()
-    assert guide.extend(tree, np.array([ROOT]), 7)[0].tolist() == [2]
+    assert extend(guide, tree, np.array([ROOT]), 7)[0].tolist() == [2]
     assert texts_of(tree)[-1] == [1, 2]
-    assert guide.extend(tree, np.array([2]), 7)[0].tolist() == [2]
+    assert extend(guide, tree, np.array([2]), 7)[0].tolist() == [2]
 
 
 @given(TEXTS, st.data())
 def test_accept_moves_the_matcher_after_any_look_ahead(texts, data):
     language, guide, tree = OneOf(texts, EOS), GrammarGuide(OneOf(texts, EOS), (EOS,)), root()
     while tokens := sorted(language.next() - {EOS}):
-        guide.extend(tree, np.flatnonzero(~tree.expanded), LAST)
+        extend(guide, tree, np.flatnonzero(~tree.expanded))
         token = data.draw(st.sampled_from(tokens))
         language.consume([token])
         tree.advance(token)
@@ -84,13 +89,13 @@ def test_accept_moves_the_matcher_after_any_look_ahead(texts, data):
 def test_draft_token_outside_the_grammar_allows_no_children():
     guide, tree = GrammarGuide(OneOf([[1, 2], [1, 3]], EOS), (EOS,)), root()
     tree.add_children(np.array([ROOT]), np.array([[5]]), np.array([[-1.0]]))
-    assert guide.extend(tree, np.array([1]), LAST)[0].tolist() == []
+    assert extend(guide, tree, np.array([1]))[0].tolist() == []
     assert len(tree) == 2 and tree.expanded[1]
 
 
 def test_failed_matcher_leaves_proposals_unmasked():
     guide, tree = GrammarGuide(OneOf([[1, 2, 3]], EOS, fails_after=2), (EOS,)), root()
-    nodes, allowed = guide.extend(tree, np.array([ROOT]), LAST)
+    nodes, allowed = extend(guide, tree, np.array([ROOT]))
     assert len(nodes) == 1 and allowed is None
     guide.accept(1)
     assert guide.allowed(tree, nodes) is None
@@ -98,7 +103,7 @@ def test_failed_matcher_leaves_proposals_unmasked():
 
 def test_matcher_reads_the_answer_of_an_earlier_epoch():
     guide, tree = GrammarGuide(OneOf([[1, 2], [3, 2]], EOS), (EOS,), (1,)), root()
-    guide.extend(tree, np.array([ROOT]), LAST)
+    extend(guide, tree, np.array([ROOT]))
     assert texts_of(tree)[-1] == [2]
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import check_tree
 
 VOCABULARY = 5
 
@@ -23,7 +24,7 @@ def grown(seed: int, rounds: int, limit: int | None = None) -> Tree:
         children = rng.integers(1, VOCABULARY)
         tokens = np.array([rng.permutation(VOCABULARY)[:children] for _ in parents])
         tree.add_children(parents, tokens, -rng.exponential(size=tokens.shape), limit)
-        tree.check()
+        check_tree(tree)
     return tree
 
 
@@ -59,7 +60,7 @@ def test_pruning_keeps_exactly_the_subtree(tree, data):
     root_id, probability = int(tree.id[root]), float(tree.cum[root])
     before = {int(i): float(c) for i, c in zip(tree.id, tree.cum, strict=True)}
     tree.prune(root)
-    tree.check()
+    check_tree(tree)
     assert set(tree.id.tolist()) == {n for n, chain in ancestors.items() if root_id in chain}
     for node, cum in zip(tree.id.tolist(), tree.cum.tolist(), strict=True):
         assert cum == pytest.approx(before[node] - probability)
@@ -71,7 +72,7 @@ def test_advance_moves_to_the_child_or_starts_anew(tree, token):
     old_root, old_ids = int(tree.id[ROOT]), set(tree.id.tolist())
     expected = None if child is None else int(tree.id[child])
     assert tree.advance(token) == (child is not None)
-    tree.check()
+    check_tree(tree)
     assert tree.token[ROOT] == token and tree.position[ROOT] == 11
     assert tree.parent_id[ROOT] == old_root
     if expected is None:
@@ -89,7 +90,7 @@ def test_trimming_spares_what_others_hold_and_drops_the_least_probable(tree, cap
     loose = sorted(tree.cum[~(tree.fed | tree.expanded)].tolist())
     excess = max(0, len(tree) - capacity)
     tree.trim(capacity)
-    tree.check()
+    check_tree(tree)
     assert held <= set(tree.id.tolist())
     left = sorted(tree.cum[~(tree.fed | tree.expanded)].tolist())
     assert left == loose[min(excess, len(loose)) :]
@@ -105,7 +106,7 @@ def test_a_limit_keeps_the_most_probable_candidates(seed, limit):
     logps = -rng.exponential(size=(3, 4))
     best = np.sort((tree.cum[parents][:, None] + logps).ravel())[::-1][:limit]
     assert tree.add_children(parents, tokens, logps, limit) == min(limit, 12)
-    tree.check()
+    check_tree(tree)
     assert np.allclose(np.sort(tree.cum[4:])[::-1], best)
 
 

@@ -270,3 +270,22 @@ def test_of_more_hosts_than_can_be_tried_the_order_is_kept():
     workers = tuple(Worker(f"host{host}/0", draft_round_ms=float(host > 0)) for host in range(22))
     found = plan_slices(Problem(workers, Needs((1,) * 40)))
     assert found.workers_by_rank == tuple(f"host{host}/0" for host in range(22))
+
+
+# --- without figures -------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200), st.data())
+def test_slices_are_contiguous_even_and_complete(num_layers, data):
+    num_stages = data.draw(st.integers(1, num_layers))
+    found = split_evenly(num_layers, num_stages)
+    assert [layer for piece in found for layer in piece] == list(range(num_layers))
+    lengths = [len(piece) for piece in found]
+    assert len(lengths) == num_stages
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigError, match="has only 4 layers"):
+        split_evenly(4, 5)

@@ -20,9 +20,9 @@ from transformers.generation import SequenceBiasLogitsProcessor
 
 from pipespec.core import SamplingParams
 from pipespec.sampling.distribution import TokenCounts, adjust, candidates, distribution, logprobs
-from pipespec.sampling.draw import SORTED_FIRST
+from pipespec.sampling.draw import SORTED_FIRST, draw
 from pipespec.sampling.params import MAX_REPETITION, MIN_REPETITION, check_sampling
-from tests.helpers.sampling import VOCAB, sample, some_logits
+from tests.helpers.sampling import VOCAB, some_logits
 
 PROMPT, ANSWER = (3, 5, 5, 60, 61), (7, 5, 7, 7)
 CPU = torch.device("cpu")
@@ -205,5 +205,6 @@ def test_allowed_settings_leave_a_token_to_draw(
     params = SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1, **cut)
     check_sampling(params)
     logits = some_logits(3)
-    counts = TokenCounts((1, 2), (3, 3), len(logits), logits.device)
-    assert 0 <= sample(logits, params, 5, counts) < len(logits)
+    scores = adjust(logits, params, TokenCounts((1, 2), (3, 3), len(logits), CPU))
+    (token,) = draw(scores[None], [params], [5])
+    assert token is not None and 0 <= token < len(logits)

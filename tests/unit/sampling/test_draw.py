@@ -112,14 +112,6 @@ def test_cut_offs_of_a_flat_row_beyond_the_sorted_tokens_are_exact() -> None:
     assert SORTED_FIRST < max(drawn[::2]) < size // 2
 
 
-def test_tokens_that_are_cut_off_are_never_drawn():
-    logits = some_logits(2)
-    params = SamplingParams(1.0, top_k=4)
-    allowed = set(logits.topk(4).indices.tolist())
-    drawn = {sample(logits, replace(params, seed=s), 0) for s in range(300)}
-    assert drawn == allowed
-
-
 def test_rounding_of_logits_does_not_change_a_draw():
     """Logits depend in their last bits on the shape of the batch they were computed in."""
     wide = some_logits(3, 20_000)
@@ -131,14 +123,6 @@ def test_rounding_of_logits_does_not_change_a_draw():
         draw(row.double().expand(len(wanted), -1), wanted, seeds) for row in (wide, wide + noise)
     ]
     assert drawn[0] == drawn[1]
-
-
-def test_temperature_zero_takes_the_arg_max_of_adjusted_logits():
-    logits = some_logits(4)
-    best = int(logits.argmax())
-    assert sample(logits, SamplingParams(top_k=3, seed=9), 0) == best
-    banned = SamplingParams(logit_bias=((best, -100.0),))
-    assert sample(logits, banned, 0) == int(logits.topk(2).indices[1])
 
 
 @pytest.mark.gpu

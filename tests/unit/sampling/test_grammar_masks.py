@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import RELAXED, SamplingParams, SequenceStart
-from pipespec.sampling import wire_format
+from pipespec.core import RELAXED, SamplingParams
 from pipespec.sampling.grammar import GrammarFailed, allows, only_token, unpack_mask
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
-from tests.helpers.grammar import OneOf, compiled
+from tests.helpers.grammar import OneOf
+from tests.helpers.sampling import opened as opened_state
 
 VOCAB, EOS, TIP = 6, 5, 1
 PROMPT = (1, 2)
@@ -29,12 +29,7 @@ def opened(
     texts: Sequence[Sequence[int]] = TEXTS,
     **how: int,
 ) -> SamplingState:
-    text = (*PROMPT, *answer)
-    opening = SequenceStart(1, 1, len(PROMPT), len(text), wire_format.pack(params, (EOS,)))
-    mine = SamplingState(opening, lambda _: compiled(OneOf(texts, EOS, **how)))
-    assert mine.needs_text
-    mine.set_text(text)
-    return mine
+    return opened_state(params, PROMPT, answer, (EOS,), OneOf(texts, EOS, **how))
 
 
 def verified(mine: SamplingState, draft_tokens: Sequence[int], rows: torch.Tensor) -> AcceptedPath:
@@ -117,9 +112,7 @@ def test_failing_matcher_fails_its_sequence_alone():
 
 
 def test_grammar_that_does_not_compile_fails_its_sequence():
-    opening = SequenceStart(1, 1, 2, 2, wire_format.pack(SamplingParams(grammar="g"), (EOS,)))
-    mine = SamplingState(opening, lambda _: compiled(GrammarFailed("no")))
-    mine.set_text(PROMPT)
+    mine = opened_state(SamplingParams(grammar="g"), PROMPT, (), (EOS,), GrammarFailed("no"))
     assert verified(mine, (), ROWS).failure and mine.failure == "no"
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipespec.core import NOT_FINITE, RELAXED, STRICT, DraftTokens, SamplingParams, SequenceStart
-from pipespec.sampling import wire_format
+from pipespec.core import NOT_FINITE, RELAXED, STRICT, DraftTokens, SamplingParams
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
-from tests.helpers.grammar import OneOf, compiled
+from tests.helpers.grammar import OneOf
+from tests.helpers.sampling import opened as opened_state
 
 VOCAB, EOS, TIP = 6, 5, 1
 PROMPT = (1, 2)
@@ -39,13 +39,9 @@ BAD = {
 
 
 def opened(params: SamplingParams) -> SamplingState:
-    opening = SequenceStart(1, 1, len(PROMPT), len(PROMPT), wire_format.pack(params, (EOS,)))
     # The grammar allows every token that is bad.
     texts = [(token, 0) for token in range(5)]
-    mine = SamplingState(opening, lambda _: compiled(OneOf(texts, EOS)))
-    if mine.needs_text:
-        mine.set_text(PROMPT)
-    return mine
+    return opened_state(params, PROMPT, (), (EOS,), OneOf(texts, EOS))
 
 
 def new_path() -> AcceptedPath:

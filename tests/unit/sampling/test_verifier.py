@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pipespec.sampling.params import SamplingConfig
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
 from tests.helpers.sampling import decided, sample
+from tests.helpers.sampling import opened as opened_state
 
 VOCAB = 6
 PROMPT = (1, 2)
@@ -23,19 +24,7 @@ TIP = 1
 CPU = torch.device("cpu")
 
 
-def verifier(**params: object) -> SamplingState:
-    return opened(SamplingParams(**params))
-
-
-def opened(
-    params: SamplingParams, answer: Sequence[int] = (), eos: tuple[int, ...] = ()
-) -> SamplingState:
-    """The state of a sequence of which `answer` was decided before."""
-    text = (*PROMPT, *answer)
-    mine = SamplingState(SequenceStart(1, 1, len(PROMPT), len(text), wire_format.pack(params, eos)))
-    if mine.needs_text:
-        mine.set_text(text)
-    return mine
+opened = partial(opened_state, prompt=PROMPT)
 
 
 def chain(*draft_tokens: int) -> tuple[list[int], list[int], list[int]]:
@@ -134,7 +123,7 @@ def test_sampling_continues_after_a_resumed_answer():
     params = SamplingParams(1.0, presence_penalty=2.0, seed=2)
     rows = torch.zeros(6, VOCAB)
     text = expected_text(params, rows)
-    successor = opened(params, text[:4])
+    successor = opened(params, answer=text[:4])
     nodes, parents, draft_tokens = chain(text[4])
     assert decided(successor, TIP, nodes, parents, draft_tokens, rows[4:])[0] == text[4:]
 
@@ -143,7 +132,7 @@ def test_rejected_draft_token_ends_the_path_and_does_not_count_for_penalties():
     params = {"temperature": 0.0, "frequency_penalty": 2.0}
     nodes, parents, draft_tokens = chain(5, 5, 5)
     logits = torch.tensor([[0, 0, 0, 4.0, 3.0, 0]] * 4)
-    mine = verifier(**params)
+    mine = opened(SamplingParams(**params))
     assert decided(mine, TIP, nodes, parents, draft_tokens, logits)[0] == [3]
     assert decided(mine, TIP, [TIP], [0], [3], logits[:1])[0] == [4]  # 4 - 2 < 3
     assert mine.length == len(PROMPT) + 2
@@ -230,7 +219,7 @@ def test_strict_draws_where_there_are_no_draft_tokens():
 
 
 def test_draft_tokens_are_dropped_once_their_step_is_decided():
-    mine = verifier(acceptance=RELAXED)
+    mine = opened(SamplingParams(acceptance=RELAXED))
     for step in range(100):
         mine.add_draft_tokens(draft_step(step, {step: {2: -1.0}}), since=step - 3)
     assert decided(mine, 99, [99], [98], [2], LOGITS[None])[0] == [2]
@@ -268,7 +257,7 @@ def test_text_does_not_end_before_min_tokens(temperature: float) -> None:
     likes_to_end = torch.zeros(4, VOCAB).index_fill_(1, torch.tensor([ends]), 50.0)
     params = SamplingParams(temperature, seed=1, min_tokens=2)
     for answer, free in (((), 2), ((5,), 1), ((5, 5), 0)):
-        mine = opened(params, answer, eos=(ends, 99))
+        mine = opened(params, answer=answer, eos=(ends, 99))
         found = []
         for row in likes_to_end:
             tokens, _ = decided(mine, TIP, [TIP], [0], [PROMPT[-1]], row[None])

@@ -188,28 +188,6 @@ def test_retained_prefix_is_shared_before_any_slot_is_freed(first):
     assert len(stage.slots.free()) == NUM_SLOTS - 1
 
 
-def test_slots_are_freed_before_they_are_needed(first):
-    pool = SliceRunner(first, 3)
-    link = StoryLink(
-        1,
-        [
-            prompt(0),
-            Batch(
-                1,
-                Context(8, PROMPT, [0, 1, 2]).rows(0),
-                started=(replace(OPENING, sequence=8),),
-                finished=(7,),
-            ),
-            Batch(2, stop=True),
-        ],
-    )
-    controller = StoryController()
-    settings = StageSettings(Layout(2))
-    StageLoop(pool, link, controller, settings, Timeline()).run_until_stop()
-    assert controller.reports[5]["rows"] == 3
-    assert pool.length(8) == 3
-
-
 def test_last_stage_decides_tokens_and_prunes_its_tree(first, last):
     (_, computed, *_), _, _ = ran(first, 1, [prompt(0)])
     computed.step = 0

@@ -8,7 +8,8 @@ import pytest
 
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.join.host_changes import MeasuredHost, sample_layers, with_hosts, without_host
+from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
+from pipespec.cluster.join.host_changes import sample_layers, with_hosts, without_host
 from pipespec.config.compose import compose
 from pipespec.config.hosts import JOINED, Host
 from pipespec.errors import ConfigError

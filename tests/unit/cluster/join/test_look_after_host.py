@@ -40,7 +40,6 @@ def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
     look_after_host.look_after_host(
         HostSession("b", "10.0.0.2"),
         changes,
-        measure=None,
         patience_s=1e3,
         on_log=lambda _, line: lines.append(line),
         joined=True,

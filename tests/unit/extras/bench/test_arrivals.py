@@ -8,45 +8,26 @@ from itertools import pairwise
 import pytest
 
 from pipespec.errors import ConfigError
-from pipespec.extras.bench.arrivals import Arrivals, Load, due_s
+from pipespec.extras.bench.arrivals import Load
 
 
 def test_without_a_rate_all_are_due_at_once() -> None:
-    assert due_s(3, math.inf, seed=0) == [0, 0, 0]
+    assert Load(None).due_s(3) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rate_is_exact_over_all_requests_whatever_the_seed(seed: int) -> None:
-    due = due_s(50, 4.0, seed)
+def test_a_rate_is_exact_over_all_requests() -> None:
+    due = Load(None, 4.0).due_s(50)
     assert due == sorted(due)
     assert due[0] > 0
     assert due[-1] == pytest.approx(50 / 4)
 
 
-def test_a_seed_chooses_the_moments() -> None:
-    assert due_s(9, 2.0, 1) == due_s(9, 2.0, 1) != due_s(9, 2.0, 2)
-
-
 def test_gaps_are_those_of_a_poisson_process() -> None:
-    due = due_s(20_000, 5.0, 0)
+    due = Load(None, 5.0).due_s(20_000)
     gaps = [b - a for a, b in pairwise(due)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 5, rel=0.01)
     assert sum(gap > mean for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.01)
-
-
-def test_a_request_waits_for_its_moment_and_for_room() -> None:
-    arrivals = Arrivals((1.0, 2.0, 2.5), concurrency=2)
-    assert arrivals.wait_s(0, 0, now_s=0.25) == 0.75
-    assert arrivals.wait_s(1, 1, now_s=1.5) == 0.5
-    assert arrivals.wait_s(1, 1, now_s=9.0) == 0
-    assert arrivals.wait_s(2, 2, now_s=9.0) is None, "two are unfinished"
-    assert arrivals.wait_s(2, 1, now_s=9.0) == 0, "one has finished"
-    assert arrivals.wait_s(3, 1, now_s=9.0) is None, "all are handed in"
-
-
-def test_without_a_limit_any_number_is_handed_in() -> None:
-    assert Arrivals((0.0,) * 1000, concurrency=None).wait_s(999, 999, 0.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -72,7 +53,6 @@ def test_one_at_a_time_unless_more_is_said(given, meant) -> None:
         ({"request_rate": -1}, "request_rate is -1"),
         ({"request_rate": math.nan}, "request_rate is nan"),
         ({"request_rate": -math.inf}, "1000000000, or inf"),
-        ({"arrival_seed": -1}, "arrival_seed is -1"),
     ],
 )
 def test_a_load_that_cannot_be_is_refused(given, part: str) -> None:

@@ -12,7 +12,6 @@ from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import (
     EmulatedMachine,
-    experts_read,
 )
 from pipespec.timing.clock import monotonic_ns, wait_until
 
@@ -47,13 +46,6 @@ def test_a_message_takes_its_latency_and_its_size():
 def test_work_that_took_longer_than_emulated_is_reported():
     assert not wait_until(monotonic_ns() - 10**9, 1.0)
     assert wait_until(monotonic_ns(), 0.5)
-
-
-def test_draft_round_waits_for_its_scaled_time():
-    pace = EmulatedMachine(draft_ms=30, scale=2)
-    start = monotonic_ns()
-    assert pace.wait_for_draft_round(start, nodes=3)
-    assert monotonic_ns() - start >= 60e6
 
 
 def test_draft_round_of_more_nodes_takes_longer_if_its_times_say_so():
@@ -100,15 +92,3 @@ def test_every_machine_can_be_chosen(name):
     config = compose([f"emulate={name}", f"cluster.stages={stages}", "emulate_link=10gbe"])
     assert bool(config.emulate) is (name != "none")
     assert bool(config.emulate_link)
-
-
-def test_a_profile_for_other_stages_is_refused():
-    with pytest.raises(ConfigError, match=r"times of 21 stages, but cluster.stages is 8"):
-        compose(["emulate=mixed_21", "cluster.stages=8"])
-
-
-def test_experts_read_lie_between_those_of_one_row_and_of_independent_ones():
-    for rows in (1, 2, 7, 64):
-        least, most = experts_read(rows, 128, 4, overlap=1), experts_read(rows, 128, 4)
-        assert least == pytest.approx(4)
-        assert least <= experts_read(rows, 128, 4, overlap=0.4) <= most < 4 * rows + 1e-9

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.draft_rounds import AUTO, has_time_for_round
 from pipespec.head.policies.level import AFTER, BEFORE, Level
 from pipespec.head.policies.policy import (
+    AUTO,
     OfferedRows,
     PipelineState,
     SpeculationPolicy,
     TargetBatch,
     TokenCost,
+    has_time_for_round,
 )
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
@@ -27,6 +28,7 @@ from pipespec.head.row_budget import RequestCandidates, select_rows, target_batc
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT, Tree
 from pipespec.timing.batch_times import BatchTimes
+from tests.helpers.trees import check_tree
 
 VOCABULARY = 6
 STATE = PipelineState(num_stages=4, step=0)
@@ -153,7 +155,7 @@ def test_batch_has_new_nodes_parents_first_within_the_row_limit(pipeline):
             assert node == ROOT or tree.fed[parent] or parent in here
             assert node not in here
             here.add(node)
-        tree.check()
+        check_tree(tree)
 
 
 @given(pipelines)
@@ -410,20 +412,20 @@ def offered(probabilities: list[float], certain: list[float], fed: float) -> Off
     )
 
 
-def test_batches_of_the_present_size_yield_the_probabilities_of_their_rows():
-    rows = offered([0.9, 0.5, 0.3, 0.1], [0.4, 0, 0, 0], fed=2)
-    assert tokens_by_rows(rows, PipelineState(8, 0))[1] == pytest.approx(1.4)
-
-
-def test_a_certain_row_is_worth_one_token():
-    rows = offered([1, 1, 1, 1], [1, 1, 1, 1], fed=2)
-    assert tokens_by_rows(rows, PipelineState(8, 0)).tolist() == [1, 2, 3, 4]
-
-
-def test_with_one_stage_batches_of_any_size_yield_the_sum_of_their_rows():
-    probabilities = np.array([1, 0.8, 0.5, 0.1])
-    rows = OfferedRows(probabilities, np.array([1.0, 0, 0, 0]), np.zeros(4), fed=1.0)
-    assert tokens_by_rows(rows, PipelineState(1, 0)).tolist() == pytest.approx([1, 1.8, 2.3, 2.4])
+@pytest.mark.parametrize(
+    ("stages", "rows", "tokens"),
+    [
+        # Batches of the present size yield the probabilities of their rows.
+        (8, offered([0.9, 0.5], [0.4, 0], fed=2), [None, 1.4]),
+        # A certain row is worth one token.
+        (8, offered([1, 1, 1, 1], [1, 1, 1, 1], fed=2), [1, 2, 3, 4]),
+        # With one stage batches of any size yield the sum of their rows.
+        (1, offered([1, 0.8, 0.5, 0.1], [1, 0, 0, 0], fed=1), [1, 1.8, 2.3, 2.4]),
+    ],
+)
+def test_tokens_of_a_batch_follow_from_what_was_offered(stages, rows, tokens):
+    for found, wanted in zip(tokens_by_rows(rows, PipelineState(stages, 0)), tokens, strict=True):
+        assert wanted is None or found == pytest.approx(wanted)
 
 
 def test_a_draft_token_left_out_costs_less_than_its_probability_and_less_in_a_longer_pipeline():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipespec.core import Verdict
-from pipespec.head.paths import Paths
+from pipespec.head.paths import DraftPaths
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.tree import ROOT, Tree
@@ -78,7 +78,7 @@ class Ahead:
     def end_sequence(self, sequence: int) -> None: ...
 
     def propose(self, requests, children):
-        paths = Paths(np.arange(3), np.array([2, 3, 4]), np.full(3, np.log(0.5)))
+        paths = DraftPaths(np.arange(3), np.array([2, 3, 4]), np.full(3, np.log(0.5)))
         (one,) = requests
         return [Proposal(one.nodes, np.array([[1]]), np.log([[0.5]]), paths)]
 

@@ -25,6 +25,7 @@ from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import check_tree
 
 
 def started(proposer, tokens: Sequence[int]) -> tuple[Context, Tree]:
@@ -68,7 +69,7 @@ def test_tree_accepts_proposal_rows_of_different_lengths():
     tree.add_children(
         *_columns(Proposal.from_lists(np.array([1, 2]), [[(3, 0.5)], [(3, 0.5), (4, 0.1)]]))
     )
-    tree.check()
+    check_tree(tree)
     assert sorted(tree.token.tolist()) == [1, 2, 3, 3, 4, 5]
     assert tree.add_children(*_columns(Proposal.from_lists(np.array([3, 4]), [[], []]))) == 0
     assert tree.expanded[[3, 4]].all()
@@ -362,13 +363,11 @@ def test_hybrid_settings_are_checked():
 def test_draft_without_free_slots_expands_the_likeliest_nodes_then_none():
     draft = Rows(num_slots=6)
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context = Context(0, [1, 1], [0, 1])
-    proposer.start_sequence(context)
-    tree = Tree(1, 0, 1, 1, fed=True)
-    (candidates,) = proposer.propose([ProposalRequest(context, tree, np.array([ROOT]))], 8)
+    context, tree = started(proposer, [1, 1])
+    candidates = expand(proposer, context, tree, np.array([ROOT]), 8)
     assert candidates is not None and len(candidates.parents) == 1
     tree.add_children(np.array([ROOT]), np.arange(1, 9)[None], np.log(np.arange(1, 9) / 36)[None])
-    (candidates,) = proposer.propose([ProposalRequest(context, tree, np.arange(1, 9))], 2)
+    candidates = expand(proposer, context, tree, np.arange(1, 9), 2)
     assert candidates is not None and candidates.parents.tolist() == [5, 6, 7, 8]
     late = Context(1, [1], [0])
     proposer.start_sequence(late)
@@ -382,29 +381,25 @@ def test_draft_without_free_slots_expands_the_likeliest_nodes_then_none():
 def test_draft_computes_nodes_that_were_added_without_it():
     draft = Rows(num_slots=8)
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context = Context(0, [1, 1], [0, 1])
-    proposer.start_sequence(context)
-    tree = Tree(1, 0, 1, 1, fed=True)
+    context, tree = started(proposer, [1, 1])
     last = tree.index(tree.append_path(ROOT, [4, 5, 6]))
-    (candidates,) = proposer.propose([ProposalRequest(context, tree, np.array([last]))], 2)
+    candidates = expand(proposer, context, tree, np.array([last]), 2)
     assert candidates.parents.tolist() == [last]
     assert draft.passes == [[(0, position) for position in range(5)]]
     tree.add_children(candidates.parents, candidates.tokens, candidates.logps)
     below = np.flatnonzero(~tree.expanded)
-    (candidates,) = proposer.propose([ProposalRequest(context, tree, below)], 2)
+    candidates = expand(proposer, context, tree, below, 2)
     assert draft.passes[1] == [(0, 5), (0, 5)] and len(candidates.parents) == 2
     # One slot is left: of a path of two there is no room for the end.
     last = tree.index(tree.append_path(int(below[0]), [4, 5]))
-    (candidates,) = proposer.propose([ProposalRequest(context, tree, np.array([last]))], 2)
+    candidates = expand(proposer, context, tree, np.array([last]), 2)
     assert not len(candidates.parents)
 
 
 def test_draft_proposes_allowed_tokens_only():
     draft = Rows()
     proposer = DraftModelProposer(draft, chunk=8, vocabulary=9)
-    context = Context(0, [1, 1], [0, 1])
-    proposer.start_sequence(context)
-    tree = Tree(1, 0, 1, 1, fed=True)
+    context, tree = started(proposer, [1, 1])
     allowed = np.array([[0b101001000]], np.int32)
     requests = ProposalRequest(context, tree, np.array([ROOT]), allowed)
     (candidates,) = proposer.propose([requests], 9)

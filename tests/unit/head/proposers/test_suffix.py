@@ -13,6 +13,7 @@ from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.suffix import CHUNK, SuffixProposer
 from pipespec.head.proposers.suffix_automaton import SuffixAutomaton
 from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import check_tree
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
 
@@ -113,7 +114,7 @@ def test_suffix_proposes_repeated_text_as_a_path():
     found = ask(proposer, context, tree, deeper=16)
     assert found is not None and found.paths is not None
     tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
-    tree.check()
+    check_tree(tree)
     node = ROOT
     for token in range(12, 24):
         (child,) = [i for i in np.flatnonzero(tree.parent == node) if i and tree.token[i] == token]
@@ -161,7 +162,7 @@ def test_suffix_memory_stays_bounded_while_sequences_start_and_end(life):
             found = ask(proposer, context, tree, deeper=8)
             assert found is not None
             tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
-            tree.check()
+            check_tree(tree)
             assert (np.exp(found.logps).sum(1) <= 1 + 1e-9).all()
             say(proposer, context, tree, tokens)
         if ends:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
+from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.inventory import PACKAGES, Inventory
+from pipespec.cluster.diagnostics.model_findings import model_findings
+from pipespec.cluster.diagnostics.probe import Listening, Reachability
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.formats.slice_tensors import listed
-from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
-from pipespec.extras.diagnostics.inventory import PACKAGES, Inventory
-from pipespec.extras.diagnostics.model_findings import model_findings
-from pipespec.extras.diagnostics.probe import Listening, Reachability
 from pipespec.system.network_interfaces import Interface, interface_with
 
 # A link slower than this share of its interfaces' stated rate has a fault or is in use; a single
@@ -96,31 +96,24 @@ def _addresses(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterat
         listening, host = seen.listening, hosts_file.host(name)
         if listening is None:
             continue
-        sentence = None
-        if listening.problem == "unknown":
-            sentence = (
-                f"{name} cannot resolve its own address {host.address!r}; write the number in "
-                "`address`, or add the name to its /etc/hosts."
-            )
-        elif listening.problem == "absent":
-            held = [f"{a} on {i.name}" for i in listening.interfaces if i.up for a in i.addresses]
-            sentence = (
-                f"No interface of {name} has its address {host.address}; set `address` to one that "
-                f"it has ({listed(held)})."
-            )
-        elif listening.problem == "no interface":
-            usable = [i.name for i in listening.interfaces if i.up and i.addresses]
-            sentence = (
-                f"{name} has no interface {host.interface!r} that is up and has an address; set "
-                f"`interface` to one that it has ({listed(usable)})."
-            )
-        elif len(hosts_file.hosts) > 1 and _only_here(host, listening):
-            sentence = (
-                f"On {name} itself its address {host.address!r} means {listening.number}, where no "
-                "other host reaches it; write the number in `address`, or correct its /etc/hosts."
-            )
-        if sentence is not None:
-            yield Finding(True, (name,), sentence)
+        up = [known for known in listening.interfaces if known.up and known.addresses]
+        held = listed([f"{a} on {known.name}" for known in up for a in known.addresses])
+        sentences = {
+            "unknown": f"{name} cannot resolve its own address {host.address!r}; write the number "
+            "in `address`, or add the name to its /etc/hosts.",
+            "absent": f"No interface of {name} has its address {host.address}; set `address` to "
+            f"one that it has ({held}).",
+            "no interface": f"{name} has no interface {host.interface!r} that is up and has an "
+            f"address; set `interface` to one that it has ({listed([k.name for k in up])}).",
+            "only here": f"On {name} itself its address {host.address!r} means {listening.number}, "
+            "where no other host reaches it; write the number in `address`, or correct its "
+            "/etc/hosts.",
+        }
+        problem = listening.problem
+        if problem is None and len(hosts_file.hosts) > 1 and _only_here(host, listening):
+            problem = "only here"
+        if problem is not None:
+            yield Finding(True, (name,), sentences[problem])
 
 
 def _only_here(host: Host, listening: Listening) -> bool:
@@ -173,13 +166,11 @@ def _detours(
 
 def _versions(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
     for package in PACKAGES:
-        without = [
-            name for name, inventory in inventories.items() if inventory.versions[package] is None
-        ]
+        without = tuple(n for n, each in inventories.items() if each.versions[package] is None)
         if without:
             yield Finding(
                 True,
-                tuple(without),
+                without,
                 f"{package} is not installed on {listed(without)}; install pipespec there again, "
                 "or correct `python`.",
             )
@@ -210,28 +201,25 @@ def _devices(hosts_file: HostsFile, inventories: Mapping[str, Inventory]) -> Ite
         for device in hosts_file.host(name).devices:
             if inventory.cuda is None or device == "cpu":
                 continue
-            index = int(device.partition(":")[2] or 0)
-            if inventory.cuda_problem is not None and device == "auto":
-                yield Finding(
-                    False,
-                    (name,),
-                    f"{name} has an NVIDIA driver, but {inventory.cuda_problem}, so it would "
-                    "compute on its CPU; install the torch that fits the driver.",
+            problem, auto = inventory.cuda_problem, device == "auto"
+            sentence = None
+            if problem is not None and auto:
+                sentence = (
+                    f"{name} has an NVIDIA driver, but {problem}, so it would compute on its CPU; "
+                    "install the torch that fits the driver."
                 )
-            elif inventory.cuda_problem is not None:
-                yield Finding(
-                    True,
-                    (name,),
-                    f"{name} names the device {device}, but {inventory.cuda_problem}; install "
-                    "driver and torch that fit each other, or set its `devices` to [cpu].",
+            elif problem is not None:
+                sentence = (
+                    f"{name} names the device {device}, but {problem}; install driver and torch "
+                    "that fit each other, or set its `devices` to [cpu]."
                 )
-            elif index >= len(inventory.cuda):
-                yield Finding(
-                    True,
-                    (name,),
+            elif int(device.partition(":")[2] or 0) >= len(inventory.cuda):
+                sentence = (
                     f"{name} names the device {device}, but its CUDA devices end with "
-                    f"cuda:{len(inventory.cuda) - 1}; correct its `devices`.",
+                    f"cuda:{len(inventory.cuda) - 1}; correct its `devices`."
                 )
+            if sentence is not None:
+                yield Finding(not auto, (name,), sentence)
 
 
 def _slow_links(hosts: Mapping[str, HostReport], links: Sequence[LinkReport]) -> Iterator[Finding]:

@@ -1,13 +1,13 @@
-"""`python -m pipespec.extras.diagnostics.probe`: what `pipespec doctor` runs on a host.
+"""`python -m pipespec.cluster.diagnostics.probe`: what `pipespec doctor` runs on a host.
 
 One JSON object per line: requests on standard input, answers on standard output.
 
-    {"id": 1, "do": "hello"}                                      PROTOCOL
-    {"id": 2, "do": "inventory", models, devices}                     inventory.Inventory
-    {"id": 3, "do": "listen", name, token, address, interface}    Listening
-    {"id": 4, "do": "link", token, name, places}                  Link
+    {"do": "hello"}                                     PROTOCOL
+    {"do": "inventory", models, devices}                inventory.Inventory
+    {"do": "listen", name, token, address, interface}   Listening
+    {"do": "link", token, name, places}                 Link
 
-An answer is {"id", "value"}. The listener accepts only the other hosts' probes, which send the
+An answer is {"value"}. The listener accepts only the other hosts' probes, which send the
 token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
 `LIFETIME_S` seconds at the latest, as its input does not end if the link is cut.
 """
@@ -20,24 +20,15 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-from pipespec.extras.diagnostics.inventory import take_inventory
-from pipespec.extras.diagnostics.link_probe import (
-    Endpoint,
-    NotReached,
-    PeerConnection,
-    ProbeListener,
-)
-from pipespec.system.network_interfaces import (
-    Interface,
-    interface_towards,
-    interface_with,
-    interfaces,
-    resolve,
-)
+from pipespec.cluster.diagnostics import link_probe
+from pipespec.cluster.diagnostics.inventory import take_inventory
+from pipespec.cluster.diagnostics.link_probe import Endpoint, NotReached
+from pipespec.system import network_interfaces
+from pipespec.system.network_interfaces import Interface, interface_with, interfaces
 
-PROTOCOL = 4
+PROTOCOL = 5
 LIFETIME_S = 300
 
 
@@ -45,11 +36,10 @@ LIFETIME_S = 300
 class Listening:
     """The endpoints at which a host accepts probes of the others, and its interfaces.
 
-    `number` is its IP address. `places` are the endpoints at that address and, if it is another,
-    at the address of the interface that carries its batches, which comes last. `carrier` is that
-    interface's name. `problem`: "unknown" (its address cannot be resolved), "absent" (no interface
-    has it), "no interface" (the one that the hosts file names does not exist, is down or has no
-    address of the same family), or None.
+    `places` are at its address (`number`) and, last, at that of the interface that carries its
+    batches (`carrier`) if it is another. `problem`: "unknown" (the address cannot be resolved),
+    "absent" (no interface has it), "no interface" (none of that name is up with an address of the
+    same family), or None.
     """
 
     number: str | None
@@ -61,11 +51,8 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Whether a peer answers.
-
-    `interface` leads to the address that carries the peer's batches. `problem`: "refused",
-    "silent", "no route", "stranger" (something else answers), or None; `place` is the endpoint
-    where it occurred, `who` the host that answered in place of the peer.
+    """Whether a peer answers; `interface` leads to the address that carries its batches. `problem`:
+    "refused", "silent", "no route", "stranger" (something else answers: the host `who`), or None.
     """
 
     interface: str | None
@@ -94,7 +81,7 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
     """Accept peers that hold the token, until this process ends."""
     here = tuple(interfaces())
     try:
-        number = resolve(address)
+        number = network_interfaces.resolve(address)
     except OSError:
         return Listening(None, (), None, here, "unknown")
     carrier = interface_with(number, here)
@@ -108,7 +95,7 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
             return Listening(number, (), None, here, "no interface")
         if interface_with(number, [carrier]) is None:
             numbers.append(alike[0])
-    door = ProbeListener(name, token)
+    door = link_probe.ProbeListener(name, token)
     places = tuple(door.open(number) for number in numbers)
     return Listening(number, places, carrier.name, here, None)
 
@@ -116,11 +103,11 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
 def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
     """Connect to every endpoint of a peer, and measure round trip and rate to the last."""
     *others, last = [Endpoint(**place) for place in places]
-    leads = interface_towards(last.address, interfaces())
+    leads = network_interfaces.interface_towards(last.address, interfaces())
     interface = None if leads is None else leads.name
     for place in (*others, last):
         try:
-            with PeerConnection(place, name, token) as peer:
+            with link_probe.PeerConnection(place, name, token) as peer:
                 if place is last:
                     round_trip = peer.round_trip()
                     speed = LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
@@ -137,17 +124,6 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def answer_requests(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer one request after another until there are no more."""
-    for line in requests:
-        request = json.loads(line)
-        number, name = request.pop("id"), request.pop("do")
-        value = REQUESTS[name](**request)
-        answer = json.dumps({"id": number, "value": value}, default=_plain)
-        answers.write(answer.encode() + b"\n")
-        answers.flush()
-
-
 def _plain(value: Any) -> Any:
     assert is_dataclass(value) and not isinstance(value, type)
     return asdict(value)
@@ -156,9 +132,12 @@ def _plain(value: Any) -> Any:
 def main() -> None:
     """Answer on standard output; anything else that is printed goes to standard error."""
     signal.alarm(LIFETIME_S)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    answer_requests(sys.stdin.buffer, answers)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        value = REQUESTS[request.pop("do")](**request)
+        print(json.dumps({"value": value}, default=_plain), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipespec.extras.diagnostics.inventory import Inventory
-from pipespec.extras.diagnostics.probe import Link, Listening
+from pipespec.cluster.diagnostics.inventory import Inventory
+from pipespec.cluster.diagnostics.probe import Link, Listening
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.cluster.diagnostics import inventory
+from pipespec.cluster.diagnostics.inventory import take_inventory
 from pipespec.engine.checkpoint.fingerprint import Fingerprint, fingerprint
-from pipespec.extras.diagnostics import inventory
-from pipespec.extras.diagnostics.inventory import take_inventory
 from tests.helpers.models import build
 
 

@@ -4,29 +4,106 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.diagnostics.examine_hosts import examine_hosts, measure_links
 from pipespec.cluster.host_link import programs
-from pipespec.cluster.join.host_changes import MeasuredHost
+from pipespec.config.cluster import AUTO
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.formats.slice_tensors import parts_of
+from pipespec.engine.inspection.inspection import CheckpointInfo, Sizes
+from pipespec.engine.precision import KV_PLAIN
 from pipespec.errors import ConfigError, HostFailed
-from pipespec.extras.diagnostics.examine_hosts import examine_hosts, measure_links
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
 from pipespec.placement.costs import Route, Worker
 from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
 from pipespec.placement.measurements import choose_dtype
+from pipespec.placement.rank_needs import layer_kinds
+from pipespec.system.cores import num_cores, share_cores
 from pipespec.system.validation import Unreadable, parse_json, typed
 
-MODULE = "pipespec.extras.diagnostics.measure_devices"
+MODULE = "pipespec.cluster.diagnostics.measure_devices"
 # Loading some layers and the whole draft takes minutes where the disk is slow.
 TIMEOUT_S = 900.0
 # Tokens of text that a batch attends to while it is timed.
 LENGTH = 1024
+
+
+class MeasuredHost(NamedTuple):
+    """The workers of a host, and its links to and from other hosts."""
+
+    workers: tuple[Worker, ...]
+    routes: Mapping[tuple[str, str], Route]
+
+
+@dataclass(frozen=True)
+class MeasureRequest:
+    """What to measure.
+
+    Attributes:
+        roles: of each device, "stage" and "draft", or one of them.
+        rows, length: the width of a batch, and how many tokens of text it attends to.
+        children: the draft's candidates.
+        dtype: of plain weights, and if it was asked for, of weights of few bits too.
+        quantization: of target and draft.
+        groups: the sizes of those devices, in order, that compute together; nothing: none do.
+        threads: `cluster.threads`.
+        shared: the target's name in the parts cache of a host that got these `parts` of it from
+            others (`Repository`); None: it is at `target`.
+    """
+
+    target: str
+    draft: str | None
+    devices: tuple[str, ...]
+    roles: tuple[tuple[str, ...], ...]
+    rows: int
+    length: int
+    children: int
+    dtype: str
+    quantization: tuple[str | None, str | None] = (None, None)
+    keep_quantized: str = "auto"
+    kv_dtype: str = KV_PLAIN
+    dtype_asked: bool = False
+    groups: tuple[int, ...] = ()
+    threads: int | str = AUTO
+    shared: Mapping[str, Any] | None = None
+    parts: tuple[str, ...] = ()
+
+    def num_threads(self) -> int:
+        """Threads of a stage on the CPU, as ranks set them, if one worker that can draft becomes
+        the head where there are several."""
+        if self.threads != AUTO:
+            return int(self.threads)
+        if "OMP_NUM_THREADS" in os.environ:
+            return int(os.environ["OMP_NUM_THREADS"])
+        on_cpu = [
+            roles for device, roles in zip(self.devices, self.roles, strict=True) if device == "cpu"
+        ]
+        has_head = len(on_cpu) > 1 and any("draft" in roles for roles in on_cpu)
+        num_stages = max(1, len(on_cpu) - has_head)
+        return share_cores(num_cores(), num_stages, has_head=has_head).stage
+
+    def weight_format(self, info: CheckpointInfo, role: str) -> str | None:
+        """How target (`stage`) or draft is held; see CheckpointInfo."""
+        return info.weight_format(
+            self.quantization[role == "draft"], self.keep_quantized, self.dtype_of(info)
+        )
+
+    def sizes(self, info: CheckpointInfo, role: str) -> Sizes:
+        return info.loaded(self.dtype_of(info), self.weight_format(info, role))
+
+    def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
+        return layer_kinds(info, self.sizes(info, "stage").layers)
+
+    def dtype_of(self, info: CheckpointInfo) -> str:
+        """The type in which target or draft computes."""
+        if self.dtype_asked or not info.few_bits:
+            return info.compute_dtype(self.dtype)
+        return info.chosen_dtype("auto", self.devices)
 
 
 def measure_hosts(
@@ -63,10 +140,10 @@ def measure_hosts(
         if sums:
             request = replace(request, groups=(len(host.devices),))
         asked.append((host, json.dumps(asdict(request)).encode()))
-    done, count = itertools.count(1), len(asked)
+    done = itertools.count(1)
 
     def answered() -> None:
-        on_host(next(done), count)
+        on_host(next(done), len(asked))
 
     answers: dict[str, HostFigures] = {}
     # Hosts that are this machine would slow one another down.
@@ -80,9 +157,8 @@ def measure_hosts(
         answers[host.name] = _figures(host, answer)
     if sums:
         for figures in answers.values():
-            of_all = figures["devices"][0]["sum_ms"]
             for device in figures["devices"]:
-                device["sum_ms"] = of_all
+                device["sum_ms"] = figures["devices"][0]["sum_ms"]
     first = answers[hosts_file.hosts[0].name]
     return Figures(
         rows=rows,
@@ -187,17 +263,13 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
         if hosts_file.draft is not None and worker in hosts_file.members_of(hosts_file.draft):
             return ("draft",)
         free = hosts_file.draft is None and worker not in hosts_file.spare_workers
-        can_draft = free and worker in hosts_file.heads
-        return ("stage", "draft") if can_draft else ("stage",)
+        return ("stage", "draft") if free and worker in hosts_file.heads else ("stage",)
 
-    draft = None
-    if config.proposer.needs_draft:
-        draft = host.draft or config.model.draft
     return _request(
         host,
         config,
         target=host.target or config.model.target,
-        draft=draft,
+        draft=(host.draft or config.model.draft) if config.proposer.needs_draft else None,
         roles=tuple(map(roles, host.workers)),
         groups=host.groups,
         dtype=dtype,
@@ -206,7 +278,6 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
 
 
 def _request(host: Host, config: Config, **fields: Any) -> MeasureRequest:
-    """With what follows from the settings of a cluster."""
     return MeasureRequest(
         devices=host.devices,
         rows=config.policy.max_rows,

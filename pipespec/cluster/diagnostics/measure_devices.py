@@ -1,12 +1,7 @@
 """Measures how fast the devices of this host compute a model, and their memory.
 
-It reads a JSON object with the fields of `MeasureRequest` from standard input, and writes the
-result of `measure` to standard output as another. `pipespec plan HOSTS.yaml` runs it on
-every host over SSH.
-
-Results are cached in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
-files, device, threads, rows, text length, dtype, quantisation, type of K and V, and versions; free
-memory is read each time.
+As a program it reads a `MeasureRequest` as JSON and writes what `measure` returns. Times are kept
+in `~/.cache/pipespec/measured`; free memory is read each time.
 """
 
 from __future__ import annotations
@@ -16,13 +11,17 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
+from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest
+from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here, missing, own_path
 from pipespec.engine.checkpoint.parts.folder import Repository
@@ -30,20 +29,23 @@ from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import median_ms
+from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
 from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
-from pipespec.extras.diagnostics.measure_request import MeasureRequest
-from pipespec.extras.diagnostics.timing import all_reduce_ms, round_ms
-from pipespec.placement.rank_needs import layer_kinds
+from pipespec.placement.host_figures import ModelSizes
+from pipespec.placement.measurements import model_sizes
 from pipespec.system.device_copy import make_current
 from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import Unreadable, typed
 from pipespec.system.versions import package_version
+from pipespec.timing.clock import monotonic_ns
+from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
 
 MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
 # Packages that decide how fast a model is.
 VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
+WARM_UPS, SUMS = 2, 50  # of an all-reduce
 # What `stage` and `draft` give.
 _Times = Mapping[str, float | Sequence[float]]
 
@@ -60,12 +62,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
         )
     target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
-    for name, info, how in zip(
-        ("model.quantization", "model.draft_quantization"),
-        (target, draft),
-        request.quantization,
-        strict=True,
-    ):
+    settings = ("model.quantization", "model.draft_quantization")
+    for name, info, how in zip(settings, (target, draft), request.quantization, strict=True):
         if info is not None:
             info.check_quantization(name, how)
             info.require_quantizer(name, how)
@@ -99,28 +97,12 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     }
 
 
-def _sizes(request: MeasureRequest, info: CheckpointInfo, role: str) -> dict[str, Any]:
-    dtype = request.dtype_of(info)
-    sizes, own = info.loaded(dtype, request.weight_format(info, role)), info.compute_dtype(dtype)
-    layers = [range(number, number + 1) for number in range(info.num_layers)]
-    return {
-        "dtype": own,
-        "layer_bytes": list(sizes.layers),
-        "embedding_bytes": sizes.embedding,
-        "head_bytes": sizes.head,
-        "tied": info.tied,
-        "hidden_size": info.hidden_size,
-        "context": info.context,
-        "has_kv": [info.kv_layers(layer) > 0 for layer in layers],
-        "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
-        "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
-        "kinds": list(layer_kinds(info, sizes.layers)),
-        "divisible": _divisible(info, request.quantization[role == "draft"]),
-    }
+def _sizes(request: MeasureRequest, info: CheckpointInfo, role: str) -> ModelSizes:
+    sizes = model_sizes(info, request.dtype_of(info), request.weight_format(info, role))
+    return sizes | {"divisible": _divisible(info, request.quantization[role == "draft"])}
 
 
 def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
-    """Whether several devices can compute a model together."""
     try:
         info.check_tensor_parallel(2, quantization)
     except ModelError:
@@ -149,7 +131,7 @@ class _DeviceBenchmark:
         None: there is no room for the draft.
         """
         request, files = self.request, fingerprint(str(info.path))
-        kinds = self.kinds(info) if role == "stage" else ()
+        kinds = request.kinds(info) if role == "stage" else ()
         key = {
             "role": role,
             "files": [files.config, files.index, files.shards],
@@ -190,7 +172,7 @@ class _DeviceBenchmark:
         are random without them, and the embedding takes no time.
         """
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
-        kinds, kind_ms, slot_bytes = self.kinds(info), {}, 0.0
+        kinds, kind_ms, slot_bytes = self.request.kinds(info), {}, 0.0
         for kind in range(max(kinds) + 1):
             layers = self.layers_of_kind(info, kinds, kind)
             if not layers:
@@ -220,16 +202,10 @@ class _DeviceBenchmark:
         }
         return {**found, "kind_ms": tuple(times)} if len(times) > 1 else found
 
-    def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
-        """The kind of each layer of the target."""
-        held = self.request.weight_format(info, "stage")
-        return layer_kinds(info, info.loaded(self.request.dtype_of(info), held).layers)
-
     def layers_of_kind(self, info: CheckpointInfo, kinds: Sequence[int], kind: int) -> range:
         """Layers of a kind whose files are here: the middle of the longest run, as many as are
         timed together."""
-        held = self.request.weight_format(info, "stage")
-        layer_bytes = max(info.loaded(self.request.dtype_of(info), held).layers)
+        layer_bytes = max(self.request.sizes(info, "stage").layers)
         here, best, run = layers_here(info.path, info.num_layers), range(0), range(0)
         for layer in (each for each in here if kinds[each] == kind):
             run = range(run.start if run.stop == layer else layer, layer + 1)
@@ -239,22 +215,19 @@ class _DeviceBenchmark:
         return range(start, min(start + timed, best.stop))
 
     def holds(self, info: CheckpointInfo, layers: range) -> bool:
-        """Whether this host has the files of a slice."""
         return not missing(info.path, parts_of(layers, info.num_layers, tied=info.tied))
 
     @torch.inference_mode()
     def random_head_ms(self, info: CheckpointInfo) -> float:
-        """An LM head of this size."""
         dtype = getattr(torch, self.request.dtype_of(info))
         head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
         return median_ms(self.device, head, self.hidden(info.hidden_size, dtype))
 
     def draft(self, info: CheckpointInfo) -> _Times | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
-        of_draft = self.request.weight_format(info, "draft")
-        if info.loaded(self.request.dtype_of(info), of_draft).total > self.memory:
+        if self.request.sizes(info, "draft").total > self.memory:
             return None
-        model = self.load(info, range(info.num_layers), of_draft)
+        model = self.load(info, range(info.num_layers), self.request.weight_format(info, "draft"))
         rows, children = self.request.rows, min(self.request.children, model.vocab_size)
         return {
             "round_ms": round_ms(model, rows, model.num_slots - rows, children),
@@ -275,21 +248,44 @@ class _DeviceBenchmark:
         )
 
     def length(self, info: CheckpointInfo) -> int:
-        """How much text a batch attends to."""
         return max(0, min(self.request.length, info.context - self.request.rows))
 
     def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Hidden states of a batch."""
         return torch.randn(self.request.rows, size, device=self.device).to(dtype)
 
     def forward_ms(self, model: ModelSlice) -> float:
-        """One batch behind a text through a slice."""
         rows = self.request.rows
         batch = model.example_batch(rows, model.num_slots - rows)
         return median_ms(self.device, model.forward, *batch)
 
 
-# --- this machine -----------------------------------------------------------------------------
+def round_ms(model: ModelSlice, rows: int, context: int, children: int) -> float:
+
+    def expand(inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+        logits = model.logits(model.forward(inputs, positions, plan)).float()
+        logits.log_softmax(-1).topk(children).indices.cpu()
+
+    return median_ms(model.device, expand, *model.example_batch(rows, context))
+
+
+def all_reduce_ms(devices: Sequence[str], rows: int, hidden: int, dtype: torch.dtype) -> float:
+    """How long devices take to add up what each has computed of a batch of so many rows. The
+    members are threads here, which takes no less."""
+    store, size, nccl = HashStore(), len(devices), can_use_nccl(devices)
+
+    def member(rank: int) -> list[float]:
+        group = TPProcessGroup(store, rank, size, devices[rank] if nccl else None)
+        part = torch.ones(rows, hidden, dtype=dtype, device=devices[rank])
+        times = []
+        for _ in range(WARM_UPS + SUMS):
+            start = monotonic_ns()
+            sum_parts(group.gather(part)).cpu()
+            times.append((monotonic_ns() - start) / 1e6)
+        return times[WARM_UPS:]
+
+    with ThreadPoolExecutor(size) as pool:
+        times, *_ = pool.map(member, range(size))
+    return statistics.median(times)
 
 
 def _free_bytes(device: str, num_cpu: int) -> int:
@@ -318,7 +314,6 @@ def _processor() -> str:
 
 
 def main() -> int:
-    """Measure what standard input asks for."""
     try:
         fields = json.load(sys.stdin)
         roles = tuple(map(tuple, fields.pop("roles")))

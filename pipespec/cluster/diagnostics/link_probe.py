@@ -1,8 +1,7 @@
 """Tests one link between two hosts: whether the port is open, its round trip and its rate.
 
-A `ProbeListener` accepts connections that begin with the token and replies with its host's name.
-Each following byte is a request: it sends a ping back, and measures the rate of a burst and replies
-with it.
+A listener replies with its host's name to connections that begin with the token. Each byte after it
+is a request: a ping comes back, and a burst is counted and answered with its rate.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -50,7 +49,7 @@ class Endpoint:
 
 
 class NotReached(Exception):
-    """Why a peer does not answer; see `pipespec.extras.diagnostics.probe.Reachability`."""
+    """Why a peer does not answer; see `pipespec.cluster.diagnostics.probe.Reachability`."""
 
     def __init__(self, problem: str, who: str | None = None):
         super().__init__(problem)
@@ -75,7 +74,11 @@ class PeerConnection:
         self._socket.settimeout(PEER_TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
-        who = self._authenticate(token)
+        try:
+            self._socket.sendall(token.encode())
+            who = self._answers.readline(MAX_ANSWER).decode(errors="replace").strip()
+        except OSError:
+            who = ""
         if who != name:
             self.close()
             raise NotReached("stranger", who or None)
@@ -89,14 +92,6 @@ class PeerConnection:
     def close(self) -> None:
         self._answers.close()
         self._socket.close()
-
-    def _authenticate(self, token: str) -> str:
-        """Sends the token; returns the name of the host that replies, "" without a reply."""
-        try:
-            self._socket.sendall(token.encode())
-            return self._answers.readline(MAX_ANSWER).decode(errors="replace").strip()
-        except OSError:
-            return ""
 
     def round_trip(self) -> float:
         """The median of some round trips, in seconds."""
@@ -172,20 +167,13 @@ class ProbeListener:
                 connection.close()
 
     def _accept_peer(self, connection: socket.socket) -> None:
-        try:
-            with connection:
-                connection.settimeout(PEER_TIMEOUT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._is_authentic(connection):
-                    connection.sendall(f"{self._name}\n".encode())
-                    self._answer(connection)
-        except OSError:
-            return  # the peer has closed the connection
-        finally:
-            self._room.release()
-
-    def _is_authentic(self, connection: socket.socket) -> bool:
-        return hmac.compare_digest(_exactly(connection, len(self._token)), self._token)
+        with suppress(OSError), connection:  # the peer may close it at any time
+            connection.settimeout(PEER_TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hmac.compare_digest(_exactly(connection, len(self._token)), self._token):
+                connection.sendall(f"{self._name}\n".encode())
+                self._answer(connection)
+        self._room.release()
 
     def _answer(self, connection: socket.socket) -> None:
         while request := connection.recv(1):

@@ -98,34 +98,28 @@ def attention_faults(cuda: bool) -> dict[str, str | None]:
     import torch
 
     from pipespec.engine.attention import select
-    from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
-    from pipespec.engine.attention.self_test import AttentionLayer
+    from pipespec.extras.device_check.correctness import BACKENDS, SHAPES, layer_of
 
     device = torch.device("cuda" if cuda else "cpu")
-    like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
-    layer = AttentionLayer(32, LayerOptions(128**-0.5), LayerPool(like, like))
-    found: dict[str, str | None] = {select.SDPA: None}
-    for name in (select.STATIC, select.TRITON, select.FLASHINFER):
-        with torch.inference_mode():
-            wrong = select.missing_requirement(name, device.type) or select.backend_error(
-                name, device, [layer]
-            )
-        found[name] = wrong
-    return found
+    layer = layer_of(SHAPES[0], torch.bfloat16 if cuda else torch.float32, device)
+    with torch.inference_mode():
+        others = {
+            name: select.missing_requirement(name, device.type)
+            or select.backend_error(name, device, [layer])
+            for name in BACKENDS
+        }
+    return {select.SDPA: None, **others}
 
 
 def _transports(cuda: bool) -> dict[str, Any]:
     from torch import distributed
 
-    built = distributed.is_available()
-    gloo = built and distributed.is_gloo_available()
-    nccl = built and distributed.is_nccl_available()
-    return {
-        "gloo": _usable(None if gloo else "not built into this torch"),
-        "nccl": _usable(
-            "not built into this torch" if not nccl else None if cuda else "needs a CUDA device"
-        ),
-    }
+    built, absent = distributed.is_available(), "not built into this torch"
+    gloo = None if built and distributed.is_gloo_available() else absent
+    nccl = absent if not (built and distributed.is_nccl_available()) else None
+    if nccl is None and not cuda:
+        nccl = "needs a CUDA device"
+    return {"gloo": _usable(gloo), "nccl": _usable(nccl)}
 
 
 def _redis(problems: list[str]) -> dict[str, Any] | None:
@@ -151,7 +145,6 @@ def _redis(problems: list[str]) -> dict[str, Any] | None:
 
 
 def table(findings: dict[str, Any]) -> Table:
-    """The findings for a terminal."""
     from rich.table import Table
 
     out = Table("", "", title="What this machine can run", show_header=False, title_justify="left")

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
+from pipespec.cluster.diagnostics.findings import Finding
+from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX
 from pipespec.engine.formats.slice_tensors import described, listed, parts_of
 from pipespec.errors import ConfigError
-from pipespec.extras.diagnostics.findings import Finding
-from pipespec.extras.diagnostics.inventory import Inventory
 from pipespec.placement.slices import split_evenly
 
 COMES = "the host gets what it computes when the cluster starts, or by `pipespec cache fetch`"
@@ -57,10 +57,11 @@ def _different(part: str, usable: Mapping[str, Fingerprint]) -> Iterator[Finding
     usual_sizes = {file: counts.most_common(1)[0][0] for file, counts in sizes.items()}
     differ = {}
     for name, model in usable.items():
+        unusual = any(usual_sizes[file] != size for file, size in (model.shards or {}).items())
         others = (
             (CONFIG, model.config != usual[0][0][0]),
             (INDEX, model.index != usual[0][0][1]),
-            ("the sizes of its weight files", _unusual(model.shards or {}, usual_sizes)),
+            ("the sizes of its weight files", unusual),
         )
         differ[name] = [what for what, other in others if other]
     same = [name for name in usable if not differ[name]]
@@ -71,10 +72,6 @@ def _different(part: str, usable: Mapping[str, Fingerprint]) -> Iterator[Finding
             f"The {part} {usable[name].folder} on {name} is another than on {listed(same)}: "
             f"{listed(differ[name])} differ; copy the folder from {same[0]}.",
         )
-
-
-def _unusual(sizes: Mapping[str, int], usual: Mapping[str, int]) -> bool:
-    return any(usual[file] != size for file, size in sizes.items())
 
 
 def _lacking(part: str, name: str, model: Fingerprint, *, comes: bool) -> str:
@@ -127,10 +124,8 @@ def _needed(hosts_file: HostsFile, name: str, model: Fingerprint) -> set[str] | 
         ]
     except ConfigError:
         return None
-    ends = list(accumulate(sizes))
     found: set[str] = set()
-    for worker, size, end in zip(stages, sizes, ends, strict=True):
+    for worker, size, end in zip(stages, sizes, accumulate(sizes), strict=True):
         if hosts_file.host_of(worker).name == name:
-            layers = range(end - size, end)
-            found |= parts_of(layers, model.num_layers, tied=model.tied)
+            found |= parts_of(range(end - size, end), model.num_layers, tied=model.tied)
     return found

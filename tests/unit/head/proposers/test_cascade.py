@@ -17,12 +17,11 @@ from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
-from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from pipespec.head.tree import ROOT, Tree
+from tests.helpers.trees import Text, TextTree, check_tree, texts_of
 
 VOCABULARY = 5
-Text = tuple[int, ...]
 # What a model says follows a text.
 Said = dict[Text, dict[int, float]]
 
@@ -60,27 +59,16 @@ def scheduler_with(
 ) -> Scheduler:
     draft = SyntheticProposer(Accuracy({1: 0.5}, spread=0.5), [[1]], VOCABULARY, 0)
     config = SchedulerConfig(policy, 3, rounds=rounds, prefill_chunk=1, context_limit=context_limit)
-    return Scheduler(config, CascadeProposer(draft, mid, Scoring(3, context_limit)))
+    return Scheduler(config, CascadeProposer(draft, mid, 3, context_limit))
 
 
-class Plain:
-    """What a tree is to hold, by text below the root."""
+class Plain(TextTree):
+    """What a tree is to hold."""
 
     def __init__(self) -> None:
-        self.logp: dict[Text, float] = {(): 0.0}
+        super().__init__()
         self.fed: set[Text] = {()}
         self.scored: set[Text] = set()
-
-    def said(self, said: Said) -> None:
-        for above, row in said.items():
-            left = max(1 - sum(np.exp([*row.values()])), MIN_PROBABILITY)
-            bound = min([*row.values(), float(np.log(left))])
-            for text in [text for text in self.logp if text and text[:-1] == above]:
-                self.logp[text] = min(self.logp[text], bound)
-            self.logp |= {(*above, token): logp for token, logp in row.items()}
-
-    def cum(self, text: Text) -> float:
-        return sum(self.logp[text[:end]] for end in range(len(text) + 1))
 
     def advance(self, token: int) -> None:
         def below(texts: set[Text]) -> set[Text]:
@@ -116,7 +104,9 @@ class Story:
         policy = BestFirst(width=4, children=VOCABULARY, capacity=capacity, row_cost=0.0)
         self.mid = Mid()
         self.scheduler = scheduler_with(self.mid, policy, 1000, 60)
-        self.scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
+        self.scheduler.admission.add(
+            Request(0, (1,), max_new_tokens=50), lambda token: False, now=0
+        )
         (self.sequence,) = self.scheduler.admit()
         self.plain = Plain()
         self.batch = self.fed()
@@ -126,13 +116,8 @@ class Story:
     def tree(self) -> Tree:
         return self.sequence.tree
 
-    def texts(self) -> dict[Text, int]:
-        found = {text_of(self.tree, i): i for i in range(len(self.tree))}
-        assert len(found) == len(self.tree), "a text stands twice"
-        return found
-
     def fed(self) -> Batch:
-        batch = self.scheduler.next_batch(0.0)
+        batch = self.scheduler.next_batch(self.scheduler.plan_batch(0.0))
         assert isinstance(batch, Batch)
         return batch
 
@@ -140,12 +125,12 @@ class Story:
         if work := self.scheduler.next_expansion(0.0):
             (asked,) = work.requests
             found, said = answer(asked, asked.nodes, self.rng)
-            self.plain.said(said)
+            self.plain.expand(said)
             self.scheduler.add_proposals(work, [found], 1.0)
 
     def feed(self) -> None:
         """Of all that is not fed, what is likeliest is."""
-        here = self.texts()
+        here = texts_of(self.tree)
         unfed = sorted(
             (text for text in here if text not in self.plain.fed), key=self.plain.cum, reverse=True
         )
@@ -180,7 +165,9 @@ class Story:
         (asked,) = self.mid.requests
         count = int(self.rng.integers(0, len(asked.nodes) + 2))
         ids = asked.tree.id
-        now = {node: text for text, i in self.texts().items() for node in [int(self.tree.id[i])]}
+        now = {
+            node: text for text, i in texts_of(self.tree).items() for node in [int(self.tree.id[i])]
+        }
         if count > len(asked.nodes):
             found, said, nodes = None, {}, asked.nodes[:0]
         else:
@@ -199,7 +186,7 @@ class Story:
         count = self.scheduler.totals.scored - before
         assert count in (0, len(said)), "a part of an answer was taken"
         if count:  # else the mid-size model has been wrong too often to be believed
-            self.plain.said(said)
+            self.plain.expand(said)
 
     def decide(self) -> None:
         children = self.tree.token[1:][self.tree.parent[1:] == ROOT].tolist()
@@ -209,8 +196,8 @@ class Story:
         self.scheduler.apply(Verdict(self.sequence.number, base, (token,)), now=0)
 
     def check(self) -> None:
-        self.tree.check()
-        here = self.texts()
+        check_tree(self.tree)
+        here = texts_of(self.tree)
         assert here.keys() <= self.plain.logp.keys()
         # What is missing was trimmed: it had been neither fed nor expanded.
         assert self.plain.fed <= here.keys() | {()}
@@ -245,7 +232,7 @@ def test_scores_of_a_cancelled_request_are_dropped():
     story.draft()
     asked = requested(story.scheduler, story.mid, story.sequence)
     found, _ = answer(asked, asked.nodes, story.rng)
-    story.scheduler.cancel(0)
+    story.scheduler.admission.cancel(0)
     before = len(story.tree)
     story.mid.answer(found)
     story.scheduler.take_scores()
@@ -259,7 +246,7 @@ def test_scores_are_used_while_the_mid_size_model_predicts_better():
     policy = BestFirst(width=4, children=2, row_cost=0.0)
     mid = Mid()
     scheduler = scheduler_with(mid, policy, 1, 200)
-    scheduler.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
+    scheduler.admission.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
     (sequence,) = scheduler.admit()
 
     def taken(chance: float) -> bool:
@@ -274,7 +261,7 @@ def test_scores_are_used_while_the_mid_size_model_predicts_better():
         before = scheduler.totals.scored
         mid.answer(found)
         scheduler.take_scores()
-        scheduler.next_batch(0.0)
+        scheduler.next_batch(scheduler.plan_batch(0.0))
         base = len(sequence.context.tokens)
         scheduler.apply(Verdict(sequence.number, base, (1,)), now=0)
         return scheduler.totals.scored > before
@@ -289,7 +276,7 @@ def test_level_policy_requests_no_scores():
     """Its nodes are fed level by level: children of what was fed would come too late."""
     mid = Mid()
     scheduler = scheduler_with(mid, Level(4, 4), 1, 60)
-    scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
+    scheduler.admission.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
     list(scheduler.admit())
     scheduler.refine()
     assert not mid.requests

@@ -1,34 +1,36 @@
 """`pipespec doctor`: examines all hosts of a hosts file, and the link between each two of them.
 
-A probe (`probe`) is started on each host over SSH. It takes the host's inventory, listens for the
-other probes and measures the links to them; `diagnosis` makes findings of that.
+A `probe` runs on each host: it takes the inventory, listens for the other probes and measures the
+links to them; `diagnosis` makes findings of that.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
-from pipespec.config.hosts import HostsFile
+from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
+from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.inventory import Inventory
+from pipespec.cluster.diagnostics.probe import PROTOCOL, Link, Listening
+from pipespec.cluster.host_link import programs
+from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
-from pipespec.extras.diagnostics.diagnosis import diagnose, required_models
-from pipespec.extras.diagnostics.findings import Finding, HostReport, LinkReport
-from pipespec.extras.diagnostics.inventory import Inventory
-from pipespec.extras.diagnostics.probe import (
-    PROTOCOL,
-    Link,
-    Listening,
-)
-from pipespec.extras.diagnostics.probe_process import ProbeProcess
-from pipespec.system.validation import Unreadable, from_fields, home_expanded
+from pipespec.system.validation import Unreadable, from_fields, home_expanded, parse_json
 
-HELLO_TIMEOUT_S = 15.0
+MODULE = "pipespec.cluster.diagnostics.probe"
+HELLO_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 15.0, 30.0, 3.0
 INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
 TOKEN_BYTES = 32
 
@@ -51,7 +53,6 @@ class Report:
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
         return {
             "ok": self.ok,
             "findings": [asdict(finding) for finding in self.findings],
@@ -129,29 +130,73 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     return out
 
 
-class _Examination:
+class _Probe:
+    """A probe on a host: requests go to its standard input, answers come from its output."""
+
+    def __init__(self, host: Host, opened: ExitStack) -> None:
+        """It ends with `opened`. Raises HostFailed if it cannot even be started."""
+        self._host = host
+        self._stderr = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is closed with the stack
+        self._process = programs.start_module(host, MODULE, stderr=self._stderr)
+        opened.callback(self._end)
+
+    def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
+        """The answer to a request. Raises HostFailed when none comes."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Timer(timeout, process.kill)
+        late.start()
+        began = time.monotonic()
+        with suppress(OSError):  # it has ended
+            process.stdin.write(json.dumps({"do": request, **fields}).encode() + b"\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                with suppress(Unreadable):  # a login script may have printed something
+                    answer = parse_json(line)
+                    if isinstance(answer, dict) and answer.keys() == {"value"}:
+                        late.cancel()
+                        return answer["value"]
+        late.cancel()
+        if time.monotonic() - began >= timeout:
+            raise programs.late(self._host, "the probe", timeout)
+        code = self._end()
+        self._stderr.seek(0)
+        raise programs.failure(self._host, MODULE, code, self._stderr.read())
+
+    def close_input(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended already
+            self._process.stdin.close()
+
+    def _end(self) -> int:
+        """Its exit code."""
+        self.close_input()
+        end = threading.Timer(STOP_TIMEOUT_S, self._process.kill)
+        end.start()
+        code = self._process.wait()
+        end.cancel()
+        return code
+
+
+class _Examination(ExitStack):
     """The hosts under examination: the probe of each, and the reports so far.
 
     Steps of different hosts may run at once, each in a thread of its own.
     """
 
     def __init__(self, hosts_file: HostsFile, models: Mapping[str, str | None]):
+        super().__init__()
         self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
         self.links: dict[tuple[str, str], LinkReport] = {}
         self._hosts = hosts_file
         self._models = models
         self._token = secrets.token_hex(TOKEN_BYTES)
-        self._channels: dict[str, ProbeProcess] = {}
+        self._probes: dict[str, _Probe] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        channels = list(self._channels.values())
-        for channel in channels:
-            channel.close_input()
-        for channel in channels:
-            channel.close()
+    def __exit__(self, *details: Any) -> bool | None:
+        for probe in self._probes.values():  # so that all end at the same time
+            probe.close_input()
+        return super().__exit__(*details)
 
     def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:
         """Run a step for a host, unless this host or another one of the step has failed."""
@@ -172,26 +217,23 @@ class _Examination:
         return whole and not os.path.lexists(home_expanded(name))
 
     def start_probe(self, name: str) -> None:
-        """Start the probe and have it listen."""
         host, seen = self._hosts.host(name), self.seen[name]
-        channel = self._channels[name] = ProbeProcess(host)
-        if channel.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
+        probe = self._probes[name] = _Probe(host, self)
+        if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
         listen = {"name": name, "address": host.address, "interface": host.interface}
-        answer = channel.ask("listen", token=self._token, **listen)
-        seen.listening = from_fields(Listening, answer)
+        seen.listening = from_fields(Listening, probe.ask("listen", token=self._token, **listen))
 
     def take_inventory(self, name: str) -> None:
-        """Ask what the host has."""
         host = self._hosts.host(name)
         own = {"target": host.target, "draft": host.draft, "mid": host.mid}
         folders = {
             part: own[part] or self._models[part] for part in required_models(self._hosts, host)
         }
         models = {part: folder for part, folder in folders.items() if folder is not None}
-        answer = self._channels[name].ask(
+        answer = self._probes[name].ask(
             "inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices
         )
         self.seen[name].inventory = from_fields(Inventory, answer)
@@ -202,6 +244,6 @@ class _Examination:
         if listening is None or not listening.places:
             return
         places = [asdict(place) for place in listening.places]
-        answer = self._channels[name].ask("link", token=self._token, name=other, places=places)
+        answer = self._probes[name].ask("link", token=self._token, name=other, places=places)
         found = from_fields(Link, answer)
         self.links[name, other] = LinkReport(found.reach, found.measured, name, other)
