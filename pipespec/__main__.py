@@ -5,11 +5,9 @@ import sys
 
 
 def run() -> int:
-    """Run the command line; the process's exit code.
-
-    Ctrl-C ends the process without a traceback at any moment: before and after the command, where
-    there is nothing to clean up, by the signal itself.
-    """
+    """Run the command line; the process's exit code. Ctrl-C ends the process without a traceback at
+    any moment: before and after the command, where there is nothing to clean up, by the signal
+    itself."""
     # Ignored by nohup, or another's handler: then it is left alone.
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not ours:

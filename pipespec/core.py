@@ -1,5 +1,4 @@
-"""The data types that all parts share: requests, batches, verdicts. Of pipespec it imports
-`device_copy` alone."""
+"""The data types that all parts share; of pipespec they need `device_copy` alone."""
 
 from __future__ import annotations
 
@@ -26,17 +25,12 @@ DRAFT, COMMITTED, LAST_COMMITTED = range(3)
 # Which draft tokens are accepted (`SamplingParams.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
-# A reason why a request ended: its text could not follow its grammar.
-GRAMMAR = "grammar"
+# Reasons why a request ended: its text could not follow its grammar, and the target's logits were
+# NaN, infinite, or -inf for every token.
+GRAMMAR, NOT_FINITE = "grammar", "not_finite"
 
-# A reason why a request ended: the target's logits were NaN, infinite, or -inf for every token.
-NOT_FINITE = "not_finite"
-
-# The parent of a sequence's first row; no node has this id.
-NO_PARENT_NODE = -1
-
-# The parent of a sequence that shares no prefix; no sequence has this number.
-NO_PARENT_SEQUENCE = -1
+# The parents of a sequence's first row, and of a sequence that shares no prefix.
+NO_PARENT_NODE, NO_PARENT_SEQUENCE = -1, -1
 
 # Upper bounds of the histogram of steps by tokens, of prompts fed and of answers decided together.
 STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
@@ -51,18 +45,11 @@ class SequenceStart:
 
     A *sequence* is one stay of a request in the pipeline. Batches and verdicts name it by its
     number, which is unique within the epoch: so a late verdict on a request that was preempted
-    and started again does not apply to its new sequence.
-
-    Attributes:
-        sequence: its number.
-        request: the id of the request in the request log.
-        prompt_len: tokens of the prompt.
-        committed_len: tokens that were decided before, prompt included; they arrive as committed
-            rows.
-        params: how its tokens are sampled (`pipespec.sampling.wire_format`).
-        parent: the sequence, running or retained, that begins with the same tokens; or
-            NO_PARENT_SEQUENCE.
-        shared_len: how many of them: their rows do not arrive, their KV slots are the parent's.
+    and started again does not apply to its new sequence. `request` is its id in the request log.
+    `committed_len` tokens were decided before, prompt included, and arrive as committed rows.
+    `params`: how its tokens are sampled (`pipespec.sampling.wire_format`). `parent` is the
+    sequence, running or retained, that begins with the same `shared_len` tokens, whose rows do not
+    arrive and whose KV slots are the parent's; or NO_PARENT_SEQUENCE.
     """
 
     sequence: int
@@ -131,11 +118,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one decided token, before penalties and temperature.
-
-    `logprob` is the token's natural log-probability; `top` are the most probable tokens and
-    theirs, the most probable first.
-    """
+    """Log-probabilities of one decided token, before penalties and temperature. `logprob` is the
+    token's natural log-probability; `top` are the most probable tokens and theirs, the most
+    probable first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -143,11 +128,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a part of a request's prompt, from the position `base` on.
-
-    The parts of a prompt arrive in order, before the first accepted token. Its first token has
-    none.
-    """
+    """Log-probabilities of a part of a request's prompt, from the position `base` on. The parts of
+    a prompt arrive in order, before the first accepted token. Its first token has none."""
 
     base: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -155,13 +137,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the last stage decided for one sequence in one step.
-
-    `tokens` follow the committed sequence; `base` is that sequence's length (prompt
-    included) before them, so that a repeated verdict is recognised. `logprobs` has one
-    entry per token if the request wants them, else none. `failed` is why no further token can be
-    decided: GRAMMAR if the text cannot follow the request's grammar, or NOT_FINITE.
-    """
+    """What the last stage decided for one sequence in one step. `tokens` follow the committed
+    sequence; `base` is that sequence's length (prompt included) before them, so that a repeated
+    verdict is recognised. `logprobs` has one entry per token if the request wants them, else none.
+    `failed` is why no further token can be decided: GRAMMAR if the text cannot follow the request's
+    grammar, or NOT_FINITE."""
 
     sequence: int
     base: int
@@ -173,10 +153,8 @@ class Verdict:
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTokens:
     """Draft tokens that the head fed in one step, sent ahead of their logits to the last stage.
-
     Arrays `[rows]`: the parent's node id, the token, and its log-probability given the parent, as
-    the draft stated it. Only lossy requests need them.
-    """
+    the draft stated it. Only lossy requests need them."""
 
     step: int
     parents: np.ndarray
@@ -186,31 +164,14 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens follow from the target's logits (`pipespec.sampling`).
+    """How a request's tokens follow from the target's logits (`pipespec.sampling`). By default they
+    are decoded greedily, as they are; `check_sampling` says which values are in range.
 
-    The defaults are greedy decoding of the logits as they are. `check_sampling` says which
-    values are in range.
-
-    Attributes:
-        temperature: 0 takes the most probable token; more divides the logits.
-        top_k: draw from so many most probable tokens; 0: from all.
-        top_p: draw from the smallest set of most probable tokens with this probability.
-        min_p: draw from tokens at least so probable relative to the most probable one.
-        repetition_penalty: divides the positive and multiplies the negative logits of tokens
-            that are in the prompt or the answer.
-        presence_penalty: subtracted from the logit of every token of the answer.
-        frequency_penalty: the same, for each time that the token occurs.
-        logit_bias: token ids and what is added to their logits.
-        seed: with the position and the distribution, it determines what is drawn.
-        logprobs: report the log-probabilities of the chosen and of so many most probable
-            tokens; None: report none.
-        prompt_logprobs: the same of the prompt's own tokens, but for the first.
-        min_tokens: before the answer has so many tokens none that ends the text is chosen, and
-            no stop string counts.
-        grammar: what the answer must fit (`pipespec.engine.llguidance_backend`); "": anything.
-        acceptance: EXACT samples from the target; RELAXED and STRICT prefer draft tokens
-            (lossy; docs/sampling.md has the rules).
-    """
+    Fields mean what those of `pipespec.SamplingParams` mean. `logit_bias` has token ids and what is
+    added to their logits. `seed`, with the position and the distribution, determines what is drawn.
+    `grammar` is what the answer must fit (`pipespec.engine.llguidance_backend`); "": anything.
+    `acceptance`: EXACT samples from the target; RELAXED and STRICT prefer draft tokens (lossy;
+    docs/sampling.md has the rules)."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -247,11 +208,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the request log stores it.
-
-    `policy` names one of the cluster's policies (`Config.policies`); "" is its default.
-    Requests share prefix-cache entries only with requests of the same `cache_salt`.
-    """
+    """A request as the request log stores it. `policy` names one of the cluster's policies
+    (`Config.policies`); "" is its default. Requests share prefix-cache entries only with requests
+    of the same `cache_salt`."""
 
     id: int
     prompt: tuple[int, ...]

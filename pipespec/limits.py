@@ -1,8 +1,6 @@
-"""Ranges and choices of values, and the messages for values outside them.
-
-The upper limits are far above sensible values, and low enough that a larger memory demand than the
-machine has is detected at once.
-"""
+"""Ranges and choices of values, and the messages for values outside them. The upper limits are far
+above sensible values, and low enough that a larger memory demand than the machine has is detected
+at once."""
 
 from __future__ import annotations
 
@@ -41,10 +39,8 @@ def fault(
     above: bool = False,
     hint: str = "",
 ) -> str | None:
-    """The message for a wrong `value`; None: it is a number from `least` to `most`.
-
-    `above`: and more than `least`. `hint` is appended to the limits.
-    """
+    """The message for a wrong `value`; None: it is a number from `least` to `most`. `above`: and
+    more than `least`. `hint` is appended to the limits."""
     kinds = (int,) if whole else (int, float)
     if type(value) in kinds and least <= value <= most and not (above and value == least):
         return None
@@ -54,7 +50,6 @@ def fault(
 
 
 def check_whole(name: str, value: Any, least: int, most: int, hint: str = "") -> None:
-    """Raise ConfigError unless `value` is a whole number from `least` to `most`."""
     wrong = fault(name, value, least, most, hint=hint)
     if wrong:
         raise ConfigError(wrong)

@@ -27,18 +27,11 @@ ABOUT = "about"  # the key in a field's metadata
 
 @dataclass(frozen=True)
 class About:
-    """What a field says of its setting besides type and default.
-
-    Attributes:
-        help: one sentence for users.
-        unit: of the value, such as "ms" or "tokens"; "": none.
-        limits: the least and the most that a number may be, or each number of a list.
-        above: whether a value must be more than the least.
-        hint: what an error adds to the limits, such as ", or 0 for no limit".
-        choices: the only values of a text; (): any.
-        kind: the type, where the field's annotation is Any because OmegaConf has no such type.
-        experimental: whether it is for experiments, may change, and is not in the help texts.
-    """
+    """What a field says of its setting besides type and default: a sentence of help for users, its
+    unit ("": none), the least and the most that a number, or each of a list, may be (with `above`
+    more than the least), what an error adds to these limits, and the only values of a text, if any.
+    `kind` is the type where the field's annotation is Any, as OmegaConf has no such type. One that
+    is `experimental` may change, and is not in the help texts."""
 
     help: str
     unit: str = ""
@@ -56,10 +49,8 @@ NO_HELP = About("")
 def setting(
     default: Any, sentence: str, unit: str = "", *, visible: bool = True, **more: Any
 ) -> Any:
-    """A field with a default (REQUIRED: without one) and an `About` of the other arguments.
-
-    A setting that is not `visible` may hold a secret, and is left out of the dataclass's repr.
-    """
+    """A field with a default (REQUIRED: without one) and an `About` of the other arguments. A
+    setting that is not `visible` may hold a secret, and is left out of the dataclass's repr."""
     metadata = {ABOUT: About(sentence, unit, **more)}
     if isinstance(default, list):
         return field(default_factory=default.copy, repr=visible, metadata=metadata)

@@ -64,8 +64,7 @@ def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> lis
 
 
 def _byte_of() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable ones as themselves, others in order as the
-    characters from 256 on."""
+    """How byte-level tokenizers write bytes: printable ones as themselves, others from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): byte for byte in printable}
@@ -76,12 +75,10 @@ _BYTE_OF = _byte_of()
 
 
 class Detokenizer:
-    """Turns token ids into text that is final.
-
-    The pieces joined, `flush` included, equal the tokenizer's `decode` of all the ids without
-    special tokens and without the clean-up of spaces, which would rewrite text already returned.
-    With `context` (the prompt's ids) they equal what `decode` appends to the context's text.
-    """
+    """Turns token ids into text that is final. The pieces joined, `flush` included, equal the
+    tokenizer's `decode` of all the ids without special tokens and without the clean-up of spaces,
+    which would rewrite text already returned. With `context` (the prompt's ids) they equal what
+    `decode` appends to the context's text."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
@@ -103,7 +100,6 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """The text that `flush` would return."""
         return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
     def _push(self, token: int) -> str:
@@ -132,11 +128,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before its first stop string, which may extend over several pieces.
-
-    The first is the one that is complete first, and of several the longest.
-    `found` is that string, or None so far.
-    """
+    """Ends a text before its first stop string, which may extend over several pieces. The first is
+    the one that is complete first, and of several the longest. `found` is that string, or None so
+    far."""
 
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty stop string ends every text"
@@ -188,11 +182,9 @@ class StopStrings:
 
 
 class FinalText:
-    """The final text of one answer, up to the first stop string.
-
-    `context` are the prompt's ids. Stop strings that end in the text of the first `min_tokens`
-    tokens are ignored; of one that begins there and ends later, that beginning remains.
-    """
+    """The final text of one answer, up to the first stop string. `context` are the prompt's ids.
+    Stop strings that end in the text of the first `min_tokens` tokens are ignored; of one that
+    begins there and ends later, that beginning remains."""
 
     def __init__(
         self,
@@ -207,22 +199,23 @@ class FinalText:
 
     @property
     def found(self) -> str | None:
-        """The stop string that has ended the text."""
         return self._stops.found
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` make final."""
         return "".join([self._push(token) for token in ids])
 
     def flush(self) -> str:
-        """The rest at the end of the text."""
         return self._stops.push(self._text.flush()) + self._stops.flush()
+
+    def completes(self, token: int) -> bool:
+        """Whether a stop string is complete with this token, the next one."""
+        self.push([token])
+        return self.found is not None
 
     def _push(self, token: int) -> str:
         return self._before_stop(self._text.push([token]))
 
     def _before_stop(self, piece: str) -> str:
-        """The final text of a piece that a token has completed."""
         if self._free:
             self._free -= 1
             return self._stops.pass_over(piece)
@@ -230,11 +223,8 @@ class FinalText:
 
 
 class MarkedText(FinalText):
-    """The same text including the text of some special tokens.
-
-    `markers` maps their ids to their texts. Stop strings are matched without
-    them.
-    """
+    """The same text including the text of some special tokens. `markers` maps their ids to their
+    texts. Stop strings are matched without them."""
 
     def __init__(
         self,
@@ -251,7 +241,6 @@ class MarkedText(FinalText):
         self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
 
     def flush(self) -> str:
-        """The rest at the end of the text."""
         text = self._marked(super().flush())
         rest = "" if self.found is not None else "".join(marker for _, marker in self._waiting)
         self._waiting.clear()
@@ -288,20 +277,3 @@ def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str
             if hidden and tokenizer.convert_ids_to_tokens(token) == text:
                 found[token] = text
     return found
-
-
-class StopChecker:
-    """Checks the tokens of one request: returns whether a stop string is complete."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
-        context: Sequence[int] = (),
-        min_tokens: int = 0,
-    ):
-        self._text = FinalText(tokenizer, context, stops, min_tokens)
-
-    def __call__(self, token: int) -> bool:
-        self._text.push([token])
-        return self._text.found is not None

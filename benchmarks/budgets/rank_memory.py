@@ -23,7 +23,6 @@ import torch
 from benchmarks.common import experiment
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.processes.worker_group import launch
 from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.core import Batch
@@ -32,6 +31,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposers.proposer import Context
 from pipespec.placement.slices import split_evenly
 from tools.inflate import Shape, read_config
+from tools.rig.launch import launch
 
 MIB, GIB = 2**20, 2**30
 ROWS = 64
@@ -109,7 +109,7 @@ def row(deployment: Deployment, found: dict[str, float]) -> dict[str, str | floa
         ITEM_BYTES[deployment.dtype],
         context=deployment.context,
         tree=tree_slots(len(deployment.layers), policy.max_rows) if rank else held_nodes,
-        batch=deployment.max_rows,
+        batch=deployment.config.max_rows,
     )
     held = found["weights"] + found["kv"]
     return {

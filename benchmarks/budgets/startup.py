@@ -97,7 +97,7 @@ def phases(stages: int) -> dict[str, float]:
 
 def run_phases(stages: int) -> dict[str, float]:
     """Do the same as `generate`; the end of each part, in seconds since 1970."""
-    from pipespec.client import single_generation as client
+    from pipespec.client import answers as client
     from pipespec.client.local_cluster import asking
     from pipespec.client.model_info import ModelInfo
     from pipespec.client.request_settings import RequestSettings

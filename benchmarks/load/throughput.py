@@ -70,7 +70,7 @@ def overrides(method: str, options: argparse.Namespace) -> list[str]:
 
 def simulated(config: Config, requests: int, options: argparse.Namespace) -> Simulation:
     """The scheduler simulated with so many requests."""
-    machine = config.clock
+    machine = config.emulate
     assert isinstance(machine, EmulatedMachine)
     stages = [TimeCurve.parse(str(text)) for text in np.resize(machine.stage_ms, options.stages)]
     plain = max(PLAIN_LEAST, PLAIN_TOKENS * requests)

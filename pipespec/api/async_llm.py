@@ -8,12 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pipespec.api.cluster_settings import check_policy, overrides_of
 from pipespec.api.cluster_thread import ClusterThread
-from pipespec.api.outputs import CompletionOutput, RequestOutput, logprobs_by_place
+from pipespec.api.outputs import PendingRequest, RequestOutput, output_of
 from pipespec.api.prompts import (
     Conversation,
     Message,
@@ -24,7 +23,7 @@ from pipespec.api.prompts import (
 )
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
-from pipespec.client.answers import Answer, AnswerBuilder, fresh_seed, labels, statistics
+from pipespec.client.answers import AnswerBuilder, fresh_seed
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
@@ -34,14 +33,12 @@ from pipespec.client.sync_client import PATIENCE_S
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
-from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
-from pipespec.errors import ConfigError, PipespecError, RankFailed
+from pipespec.errors import PipespecError, RankFailed
 from pipespec.limits import check_whole
 from pipespec.sampling.params import check_vocabulary
 from pipespec.text import FinalText
 from pipespec.timing.clock import monotonic_ns
-from pipespec.timing.stats import Report
 
 if TYPE_CHECKING:  # it imports torch
     from pipespec.head.policies.policy import SpeculationPolicy
@@ -93,10 +90,8 @@ class AsyncLLM:
 
     @classmethod
     def connect(cls, name: str | None = None) -> AsyncLLM:
-        """The cluster that `pipespec up` has started under this name; None: the only one.
-
-        Raises ConfigError if there is none, or it is not ready.
-        """
+        """The cluster that `pipespec up` has started under this name; None: the only one. Raises
+        ConfigError if there is none, or it is not ready."""
         llm = cls()
         llm._running = registry.find(registry.entry(name).name)
         return llm
@@ -131,12 +126,7 @@ class AsyncLLM:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # --- texts --------------------------------------------------------------------------------
@@ -160,19 +150,15 @@ class AsyncLLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
-        """The next message of one conversation or of several, by the model's chat template.
-
-        A conversation is a list of {"role": ..., "content": ...}. Raises as `generate`.
-        """
+        """The next message of one conversation or of several, by the model's chat template. A
+        conversation is a list of {"role": ..., "content": ...}. Raises as `generate`."""
         return await self._answer(tokenize_chats(self.model_info, messages), sampling_params)
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[str]:
-        """The answer to one prompt, piece by piece; joined they are its text.
-
-        Closing the iterator cancels the request. Raises as `generate`.
-        """
+        """The answer to one prompt, piece by piece; joined they are its text. Closing the iterator
+        cancels the request. Raises as `generate`."""
         async for piece in self._pieces(tokenize_prompts(self.model_info, prompt), sampling_params):
             yield piece
 
@@ -196,7 +182,6 @@ class AsyncLLM:
     # --- the cluster --------------------------------------------------------------------------
 
     async def _serve(self, started: asyncio.Future[None]) -> None:
-        """Hold the cluster and a client of it open."""
         try:
             async with (
                 self._cluster() as running,
@@ -240,10 +225,6 @@ class AsyncLLM:
 
     def _deployment(self) -> Deployment:
         config = compose(self._overrides)
-        if config.trace is not None:
-            raise ConfigError(
-                "An LLM writes no trace; leave trace=FILE to `pipespec generate` without --on."
-            )
         return decide(config if self._policy is None else replace(config, policy=self._policy))
 
     # --- requests -----------------------------------------------------------------------------
@@ -311,72 +292,5 @@ class AsyncLLM:
                 "priority": chosen.priority,
             }
         number = await followed.submit(prompt.token_ids, params, **fields)
-        return PendingRequest(served, prompt, params, number, began, stop)
-
-
-class PendingRequest:
-    """A request, submitted at `submitted_ns` as `number`, and what has arrived of its answer."""
-
-    def __init__(
-        self,
-        served: ModelInfo,
-        prompt: Tokenized,
-        params: RequestParams,
-        number: int,
-        submitted_ns: int,
-        stop: Sequence[str],
-    ):
-        self.params = params
-        self.number = number
-        self.submitted_ns = submitted_ns
-        self._builder = AnswerBuilder(
-            FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
-        )
-
-    @property
-    def answer(self) -> Answer:
-        return self._builder.answer
-
-    def receive(self, event: Event) -> str:
-        """The text that an event makes final. Raises what ends the request without an answer."""
-        if isinstance(event, Finished):
-            check_answered(event)
-        return self._builder.receive(event)
-
-
-def output_of(
-    served: ModelInfo, prompt: Tokenized, requests: Sequence[tuple[PendingRequest, list[Report]]]
-) -> RequestOutput:
-    """What the user gets for a prompt, from its finished requests with what the ranks reported."""
-    first = requests[0][0]
-    scored = logprobs_by_place(
-        served.tokenizer,
-        prompt.token_ids[1:],
-        first.answer.prompt_logprobs,
-        first.params.prompt_logprobs,
-    )
-    return RequestOutput(
-        request_id=str(first.number),
-        prompt=prompt.text,
-        prompt_token_ids=list(prompt.token_ids),
-        prompt_logprobs=None if scored is None else [None, *scored],
-        outputs=[
-            _completion(served, index, request, reports)
-            for index, (request, reports) in enumerate(requests)
-        ],
-    )
-
-
-def _completion(
-    served: ModelInfo, index: int, request: PendingRequest, reports: list[Report]
-) -> CompletionOutput:
-    answer, most = request.answer, request.params.logprobs
-    return CompletionOutput(
-        index=index,
-        text=answer.text,
-        token_ids=answer.token_ids,
-        cumulative_logprob=None if most is None else sum(each.logprob for each in answer.logprobs),
-        logprobs=logprobs_by_place(served.tokenizer, answer.token_ids, answer.logprobs, most),
-        finish_reason=answer.finish_reason,
-        metrics=statistics(served, request.submitted_ns, reports) | labels(served, request.params),
-    )
+        text = FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
+        return PendingRequest(params, number, began, AnswerBuilder(text))

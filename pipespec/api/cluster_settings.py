@@ -9,8 +9,6 @@ from typing import Any
 from pipespec.errors import ConfigError
 
 Path = str | os.PathLike[str]
-# Settings that only `pipespec generate` without --on can keep.
-OF_COMMANDS = ("trace",)
 
 
 def overrides_of(
@@ -20,7 +18,6 @@ def overrides_of(
     hosts: Path | None,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """The overrides that make the cluster. Raises ConfigError."""
     if hosts is not None and stages is not None:
         raise ConfigError(
             f"hosts={os.fspath(hosts)} and stages={stages} are both given, but a hosts file says "
@@ -30,9 +27,8 @@ def overrides_of(
         raise ConfigError(
             f"draft={os.fspath(draft)} is given without a model; pass the model that it drafts for."
         )
-    for name in settings:
-        if name in OF_COMMANDS:
-            raise ConfigError(f"An LLM has no setting {name!r}; leave it to `pipespec generate`.")
+    if "trace" in settings:
+        raise ConfigError("An LLM has no setting 'trace'; leave it to `pipespec generate`.")
     found: list[str] = []
     if model is not None:
         found.append(f"model.target={os.fspath(model)}")
@@ -48,7 +44,6 @@ def overrides_of(
 
 
 def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless this object can be the policy of a cluster with these settings."""
     if policy is None:
         return
     from pipespec.head.policies.policy import SpeculationPolicy
@@ -70,7 +65,6 @@ def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
 
 
 def value_text(value: Any) -> str:
-    """A value as an override has it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -24,15 +24,11 @@ class _Unwanted(Exception):
 
 
 class ClusterThread:
-    """Runs a cluster until `stop`, or until the main thread of the process has ended.
-
-    No signal handler is installed, and the ranks have a session of their own, so Ctrl-C reaches
-    only the caller. The thread is not a daemon: the interpreter ends after the cluster.
-
-    Attributes:
-        ready: its registry entry once all ranks are loaded, or why it did not start.
-        ended: set when all its processes are gone.
-    """
+    """Runs a cluster until `stop`, or until the main thread of the process has ended. No signal
+    handler is installed, and the ranks have a session of their own, so Ctrl-C reaches only the
+    caller. The thread is not a daemon: the interpreter ends after the cluster. `ready` is its
+    registry entry once all ranks are loaded, or why it did not start; `ended` is set when all its
+    processes are gone."""
 
     def __init__(self, deployment: Deployment, settings: Sequence[str]):
         self.ready: Future[RunningCluster] = Future()
@@ -46,20 +42,17 @@ class ClusterThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the cluster end; `ended` says when it has."""
         self._unwanted.set()
 
     # --- for clients --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RankFailed if the cluster has ended."""
         if self._failure is not None:
             raise RankFailed(str(self._failure))
         if self._unwanted.is_set():
             raise RankFailed("The cluster was closed before the request was finished.")
 
     def reporters(self) -> tuple[int, bool]:
-        """How many ranks report on a request, and whether some reports may be lost."""
         assert self._session is not None, "it is ready"
         return self._session.reporters()
 
@@ -83,15 +76,14 @@ class ClusterThread:
         require_resources()
         with session.start_agents(deployment) as agents:
             served = ModelInfo.of(deployment)
-            with session.start_cluster(deployment, agents, self._on_loaded) as cluster:
+            with session.start_cluster(
+                deployment, agents, lambda ranks, of: self._require_wanted(0)
+            ) as cluster:
                 self._session = cluster
                 self.ready.set_result(own_entry(cluster, served, settings))
                 while cluster.poll():
                     self._require_wanted(LOOK_S)
         raise RankFailed("The ranks of the cluster ended by themselves.")
-
-    def _on_loaded(self, ranks: int, of: int) -> None:
-        self._require_wanted(0)
 
     def _require_wanted(self, timeout: float) -> None:
         if self._unwanted.wait(timeout) or not threading.main_thread().is_alive():

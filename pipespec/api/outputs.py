@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipespec.api.prompts import Tokenized
+from pipespec.client.answers import Answer, AnswerBuilder, labels, statistics
+from pipespec.client.model_info import ModelInfo
+from pipespec.controller.log_records import Event, Finished, check_answered
+from pipespec.core import SamplingParams as RequestParams
 from pipespec.core import TokenLogprobs
 from pipespec.text import Tokenizer, token_text
+from pipespec.timing.stats import Report
 
 
 @dataclass(frozen=True)
@@ -119,3 +125,60 @@ class RequestOutput:
     def metrics(self) -> dict[str, Any]:
         """The statistics of the first answer."""
         return self.outputs[0].metrics
+
+
+@dataclass(frozen=True)
+class PendingRequest:
+    """A request, submitted at `submitted_ns` as `number`, and what has arrived of its answer."""
+
+    params: RequestParams
+    number: int
+    submitted_ns: int
+    builder: AnswerBuilder
+
+    @property
+    def answer(self) -> Answer:
+        return self.builder.answer
+
+    def receive(self, event: Event) -> str:
+        """The text that an event makes final. Raises what ends the request without an answer."""
+        if isinstance(event, Finished):
+            check_answered(event)
+        return self.builder.receive(event)
+
+
+def output_of(
+    served: ModelInfo, prompt: Tokenized, requests: Sequence[tuple[PendingRequest, list[Report]]]
+) -> RequestOutput:
+    first = requests[0][0]
+    scored = logprobs_by_place(
+        served.tokenizer,
+        prompt.token_ids[1:],
+        first.answer.prompt_logprobs,
+        first.params.prompt_logprobs,
+    )
+    return RequestOutput(
+        request_id=str(first.number),
+        prompt=prompt.text,
+        prompt_token_ids=list(prompt.token_ids),
+        prompt_logprobs=None if scored is None else [None, *scored],
+        outputs=[
+            _completion(served, index, request, reports)
+            for index, (request, reports) in enumerate(requests)
+        ],
+    )
+
+
+def _completion(
+    served: ModelInfo, index: int, request: PendingRequest, reports: list[Report]
+) -> CompletionOutput:
+    answer, most = request.answer, request.params.logprobs
+    return CompletionOutput(
+        index=index,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        cumulative_logprob=None if most is None else sum(each.logprob for each in answer.logprobs),
+        logprobs=logprobs_by_place(served.tokenizer, answer.token_ids, answer.logprobs, most),
+        finish_reason=answer.finish_reason,
+        metrics=statistics(served, request.submitted_ns, reports) | labels(served, request.params),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -21,19 +21,7 @@ from pipespec.system.validation import Unreadable, typed
 
 MAX_ANSWERS = 128
 # Fields that go to the last stage under the same name.
-SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "prompt_logprobs",
-    "min_tokens",
-    "acceptance",
-)
+SAME = {entry.name for entry in fields(core.SamplingParams)} - {"logit_bias", "seed", "grammar"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +169,10 @@ class SamplingParams:
         made = []
         for fresh_seed in fresh_seeds:
             first = self.for_request(fresh_seed, grammar)
-            made.append([_with_seed(first, seed) for seed in seeds_from(first.seed, self.n)])
+            # Greedy answers do without a seed.
+            needs = first.temperature > 0 or first.acceptance != core.EXACT
+            seeds = seeds_from(first.seed, self.n)
+            made.append([replace(first, seed=seed if needs else 0) for seed in seeds])
         return made
 
 
@@ -191,9 +182,3 @@ def _kinds() -> Mapping[str, Any]:
     hints = get_type_hints(SamplingParams) | {"stop": Sequence[str]}
     others = ("logit_bias", "structured_outputs")
     return {name: kind for name, kind in hints.items() if name not in others}
-
-
-def _with_seed(params: core.SamplingParams, seed: int) -> core.SamplingParams:
-    """The same parameters with another seed, which greedy ones do without."""
-    needs = params.temperature > 0 or params.acceptance != core.EXACT
-    return replace(params, seed=seed if needs else 0)

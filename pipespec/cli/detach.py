@@ -39,10 +39,7 @@ class LauncherEnded(PipespecError):
 
 
 def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> RunningCluster:
-    """Start `pipespec up` with these flags in a session of its own and wait until it is ready.
-
-    Raises what it failed with.
-    """
+    """Start `pipespec up` in a session of its own, once it is ready. Raises what it failed with."""
     launcher = Launcher(name, settings, flags)
     try:
         return launcher.await_ready()
@@ -53,9 +50,7 @@ def detached(name: str, settings: Sequence[str], flags: Sequence[str]) -> Runnin
 
 class Launcher:
     """`pipespec up` in a session of its own. Its output goes to the log beside the registry entry.
-
-    `ours`: it ends with the thread that starts it, and `watch` starts it again.
-    """
+    `ours`: it ends with the thread that starts it, and `watch` starts it again."""
 
     def __init__(
         self,
@@ -79,7 +74,6 @@ class Launcher:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def _start(self) -> None:
@@ -117,17 +111,14 @@ class Launcher:
         return self._cluster
 
     def await_ready(self) -> RunningCluster:
-        """The cluster, once it is ready. Raises what the process failed with."""
         while (cluster := self.ready()) is None:
             time.sleep(LOOK_S)
         return cluster
 
     def watch(self) -> RunningCluster | None:
-        """The cluster, if it is ready. If it has died, it will be started again.
-
-        Raises what the process failed with if it was never ready, or after too many
-        starts that did not last; LauncherEnded if it was asked to end.
-        """
+        """The cluster, if it is ready. If it has died, it will be started again. Raises what the
+        process failed with if it was never ready, or after too many starts that did not last;
+        LauncherEnded if it was asked to end."""
         if self._again_at is not None:
             if time.monotonic() >= self._again_at:
                 self._again_at = None
@@ -168,7 +159,6 @@ class Launcher:
         print_error(f"{self.name}: the cluster's launcher has ended; it is started again")
 
     def end(self) -> None:
-        """End the process, and with it the cluster."""
         self._process.terminate()
         self._process.wait()
         if self._partial is not None:

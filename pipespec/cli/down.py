@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
 
 # How long to wait for a cluster that does not end.
-PATIENCE_S = 30.0
-LOOK_S = 0.05
+PATIENCE_S, LOOK_S = 30.0, 0.05
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "down",
         help="end a cluster that `pipespec up` or `serve` started",
@@ -34,7 +32,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """End a cluster."""
     refuse_settings(arguments, rest)
     name = arguments.name
     if name is not None:
@@ -80,5 +77,4 @@ def await_end(name: str, owner: Owner) -> None:
 
 
 def report_done(name: str, sentence: str, arguments: argparse.Namespace) -> None:
-    """Print what was done to the cluster of a name."""
     write((json.dumps({"name": name}) if arguments.json else sentence) + "\n")

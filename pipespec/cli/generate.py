@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
-from pipespec.console.prompt import read_prompt
-from pipespec.console.terminal import labelled, progress, show, shown, write
+from pipespec.console.terminal import labelled, progress, show, shown, standard_input, write
+from pipespec.errors import PromptError
+from pipespec.system.validation import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
-    from pipespec.client.single_generation import Result
+    from pipespec.client.answers import Result
     from pipespec.cluster.deployment.deployment import Deployment
     from pipespec.console.arguments import Commands
 
@@ -29,7 +30,6 @@ LABELS = {
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "generate",
         show_settings=True,
@@ -50,13 +50,12 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Decode one prompt: the text as it comes, then the statistics."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=True)
     prompt = read_prompt(arguments.prompt, arguments.prompt_file, from_stdin=STDIN in rest)
     if arguments.chat:
         settings.append("decode.chat=true")
 
-    result = decode(prompt, settings, arguments.on, _ignore if arguments.json else write)
+    result = decode(prompt, settings, arguments.on, (lambda _: None) if arguments.json else write)
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
@@ -65,14 +64,33 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
+    """The prompt from the one place where it was given. Raises PromptError."""
+    if (text is not None) + (file is not None) + from_stdin != 1:
+        raise PromptError(
+            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
+        )
+    if text is None:
+        source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
+        try:
+            text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
+        except Unreadable as error:
+            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
+    if not text:
+        raise PromptError("The prompt is empty; pass at least one character.")
+    if not is_whole(text):
+        raise PromptError("The prompt is not UTF-8 text; save it as UTF-8 and pass --prompt-file.")
+    return text
+
+
 def decode(
     prompt: str, settings: list[str], on: str | None, on_text: Callable[[str], None]
 ) -> Result:
     """Decode a prompt on the running cluster of that name, or on one of its own."""
     if on is not None:
         from pipespec.client import registry
+        from pipespec.client.answers import ask
         from pipespec.client.request_settings import RequestSettings
-        from pipespec.client.single_generation import ask
         from pipespec.client.sync_client import attach
 
         running = registry.find(on)
@@ -102,17 +120,13 @@ def _decode_here(
     on_text: Callable[[str], None],
     on_loaded: Callable[[int, int], None],
 ) -> Result:
-    """Decode a prompt on a cluster that is started for it and ended after it.
-
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
-        RankFailed: a rank died; the others have been ended.
-    """
+    """Decode a prompt on a cluster that is started for it and ended after it. Raises ConfigError,
+    Unreachable before any rank starts; RankFailed if one died: the others have been ended."""
     from pipespec.client import answers
+    from pipespec.client.answers import ask
     from pipespec.client.local_cluster import asking
     from pipespec.client.model_info import CHARACTERS, ModelInfo
     from pipespec.client.request_settings import RequestSettings
-    from pipespec.client.single_generation import ask
     from pipespec.cluster import session
     from pipespec.cluster.deployment.deployment import fit_context
 
@@ -133,12 +147,7 @@ def _decode_here(
     return result
 
 
-def _ignore(_: str) -> None:
-    """The text comes with the result."""
-
-
 def print_statistics(result: Result) -> None:
-    """The statistics as a table, on standard error: standard output has the text."""
     from rich.table import Table
 
     table = Table(

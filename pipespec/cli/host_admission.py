@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,6 @@ OnLog = Callable[[str, str], None]
 
 
 class HostAdmission:
-    """Lets hosts join one cluster. `on_log`: called with a host's name and a sentence."""
-
     def __init__(self, options: JoinOptions, deployment: Deployment, on_log: OnLog) -> None:
         self._options, self._on_log = options, on_log
         self._patience_s = deployment.config.cluster.patience_s
@@ -48,20 +46,10 @@ class HostAdmission:
         taken = [host.name for host in deployment.hosts]
         self.server = JoinServer(deployment.open_to, options.port, self._attend, taken)
 
-    @property
-    def path(self) -> str:
-        """The socket at which invitations are asked for."""
-        return self.server.path
-
     def await_hosts(self, deployment: Deployment, problem: Problem) -> Deployment:
-        """Invite as many hosts as the cluster is to begin with, and lay it out over them.
-
-        Args:
-            deployment: of the hosts that are there, in any layout.
-            problem: what was measured of them.
-
-        Raises ConfigError if the target does not fit.
-        """
+        """Invite as many hosts as the cluster is to begin with, and lay it out over them and those
+        of `deployment`, of which `problem` was measured. Raises ConfigError if the target does not
+        fit."""
         count = self._options.hosts - len(deployment.hosts)
         if count <= 0:
             return deployment
@@ -91,7 +79,6 @@ class HostAdmission:
         return replace(with_hosts(deployment, hosts, problem), changes=0)
 
     def begin(self, cluster: ClusterSession) -> None:
-        """The cluster has begun; others may join it."""
         self._cluster = cluster
         self._begun.set()
 
@@ -117,16 +104,6 @@ class HostAdmission:
         )
 
 
-@contextmanager
-def admitting_hosts(
-    options: JoinOptions, deployment: Deployment, on_log: OnLog
-) -> Iterator[HostAdmission]:
-    """Lets hosts join a cluster of that name, within the block. Raises ConfigError."""
-    made = HostAdmission(options, deployment, on_log)
-    with made.server:
-        yield made
-
-
 def hosts_of(config: Config) -> HostsFile:
     """The hosts that are known before any joins, as a hosts file says it. Raises ConfigError."""
     from pipespec.cluster.decide import host_here
@@ -148,7 +125,6 @@ def require_open(config: Config) -> None:
 
 
 def _own_default_address() -> str | None:
-    """This machine's address on its default route."""
     for anywhere in ANYWHERE:
         with suppress(OSError):
             return source_address(anywhere)

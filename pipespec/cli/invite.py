@@ -51,15 +51,13 @@ class JoinOptions:
 
     @property
     def flags(self) -> list[str]:
-        """The options of `up` that say the same to a process whose output goes to a log, where
-        no token belongs."""
+        """The same options for a process whose output goes to a log, where no token belongs."""
         where = self.address or ""
         at = [] if self.address is None else ["--at", f"[{where}]:{self.port}"]
         return ["--invite", "--no-token", *at]
 
 
 def add_join_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of `JoinOptions`."""
     command.add_argument(
         "--invite",
         action="store_true",
@@ -98,7 +96,6 @@ def parse_place(text: str) -> tuple[str, int]:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "invite",
         help="print a command with which one more host joins a cluster",
@@ -114,7 +111,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print an invitation."""
     refuse_settings(arguments, rest)
     if not 0 < arguments.minutes <= MOST_MINUTES:
         raise ConfigError(
@@ -131,8 +127,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str, str | float]:
-    """A new invitation to a cluster of this machine: "command", "token" and "minutes". Raises
-    ConfigError."""
+    """A new invitation to a cluster of this machine, as `described`. Raises ConfigError."""
     if running.joins_through is None:
         raise ConfigError(
             f"No host can join the cluster {running.name!r}; start it with `pipespec up --invite`."
@@ -148,8 +143,7 @@ def invitation_to(running: RunningCluster, minutes: float = MINUTES) -> dict[str
 
 
 def ask_for_invitation(path: str, seconds: float) -> str:
-    """The token of an invitation of the launcher with that socket, made by another process of this
-    user. Raises OSError."""
+    """A token from the launcher with that socket, a process of this user. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         server.sendall(f"{seconds}\n".encode())
@@ -161,12 +155,10 @@ def ask_for_invitation(path: str, seconds: float) -> str:
 
 
 def described(token: str, minutes: float) -> dict[str, str | float]:
-    """An invitation with its command."""
     return {"command": f"pipespec join {token}", "token": token, "minutes": minutes}
 
 
 def sentences(invitation: dict[str, str | float]) -> str:
-    """An invitation in words."""
     return (
         f"To let one more host join within {invitation['minutes']:g} minutes, run this there:\n"
         f"  {invitation['command']}\n"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "join",
         help="let this host compute a part of a cluster that runs on another one",
@@ -43,7 +42,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Join, and stay until it is over."""
     if found := overrides(rest, arguments.known_options, stdin_allowed=True):
         raise ConfigError(
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
@@ -89,7 +87,6 @@ def given(token: str) -> str:
 
 
 def devices_of(named: list[str] | None) -> list[str]:
-    """The devices of this host. Raises ConfigError."""
     from pipespec.config.entries import Wrong
     from pipespec.config.entries import devices as checked
     from pipespec.system.devices import num_cuda
@@ -113,7 +110,6 @@ def devices_of(named: list[str] | None) -> list[str]:
 
 
 def own_name(wanted: str | None) -> str:
-    """The name that this host asks for. Raises ConfigError."""
     from pipespec.config.entries import Wrong, host_name
 
     if wanted is None:

@@ -1,9 +1,7 @@
-"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
-
-Each command is a module of `pipespec.cli`, or of `pipespec.extras.commands` if that is there.
-torch and transformers are imported only by the commands that need them, so that help and mistakes
-are answered at once.
-"""
+"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`. Each command
+is a module of `pipespec.cli`, or of `pipespec.extras.commands` if that is there. torch and
+transformers are imported only by the commands that need them, so that help and mistakes are
+answered at once."""
 
 from __future__ import annotations
 
@@ -45,15 +43,6 @@ def _require_of_extras(error: ModuleNotFoundError) -> None:
 
 
 COMMANDS = _commands()
-# Commands of before, and what is typed instead.
-REPLACED = {
-    "compare": "pipespec bench --policies POLICY,POLICY",
-    "profile": "pipespec bench --profile FILE",
-    "check": "pipespec doctor",
-    "partition": "pipespec plan HOSTS.yaml",
-    "fetch": "pipespec cache fetch",
-    "launch": "pipespec up HOSTS.yaml",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    if argv and argv[0] in REPLACED:
-        raise ConfigError(f"`pipespec {argv[0]}` is now `{REPLACED[argv[0]]}`.")
     arguments, rest = _parser().parse_known_args(argv)
     if arguments.version:
         from pipespec.system.versions import package_version

@@ -7,16 +7,15 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import default_name, read_settings, refuse_trace
+from pipespec.cli.up import default_name, read_settings
 from pipespec.client.model_info import full_name
 from pipespec.client.registry import check_name, clear, left, serving
-from pipespec.console.arguments import STDIN, finish, overrides
+from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
@@ -41,7 +40,6 @@ LIMITS = (
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "serve",
         show_settings=True,
@@ -60,40 +58,31 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--port", type=int, default=usual.port, help=f"port; 0 is a free one ({usual.port})"
     )
-    command.add_argument(
+    repeated = partial(command.add_argument, action="append", default=[])
+    repeated(
         "--api-key",
-        action="append",
-        default=[],
         metavar="KEY",
         help=f"refuse requests without it; @FILE: a file of keys, one per line; may be given "
         f"several times ({KEY_VARIABLE}; without any, all requests are accepted)",
     )
-    command.add_argument(
+    repeated(
         "--served-model-name",
-        action="append",
-        default=[],
         metavar="NAME",
         help="a name of the model; may be given several times (the name of its folder)",
     )
-    command.add_argument(
+    repeated(
         "--limit",
-        action="append",
-        default=[],
         metavar="NAME=VALUE",
         help=f"may be given several times: {', '.join(LIMITS)} (docs/serving.md)",
     )
-    command.add_argument(
+    repeated(
         "--allowed-origins",
-        action="append",
-        default=[],
         metavar="ORIGIN",
         help="web pages that may send requests (CORS), such as http://localhost:3000 or *; "
         "may be given several times (none)",
     )
-    command.add_argument(
+    repeated(
         "--allowed-hosts",
-        action="append",
-        default=[],
         metavar="HOST",
         help="names by which clients may reach the server, such as lab.example, *.example or *; "
         "may be given several times (without an API key: localhost, --host and addresses; with "
@@ -103,7 +92,6 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=arguments.on is None)
     check_installed()
     if arguments.on is not None:
@@ -121,7 +109,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def serve_running(arguments: argparse.Namespace) -> int:
-    """Serve a cluster that is up."""
     from pipespec.client import registry
     from pipespec.server.api_server import FixedCluster
 
@@ -132,7 +119,6 @@ def serve_running(arguments: argparse.Namespace) -> int:
 
 
 def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
-    """Start a cluster and serve it; both end together."""
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     read_options(arguments, name)  # errors before anything starts
@@ -155,22 +141,19 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def target_of(settings: list[str]) -> str:
-    """The model of a cluster that is made by settings. Raises ConfigError."""
     from pipespec.config.compose import compose_sections
 
     (model,) = compose_sections(["model"], settings)
     return full_name(model.target)
 
 
-@contextmanager
-def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
+def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
     from pipespec.server.api_server import bind_listener
     from pipespec.server.connections import connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
-    with bind_listener(arguments.host, arguments.port) as listener:
-        yield listener
+    return bind_listener(arguments.host, arguments.port)
 
 
 def answer_requests(
@@ -185,7 +168,8 @@ def answer_requests(
     from pipespec.server.api_server import run_api_server
 
     options = read_options(arguments, target)
-    if not options.api_keys and not is_loopback(listener):
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    if not options.api_keys and not address.is_loopback:
         print_error(
             f"{url_of(listener)} may be reached from other machines and asks for no API key; pass "
             "--api-key, or listen at 127.0.0.1."
@@ -199,7 +183,6 @@ def answer_requests(
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless the packages of a server are there."""
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -239,8 +222,7 @@ def read_limits(given: list[str]) -> dict[str, Any]:
 
 
 def read_keys(given: list[str]) -> list[str]:
-    """Keys of the command line, of files that it names, and of the environment. Raises
-    ConfigError."""
+    """Keys of the command line, files that it names, and the environment. Raises ConfigError."""
     keys = [key for key in given if not key.startswith("@")]
     for file in (key[1:] for key in given if key.startswith("@")):
         try:
@@ -264,7 +246,6 @@ def read_keys(given: list[str]) -> list[str]:
 def announcement(
     listener: socket.socket, options: ServerOptions, running: RunningCluster, *, as_json: bool
 ) -> str:
-    """The text to print once requests are answered."""
     url = f"{url_of(listener)}/v1"
     if as_json:
         fields = {
@@ -280,12 +261,6 @@ def announcement(
     )
 
 
-def is_loopback(listener: socket.socket) -> bool:
-    """Whether a socket is reached from this machine alone."""
-    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
-
-
 def url_of(listener: socket.socket) -> str:
-    """Where a server is reached from this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -28,7 +28,6 @@ NO_CLUSTER = "No cluster is up."
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "status",
         help="the state of the clusters that `pipespec up` started",
@@ -42,18 +41,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print the state of clusters; returns 0 if all of them answer."""
     refuse_settings(arguments, rest)
-    clusters = reports(arguments.name)
+    found = entries() if arguments.name is None else [entry(arguments.name)]
+    clusters = [report(each, time.time()) for each in found]
     if arguments.json:
         write(json.dumps({"clusters": clusters}) + "\n")
     else:
         print_table(clusters)
     return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
-
-
-def reports(name: str | None) -> list[dict[str, Any]]:
-    """The state of the cluster of that name, or of all. Raises ConfigError."""
-    found = entries() if name is None else [entry(name)]
-    return [report(each, time.time()) for each in found]
 
 
 def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
@@ -121,7 +115,6 @@ def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
 
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
-    """One row per cluster, and notes below; or a sentence if there is none."""
     if not clusters:
         show(NO_CLUSTER)
         return

@@ -24,7 +24,7 @@ from pipespec.client.registry import (
     remove_data,
 )
 from pipespec.client.request_settings import group
-from pipespec.console.arguments import STDIN, finish, overrides
+from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import progress, show, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.end_signals import raise_swallowed
@@ -49,7 +49,6 @@ KEEPING = ("controller.url=", "controller.data=", "controller=")
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "up",
         show_settings=True,
@@ -99,17 +98,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
-def refuse_trace(settings: Sequence[str], command: str) -> None:
-    """Raise ConfigError for a trace, which would grow for as long as the cluster runs."""
-    if any(text.startswith("trace=") for text in settings):
-        raise ConfigError(
-            f"`pipespec {command}` writes no trace; leave trace=FILE to `pipespec generate` "
-            "without --on."
-        )
-
-
 def read_settings() -> list[str]:
-    """Settings from standard input. Raises ConfigError."""
     try:
         return parse_settings(standard_input())
     except Unreadable as error:
@@ -150,11 +139,8 @@ def stay(
     measure: bool,
     join_options: JoinOptions | None = None,
 ) -> int:
-    """Run a cluster until a signal asks for its end.
-
-    With `measure` the hosts of its hosts file are measured first, and with `join_options`, by which
-    other hosts join, always.
-    """
+    """Run a cluster until a signal asks for its end. With `measure` the hosts of its hosts file are
+    measured first, and with `join_options`, by which other hosts join, always."""
     with claim(name):
         from pipespec.config.compose import compose
 
@@ -199,7 +185,7 @@ def stay(
                     ):
                         running = running_cluster(name, cluster, served, settings)
                         if admission is not None:
-                            running = replace(running, joins_through=admission.path)
+                            running = replace(running, joins_through=admission.server.path)
                             admission.begin(cluster)
                         publish(running)
                         on_ready()
@@ -217,14 +203,10 @@ def stay(
 def storing_requests(
     name: str, config: Config, settings: Sequence[str]
 ) -> Iterator[tuple[Config, Callable[[], None]]]:
-    """Yields the configuration and a function to call once the cluster is up.
-
-    Unless the settings determine where requests are stored, the configuration has a folder beside
-    the registry entry for the data of the private Redis.
-
-    A cluster that dies leaves the folder to the next one of that name. An orderly end removes it,
-    and so does a failed start that has made it.
-    """
+    """Yields the configuration and a function to call once the cluster is up. Unless the settings
+    say where requests are stored, the private Redis keeps them in a folder beside the registry
+    entry. A cluster that dies leaves it to the next one of that name; an orderly end removes it,
+    and so does a failed start that has made it."""
     if any(text.startswith(KEEPING) for text in settings):
         yield config, lambda: None
         return
@@ -245,10 +227,8 @@ def storing_requests(
 
 
 def watch(name: str, cluster: ClusterSession) -> NoReturn:
-    """Log the faults of a cluster until a signal asks for its end.
-
-    Raises PipespecError when its ranks have ended, RankFailed when one could not be replaced.
-    """
+    """Log the faults of a cluster until a signal asks for its end. Raises PipespecError when its
+    ranks have ended, RankFailed when one could not be replaced."""
     num_logged = 0
     while cluster.poll():
         raise_swallowed()
@@ -293,8 +273,7 @@ def invited(
 def planned(
     config: Config, *, measure: bool, join_options: JoinOptions | None
 ) -> Iterator[tuple[Deployment, HostAdmission | None]]:
-    """The deployment of a cluster, and what lets hosts join it, if `join_options` are given. Raises
-    ConfigError, HostFailed."""
+    """The deployment of a cluster, and what admits hosts. Raises ConfigError, HostFailed."""
     from pipespec.cluster.decide import decide
     from pipespec.config.hosts import load_hosts
     from pipespec.placement.slices import plan_slices
@@ -308,14 +287,15 @@ def planned(
             explain(placement)
         yield decide(config, placement), None
         return
-    from pipespec.cli.host_admission import admitting_hosts, hosts_of, open_to_hosts, require_open
+    from pipespec.cli import host_admission
 
-    require_open(config)
-    problem = measured_problem(config, hosts_of(config))
+    host_admission.require_open(config)
+    problem = measured_problem(config, host_admission.hosts_of(config))
     # Before others are there, the layers may not fit.
     placement = plan_slices(problem) if join_options.hosts == 1 else None
-    alone = open_to_hosts(decide(config, placement), join_options)
-    with admitting_hosts(join_options, alone, on_log) as admission:
+    alone = host_admission.open_to_hosts(decide(config, placement), join_options)
+    admission = host_admission.HostAdmission(join_options, alone, on_log)
+    with admission.server:
         deployment = admission.await_hosts(alone, problem)
         explain(deployment.placement)
         yield deployment, admission
@@ -331,7 +311,6 @@ def measured_problem(config: Config, hosts_file: HostsFile) -> Problem:
 
 
 def explain(placement: Placement) -> None:
-    """Say why each rank has what it has."""
     from pipespec.placement.slices import reason
 
     for rank, worker in enumerate(placement.workers_by_rank):
@@ -341,12 +320,10 @@ def explain(placement: Placement) -> None:
 
 
 def on_log(source: str, line: str) -> None:
-    """Print a log line of a worker, or of the whole cluster."""
     print_error(f"{source}: {line}")
 
 
 def announce(running: RunningCluster, *, as_json: bool, join_options: JoinOptions | None) -> None:
-    """Print that a cluster is ready, and how another host joins it if one may."""
     invitation = None if join_options is None or join_options.silent else invitation_to(running)
     if as_json:
         fields = {

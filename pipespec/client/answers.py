@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import Client
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.text import FinalText
 from pipespec.timing.batch_times import BatchTimes
+from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, summarise
 from pipespec.timing.trace import write_chrome_trace
 
@@ -23,7 +26,6 @@ SEED_BITS = 32
 
 
 def fresh_seed() -> int:
-    """The seed of a request that names none."""
     return secrets.randbits(SEED_BITS)
 
 
@@ -36,9 +38,7 @@ def seeds_from(first: int, count: int) -> list[int]:
 @dataclass
 class Answer:
     """The answer to a request: its tokens, its text before a stop string, its end.
-
-    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on.
-    """
+    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -56,7 +56,6 @@ class AnswerBuilder:
         self._pieces: list[str] = []
 
     def receive(self, event: Event) -> str:
-        """The text that the event makes final."""
         answer, piece = self.answer, ""
         if isinstance(event, Accepted):
             answer.token_ids += event.tokens
@@ -78,8 +77,7 @@ def gather(
     text: FinalText,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """The answer that all events of a request make; `on_text` is called with each piece of text
-    once it is final."""
+    """The answer that events make; `on_text` is called with each final piece of text."""
     builder = AnswerBuilder(text)
     for event in events:
         on_text(builder.receive(event))
@@ -121,7 +119,6 @@ def labels(served: ModelInfo, sampling: SamplingParams) -> dict[str, Any]:
 
 
 def write_trace(deployment: Deployment, reports: Iterable[Report]) -> None:
-    """Join the ranks' spans to one file, if one was asked for."""
     if deployment.config.trace is None:
         return
     names = ["head: draft and tree"]
@@ -130,3 +127,60 @@ def write_trace(deployment: Deployment, reports: Iterable[Report]) -> None:
     ]
     ranks = [(r["rank"], names[r["rank"]], [tuple(e) for e in r["events"]]) for r in reports]
     write_chrome_trace(Path(deployment.config.trace), ranks)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. `stats` is described in `pipespec.timing.stats`. `logprobs`, if asked
+    for, has for every token its `token_id` and `logprob` and, as `top`, the same two of the most
+    probable tokens: natural logarithms, in the target's own distribution. `prompt_logprobs` is the
+    same of the prompt's tokens, None for the first."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[str, Any]] | None
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    stats: dict[str, Any]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+def ask(
+    client: Client,
+    settings: RequestSettings,
+    prompt: Sequence[int],
+    on_text: Callable[[str], None] = lambda piece: None,
+) -> tuple[Result, list[Report]]:
+    """Decode one prompt; what its ranks say of it, too. Raises Unreachable, RankFailed."""
+    served = client.served
+    sampling = settings.params(fresh_seed=fresh_seed())
+    enqueued = monotonic_ns()
+    request = client.submit(prompt, sampling, **settings.fields(served))
+    answer = gather(
+        client.events(request),
+        FinalText(served.tokenizer, prompt, settings.decode.stop),
+        on_text,
+    )
+    reports = client.reports(request)
+    logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
+    of_prompt = [None, *map(_report, prompt[1:], answer.prompt_logprobs)]
+    result = Result(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        logprobs=None if sampling.logprobs is None else logprobs,
+        prompt_logprobs=None if sampling.prompt_logprobs is None else of_prompt,
+        prompt_tokens=len(prompt),
+        completion_tokens=len(answer.token_ids),
+        finish_reason=answer.finish_reason,
+        stats=statistics(served, enqueued, reports) | labels(served, sampling),
+    )
+    return result, reports
+
+
+def _report(token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": token,
+        "logprob": logprobs.logprob,
+        "top": [{"token_id": id_, "logprob": value} for id_, value in logprobs.top],
+    }

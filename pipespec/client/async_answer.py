@@ -30,16 +30,13 @@ class AsyncAnswer:
         self._num_failed = 0
 
     def __len__(self) -> int:
-        """How many have not finished, as far as was received. Those that failed never do: `next`
-        raises."""
+        """How many have not finished, as far as was received, or have failed."""
         return len(self._open) + self._num_failed
 
     async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
-        """Put a request in the queue and follow it; its number. Raises Unreachable.
-
-        `prompt` are token ids; prompt and answer must fit into the model's context, which ends
-        an answer that does not. `fields` are others of `Request`; `max_new_tokens` is needed.
-        """
+        """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
+        token ids; prompt and answer must fit into the model's context, which ends an answer that
+        does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
         return await self._client.submit_for(self, prompt, sampling=sampling, **fields)
 
     async def add(self, request: int) -> None:
@@ -47,10 +44,8 @@ class AsyncAnswer:
         await self._client.add_for(self, request, known=False)
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
-        """The next events, each with its request; [] if none comes within `timeout` seconds.
-
-        Raises RankFailed or Unreachable if the cluster is gone for good.
-        """
+        """The next events, each with its request; [] if none comes within `timeout` seconds. Raises
+        RankFailed or Unreachable if the cluster is gone for good."""
         if not self._news.is_set():
             # `asyncio.timeout` takes as long as all else here, and this is once for every token.
             waking = timeout is not None and self._loop.call_later(timeout, self._news.set)
@@ -78,7 +73,6 @@ class AsyncAnswer:
         self._news.set()
 
     def leave(self) -> None:
-        """Cancel what has not finished."""
         for request in self._open:
             self._client.leave(request)
         self._open.clear()
@@ -86,7 +80,6 @@ class AsyncAnswer:
     # --- for the client -----------------------------------------------------------------------
 
     def expect(self, request: int) -> None:
-        """Events of a request will come."""
         self._open[request] = 0
 
     def waiting(self, request: int) -> int:
@@ -94,13 +87,11 @@ class AsyncAnswer:
         return self._open.get(request, 0)
 
     def push(self, request: int, event: Event) -> None:
-        """An event has come."""
         self._open[request] += 1
         self._events.append((request, event))
         self._news.set()
 
     def fail(self, request: int, error: Exception) -> None:
-        """Nothing more will come of a request."""
         if self._open.pop(request, None) is not None:
             self._num_failed += 1
         self.interrupt(error)

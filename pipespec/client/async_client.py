@@ -1,16 +1,9 @@
-"""Submits requests to a cluster, follows their answers, cancels them and collects reports.
+"""Submits requests to a cluster, follows their answers, cancels them and collects reports. One
+client (`attach`) serves any number of tasks of one event loop: all requests are followed over one
+connection. A task that leaves the block of `AsyncClient.follow` cancels what has not finished.
+Callers without an event loop have the same in `pipespec.client.sync_client`."""
 
-    async with attach(running, patience=600) as client, client.follow() as followed:
-        request = await followed.submit(prompt, sampling, max_new_tokens=64)
-        while len(followed):
-            for request, event in await followed.next():
-                ...
-
-One client serves any number of tasks of one event loop: all requests are followed over one
-connection. A task that leaves the block of `follow` cancels what has not finished. Callers without
-an event loop have the same in `pipespec.client.sync_client`.
-"""
-
+# Longer than 350 lines: one reader of one connection, whose state all of its methods share.
 from __future__ import annotations
 
 import asyncio
@@ -39,11 +32,9 @@ from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
 
 # How long all requests may be silent before the cluster is looked at, and if it is our own.
-HEARTBEAT_S = 0.5
-OWN_HEARTBEAT_S = 0.05
+HEARTBEAT_S, OWN_HEARTBEAT_S = 0.5, 0.05
 # How long the ranks may take to report at the end, and if some of them may be lost.
-REPORTS_TIMEOUT_S = 60.0
-LOST_REPORTS_S = 2.0
+REPORTS_TIMEOUT_S, LOST_REPORTS_S = 60.0, 2.0
 # Entries of one stream that are read at once.
 MOST_ENTRIES = 256
 # Requests whose first token's arrival is remembered until their reports are read.
@@ -55,33 +46,22 @@ class OwnCluster(Protocol):
 
     def check(self) -> None:
         """Raise RankFailed if it has ended, so that no open request will finish."""
-        ...
 
     def reporters(self) -> tuple[int, bool]:
         """How many ranks report on a request, and whether some reports may be lost."""
-        ...
 
 
 class AsyncClient:
-    """A client of one cluster, for the tasks of one event loop.
+    """A client of one cluster, for the tasks of one event loop. When the cluster's Redis is away,
+    requests wait for it for up to `patience` seconds. With `follows_restarts` they also wait so
+    long for a cluster that has ended: one that is started again under the same name with the same
+    data (`controller.data`) goes on with them; of one that is another they fail. Without it they
+    fail at once. `own`: the cluster, if this process runs it.
 
-    When the cluster's Redis is away, requests wait for it for up to `patience` seconds. With
-    `follows_restarts` they also wait so long for a cluster that has ended: one that is started
-    again under the same name with the same data (`controller.data`) goes on with them; of one that
-    is another they fail. Without it they fail at once.
-
-    Times in its reports are those of this machine's clock: where the cluster's is another, they
-    are moved by the least delay with which a first token arrived here, so that they include the
-    way of that token.
-
-    Attributes:
-        log: its request log, of all users; another once its name belongs to another cluster.
-        away: whether the cluster is known not to answer.
-
-    Args:
-        own: the cluster, if this process runs it.
-        clock: nanoseconds, as `pipespec.timing.clock.monotonic_ns`.
-    """
+    Times in its reports are those of this machine's `clock`: where the cluster's is another, they
+    are moved by the least delay with which a first token arrived here, so that they include the way
+    of that token. `log` is the request log of all users, another once the name belongs to another
+    cluster; `away`: the cluster is known not to answer."""
 
     def __init__(
         self,
@@ -121,11 +101,9 @@ class AsyncClient:
             followed.leave()
 
     async def reports(self, request: int) -> list[Report]:
-        """What every rank says of a finished request whose events were read, the head's first.
-
-        One that was lost with what it had to say has a blank report. Raises Unreachable, or
-        ControllerError if ranks do not report.
-        """
+        """What every rank says of a finished request whose events were read, the head's first. One
+        that was lost with what it had to say has a blank report. Raises Unreachable, or
+        ControllerError if ranks do not report."""
         count, partial = await self._reporters()
         timeout = LOST_REPORTS_S if partial else REPORTS_TIMEOUT_S
         found = await self.log.reports(request, count, timeout, partial=partial)
@@ -147,8 +125,7 @@ class AsyncClient:
     async def submit_for(
         self, followed: AsyncAnswer, prompt: Sequence[int], **asked: object
     ) -> int:
-        """Put a request, given as the fields of `Request`, in the queue and follow it; its
-        number."""
+        """Put a request, as the fields of `Request`, in the queue and follow it; its number."""
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
         log = self.log
         asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
@@ -156,7 +133,7 @@ class AsyncClient:
             # Its number must be known, or it could not be cancelled.
             request = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._meanwhile(self._cancel_late(log, asking))
+            self._meanwhile(self._cancel(log, asking))
             raise
         if log is not self.log:  # meanwhile the cluster has become another
             raise self._ended()
@@ -164,8 +141,7 @@ class AsyncClient:
         return request
 
     async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None:
-        """Follow a request of the log; `known`: it is there for certain. Raises what has ended the
-        reader."""
+        """Follow a request, which is in the log for certain if `known`. Raises the reader's end."""
         if self._broken is not None:
             raise self._broken
         stream = self._keys.events(request).encode()
@@ -174,7 +150,6 @@ class AsyncClient:
         await self.wake()
 
     def leave(self, request: int) -> None:
-        """No task waits for a request any more."""
         self._followed.pop(request, None)
         self._first_seen.pop(request, None)
         self._meanwhile(self._cancel(self.log, request))
@@ -186,15 +161,10 @@ class AsyncClient:
         task.add_done_callback(self._leaving.discard)
 
     @staticmethod
-    async def _cancel(log: AsyncRequestLog, request: int) -> None:
+    async def _cancel(log: AsyncRequestLog, request: int | asyncio.Future[int]) -> None:
         # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
         with suppress(ControllerError):
-            await log.cancel(request)
-
-    @staticmethod
-    async def _cancel_late(log: AsyncRequestLog, asking: asyncio.Future[int]) -> None:
-        with suppress(ControllerError):
-            await log.cancel(await asking)
+            await log.cancel(request if isinstance(request, int) else await request)
 
     async def wake(self) -> None:
         """Have a read that is under way begin anew, as there is more to read."""
@@ -216,8 +186,7 @@ class AsyncClient:
         await self.log.close()
 
     async def _read(self) -> None:
-        """Read until the client is closed. What ends it earlier is raised to every task that
-        waits."""
+        """Read until the client is closed; an earlier end is raised to every task that waits."""
         try:
             await self._read_all()
         except Exception as error:
@@ -226,8 +195,7 @@ class AsyncClient:
             raise
 
     async def _read_all(self) -> None:
-        """Hand events to the tasks that wait for them, and find the cluster again when it was
-        away."""
+        """Hand events to the tasks that wait for them, and find a cluster that was away again."""
         since: float | None = None
         while True:
             problem: Unreachable | None = None
@@ -251,10 +219,8 @@ class AsyncClient:
             await asyncio.sleep(RETRY_S)
 
     async def _read_once(self, timeout: float) -> bool:
-        """Hand on the events that come within `timeout` seconds; whether there were any.
-
-        Raises Unreachable, at once; the next call connects again and goes on where this one was.
-        """
+        """Hand on the events that come within `timeout` seconds; whether there were any. Raises
+        Unreachable, at once; the next call connects again and goes on where this one was."""
         if not self._pipe.connected:  # nothing is known of what Redis holds now
             for followed in self._followed.values():
                 followed.known = False
@@ -296,14 +262,11 @@ class AsyncClient:
         if isinstance(event, Finished):
             del self._followed[request]
         elif isinstance(event, Accepted) and not self.running.owner.here:
-            self._saw_first(request)
+            # It came from a machine with another clock.
+            self._first_seen.setdefault(request, self._clock())
+            if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
+                del self._first_seen[next(iter(self._first_seen))]
         answer.push(request, event)
-
-    def _saw_first(self, request: int) -> None:
-        """A token of a request came from a machine with another clock."""
-        self._first_seen.setdefault(request, self._clock())
-        if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
-            del self._first_seen[next(iter(self._first_seen))]
 
     async def _end(self) -> RankFailed | None:
         """Why no open request will finish, as far as can be known while Redis answers."""
@@ -377,10 +340,8 @@ async def attach(
     own: OwnCluster | None = None,
     clock: Callable[[], int] = monotonic_ns,
 ) -> AsyncIterator[AsyncClient]:
-    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`.
-
-    Should the reader fail, so does the block, with the same error.
-    """
+    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`. Should the
+    reader fail, so does the block, with the same error."""
     client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -397,10 +358,7 @@ async def attach(
 
 @dataclass
 class _Followed:
-    """A request whose events are read: the name of its stream, and the last entry that was read.
-
-    `known`: it is in the log for certain.
-    """
+    """A followed request: its stream and the last entry that was read, in the log if `known`."""
 
     answer: AsyncAnswer
     stream: bytes

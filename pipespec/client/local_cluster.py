@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,16 +47,13 @@ def running_cluster(
 def own_entry(
     cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
 ) -> RunningCluster:
-    """The same for clients in this process alone."""
     namespace = cluster.deployment.config.controller.namespace
     return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
 
 
-@contextmanager
-def asking(cluster: ClusterSession, served: ModelInfo) -> Iterator[Client]:
+def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager[Client]:
     """A client of a cluster that runs. What it has not read to the end may stay open."""
-    with connected(own_entry(cluster, served), PATIENCE_S, own=cluster) as client:
-        yield client
+    return connected(own_entry(cluster, served), PATIENCE_S, own=cluster)
 
 
 @contextmanager
@@ -65,10 +62,7 @@ def running(
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
 ) -> Iterator[Running]:
-    """Start the cluster of a deployment and ask it; it ends with the block.
-
-    Raises what `session.prepare`, `session.start` and `ModelInfo.of` do.
-    """
+    """Start the cluster of a deployment and ask it; it ends with the block."""
     with session.start_agents(deployment) as agents:
         served = ModelInfo.of(deployment)
         with (

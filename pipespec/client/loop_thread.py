@@ -14,15 +14,12 @@ R = TypeVar("R")
 
 
 class LoopThread(Generic[T]):
-    """Holds an asynchronous context manager open, and runs coroutines beside it.
-
-    `resource` is what the manager yields. The caller may be in any thread and have an event loop of
-    its own, as in a notebook. Ctrl-C interrupts only the caller's wait: it cancels the coroutine,
-    and the next call works as before. The thread does not keep the interpreter alive.
-    """
+    """Holds an asynchronous context manager open, and runs coroutines beside it. `resource` is what
+    the manager yields. The caller may be in any thread and have an event loop of its own, as in a
+    notebook. Ctrl-C interrupts only the caller's wait: it cancels the coroutine, and the next call
+    works as before. The thread does not keep the interpreter alive."""
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[T]]):
-        """Raises what opening raises."""
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._opened: Future[T] = Future()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.client.template_calls import CallForm, find_call_form
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import (
     BackendTokenizer,
@@ -22,6 +22,10 @@ from pipespec.system.validation import is_whole, reason
 
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 16
+# An argument of the probe, which the text must have.
+MARK = "probe-of-tool-calls"
+# Mistral's templates accept ids of nine letters and digits alone.
+PROBE_ID = "probe0000"
 
 if TYPE_CHECKING:  # `pipespec status` can do without
     from pipespec.cluster.deployment.deployment import Deployment
@@ -29,17 +33,11 @@ if TYPE_CHECKING:  # `pipespec status` can do without
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The model of a cluster, as its users see it.
-
-    Attributes:
-        target: the folder or hub id of the model, where the cluster was started.
-        vocab_size: rows of its embedding.
-        context: tokens of prompt and answer at most.
-        eos: tokens that end a text.
-        backend: its tokenizer; None: Transformers must read `target` on the machine that asks.
-        time_scale: how many times longer everything takes than is reported (`Config.time_scale`).
-        synthetic: whether draft tokens are made from the answer.
-    """
+    """The model of a cluster, as its users see it: its folder or hub id where the cluster was
+    started, the rows of its embedding, tokens of prompt and answer at most, and tokens that end a
+    text. `backend` is its tokenizer; None: Transformers must read `target` on the machine that
+    asks. Everything takes `time_scale` times longer than is reported; `synthetic`: draft tokens are
+    made from the answer."""
 
     target: str
     vocab_size: int
@@ -51,10 +49,8 @@ class ModelInfo:
 
     @classmethod
     def of(cls, deployment: Deployment) -> ModelInfo:
-        """The model of a cluster that is about to start, whose drafts have the same tokens.
-
-        Raises ModelError.
-        """
+        """The model of a cluster that is about to start, whose drafts have the same tokens. Raises
+        ModelError."""
         found = tokenizer.load(deployment.target.path)
         for _, info in deployment.models[1:]:
             compare_vocabularies(found, tokenizer.load(info.path))
@@ -82,11 +78,9 @@ class ModelInfo:
         return grammars
 
     def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
-        """The token ids of a prompt, with `chat` in the model's chat template.
-
-        Raises PromptError, also for one that leaves no room for an answer if `bounded`, and
-        ModelError for a template that fails.
-        """
+        """The token ids of a prompt, with `chat` in the model's chat template. Raises PromptError,
+        also for one that leaves no room for an answer if `bounded`, and ModelError for a template
+        that fails."""
         if not prompt:
             raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
         text = self._as_chat(prompt) if chat else prompt
@@ -120,7 +114,6 @@ class ModelInfo:
         self.check_tokens(ids, name)
 
     def check_tokens(self, ids: Sequence[int], name: str) -> None:
-        """Raise PromptError unless the model has all these tokens."""
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 shown = token if abs(token) < 10**20 else "of too many digits"
@@ -144,15 +137,15 @@ class ModelInfo:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, with `answering` up to where the model's answer begins, with
-        `continuing` up to the end of the last message's content.
-
-        `tools` are functions that it may call, as Transformers gives them to templates, and
-        `variables` are for the template alone. Raises TemplateFailed, also if the model has no
-        chat template.
-        """
+        `continuing` up to the end of the last message's content. `tools` are functions that it may
+        call, as Transformers gives them to templates, and `variables` are for the template alone.
+        Raises TemplateFailed, also if the model has no chat template."""
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
-        conversation = [self._adapted(message) for message in messages]
+        conversation = [
+            self._call_form.adapted(each) if each.get("tool_calls") else dict(each)
+            for each in messages
+        ]
         mark = f"<{secrets.token_hex(16)}>"
         if continuing:
             conversation[-1]["content"] += mark
@@ -172,10 +165,6 @@ class ModelInfo:
         if continuing and mark not in text:
             raise TemplateFailed("it leaves the last message out, which is to be continued")
         return text.rpartition(mark)[0] if continuing else text
-
-    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a message in the form that the template wants."""
-        return self._call_form.adapted(message) if message.get("tool_calls") else dict(message)
 
     @cached_property
     def _call_form(self) -> CallForm:
@@ -206,6 +195,69 @@ class TemplateFailed(Exception):
 
 
 def full_name(target: str) -> str:
-    """A model that was set by `target`: the whole path of its folder or file, or its id on the
-    hub."""
+    """A model that was set by `target`: its absolute path, or its id on the hub."""
     return str(Path(target).absolute() if Path(target).exists() else target)
+
+
+# How a chat template wants earlier tool calls: the forms differ between families of models.
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form of messages with tool calls. `as_json`: arguments are a JSON text instead of an
+    object, as DeepSeek V3's template joins them with other texts. `no_content`: a message without
+    text has None as its content, as DeepSeek R1's distilled models leave the calls out beside an
+    empty text."""
+
+    as_json: bool = False
+    no_content: bool = False
+
+    def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as the template wants it, from one as Transformers has it: arguments are
+        objects and the content is a text."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return dict(message)
+        changed = dict(message)
+        if self.no_content and not message["content"]:
+            changed["content"] = None
+        if self.as_json:
+            changed["tool_calls"] = [_with_json(call) for call in calls]
+        return changed
+
+
+FORMS = tuple(
+    CallForm(*form) for form in ((False, False), (False, True), (True, False), (True, True))
+)
+
+
+def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
+    """The first form with which a template shows the arguments of a call; the usual one if there is
+    none. `render` applies the template to a conversation; it may raise any exception."""
+    for form in FORMS:
+        try:
+            text = render([form.adapted(message) for message in _probe()])
+        except Exception:  # noqa: BLE001 - a template may fail in any way
+            continue
+        if MARK in text:
+            return form
+    return FORMS[0]
+
+
+def _probe() -> list[dict[str, Any]]:
+    call = {
+        "id": PROBE_ID,
+        "type": "function",
+        "function": {"name": "probe", "arguments": {"text": MARK}},
+    }
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "probe", "tool_call_id": PROBE_ID, "content": "b"},
+    ]
+
+
+def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

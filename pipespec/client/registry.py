@@ -1,14 +1,11 @@
 """The registry of clusters that stay up: files that say how to reach them.
 
 `pipespec up` holds its cluster's name from before the start until the end, by a lock on
-`<name>.lock`, which also says which process holds it. Once the cluster is ready there is an entry
-beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
-counts for nothing and is replaced. Only the requests that it had not finished count: they lie in
-`<name>.data`, and the next cluster of that name goes on with them.
-
-An entry holds the password of the cluster's Redis, so folder and files are for this user alone.
-Copied to the same folder on another host, it lets that host ask the cluster too.
-"""
+`<name>.lock`, which also says which process holds it; once the cluster is ready there is an entry
+beside it, `<name>.json`. What a killed process left behind counts for nothing, but for the requests
+in `<name>.data`, with which the next cluster of that name goes on. An entry holds the password of
+the cluster's Redis, so folder and files are for this user alone. Copied to the same folder on
+another host, it lets that host ask the cluster too."""
 
 from __future__ import annotations
 
@@ -38,10 +35,8 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
-# Whose cluster it is, where `pipespec serve` started it.
-SERVER = ".server"
-# The data of a private Redis, and what lets hosts that are started by hand take part.
-DATA, INVITATION = ".data", ".invitation"
+# The server that started it, the data of a private Redis, and what lets hosts join by hand.
+SERVER, DATA, INVITATION = ".server", ".data", ".invitation"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -49,11 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified by its id and start time.
-
-    `created` is when it began, in seconds since the machine's start; `machine` is where its number
-    means it.
-    """
+    """A process, identified by its id and start time. `created` is when it began, in seconds since
+    the machine's start; `machine` is where its number means it."""
 
     pid: int
     created: float
@@ -61,7 +53,6 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """The process that asks."""
         return cls(os.getpid(), own_start_time(), _machine())
 
     @property
@@ -131,16 +122,13 @@ class Damaged:
 
 
 def folder() -> Path:
-    """Where the entries lie."""
     return state_folder()
 
 
 @contextmanager
 def claim(name: str) -> Iterator[None]:
-    """Hold a name; entry and lock are removed afterwards.
-
-    Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
-    """
+    """Hold a name; entry and lock are removed afterwards. Raises ConfigError if the name cannot be
+    used, or a cluster that lives holds it."""
     check_name(name)
     with kept_folder() as here:
         lock, stored = here / (name + LOCK), here / (name + ENTRY)
@@ -168,10 +156,8 @@ def _taken(name: str) -> ConfigError:
 
 @contextmanager
 def serving(name: str) -> Iterator[None]:
-    """Say that this process serves the cluster of a name, and starts it again should it die.
-
-    Raises ConfigError, also if another does.
-    """
+    """Say that this process serves the cluster of a name, and starts it again should it die. Raises
+    ConfigError, also if another does."""
     if server_of(name) is not None:
         raise _taken(name)
     with kept_folder() as here:
@@ -184,17 +170,13 @@ def serving(name: str) -> Iterator[None]:
 
 
 def server_of(name: str) -> Owner | None:
-    """The process of this machine that serves the cluster of a name and starts it again, if there
-    is one. Raises ConfigError."""
+    """The process here that serves a cluster and starts it again, if any. Raises ConfigError."""
     owner = _read(folder() / (name + SERVER), Owner)
     return owner if owner is not None and owner.here and not owner.gone else None
 
 
 def left(name: str) -> bool:
-    """Whether a cluster that has died on this machine left something under its name.
-
-    Raises ConfigError.
-    """
+    """Whether a cluster that died here left something under its name. Raises ConfigError."""
     check_name(name)
     if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
@@ -216,10 +198,7 @@ def remove_data(name: str) -> None:
 
 
 def publish(cluster: RunningCluster) -> Path:
-    """Write the entry of a name that this process holds, in one go; its file.
-
-    Raises ConfigError if that fails.
-    """
+    """Write the entry of a name that this process holds; its file. Raises ConfigError."""
     with kept_folder() as here:
         file = here / (cluster.name + ENTRY)
         write_atomically(file, json.dumps(asdict(cluster)).encode())
@@ -288,7 +267,6 @@ def find(name: str) -> RunningCluster:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless a cluster can have this name."""
     if not NAME.fullmatch(name):
         raise ConfigError(
             f"The name of a cluster is {name!r}, but must be letters, digits, '_', '-' and '.', "

@@ -68,10 +68,8 @@ class RequestSettings:
 
     @classmethod
     def on(cls, running: RunningCluster, settings: Sequence[str]) -> RequestSettings:
-        """Those of a request to a running cluster: its defaults, and `settings` on top.
-
-        Raises ConfigError for a setting that is not one of a request.
-        """
+        """Those of a request to a running cluster: its defaults, and `settings` on top. Raises
+        ConfigError for a setting that is not one of a request."""
         for text in settings:
             key = text.partition("=")[0]
             if group(text) not in PER_REQUEST or key in SETTLED:
@@ -97,8 +95,7 @@ def grammar_of(decode: DecodeConfig) -> str:
 
 
 def grammar_for(name: str, kind: str, value: Any) -> str:
-    """The grammar that requests carry, for a value of one of `GRAMMARS` that users know as `name`.
-    Raises ConfigError."""
+    """The grammar for a value of `GRAMMARS` that users know as `name`. Raises ConfigError."""
     require_installed(name)
     try:
         found = GRAMMARS[kind](value)

@@ -1,14 +1,6 @@
-"""`AsyncClient` for callers that block.
-
-    with attach(running) as client:
-        request = client.submit(prompt, sampling, max_new_tokens=64)
-        for event in client.events(request):
-            ...
-
-With several requests `client.follow()` yields the events of all of them as they come. Nothing here
-decides anything: each call runs its counterpart of the asynchronous client on an event loop in
-another thread (`LoopThread`).
-"""
+"""`AsyncClient` for callers that block: each call runs its counterpart of the asynchronous client
+on an event loop in another thread (`LoopThread`). With several requests `Client.follow` yields the
+events of all of them as they come."""
 
 from __future__ import annotations
 
@@ -33,8 +25,6 @@ PATIENCE_S = 30.0
 
 
 class Client:
-    """A client of one cluster. Not for several threads."""
-
     def __init__(self, thread: LoopThread[AsyncClient]):
         self._thread = thread
         self._client = thread.resource
@@ -56,11 +46,8 @@ class Client:
         return request
 
     def events(self, request: int) -> Iterator[Event]:
-        """The events of a request, from its first on; Finished is the last.
-
-        Raises RankFailed if the cluster ends before the request does, or the request was given up,
-        and GrammarError.
-        """
+        """The events of a request, from its first on; Finished is the last. Raises RankFailed if
+        the cluster ends before the request does, or the request was given up, and GrammarError."""
         answers = self._submitted.get(request)
         if answers is None:  # it was read before, or submitted by another client
             answers = self._answers()
@@ -83,12 +70,10 @@ class Client:
             answers.leave()
 
     def cancel(self, request: int) -> None:
-        """End a request of any user. Raises Unreachable, or ControllerError if it is not in the
-        log."""
+        """End a request of any user. Raises Unreachable, UnknownRequest."""
         self._thread.run(self._client.log.cancel(request))
 
     def reports(self, request: int) -> list[Report]:
-        """As `AsyncClient.reports`."""
         return self._thread.run(self._client.reports(request))
 
     def leave(self) -> None:
@@ -102,39 +87,30 @@ class Client:
 
 
 class Answers:
-    """Requests whose events are received as they come, until each has finished."""
-
     def __init__(self, thread: LoopThread[AsyncClient], answer: AsyncAnswer):
         self._thread = thread
         self._answer = answer
 
     def __len__(self) -> int:
-        """How many have not finished."""
         return len(self._answer)
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
-        """As `AsyncAnswer.submit`."""
         return self._thread.run(self._answer.submit(prompt, sampling, **asked))
 
     def add(self, request: int) -> None:
-        """As `AsyncAnswer.add`."""
         self._thread.run(self._answer.add(request))
 
     def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
-        """As `AsyncAnswer.next`."""
         return self._thread.run(self._answer.next(timeout))
 
     def leave(self) -> None:
-        """Cancel what has not finished."""
         self._thread.run(_on_loop(self._answer.leave))
 
 
 @contextmanager
 def attach(running: RunningCluster) -> Iterator[Client]:
-    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer.
-
-    What was submitted and has not finished at the end of the block is cancelled.
-    """
+    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer. What
+    was submitted and has not finished at the end of the block is cancelled."""
     with connected(running, PATIENCE_S) as client:
         try:
             yield client

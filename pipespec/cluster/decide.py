@@ -1,8 +1,5 @@
-"""Decides before any rank starts which checkpoints, devices and layers the ranks have.
-
-No model and no rank's loop is imported here, so that commands report errors quickly, and clients
-and launchers do not spend time on imports that only ranks need.
-"""
+"""Decides before any rank starts which checkpoints, devices and layers the ranks have. It imports
+no model and no rank's loop, so that errors come quickly."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pipespec.config.cluster import ClusterConfig
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.model_path import refuse_unread
-from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
@@ -27,14 +24,10 @@ from pipespec.system.devices import resolve_devices
 def decide(
     config: Config, placement: Placement | None = None, *, ask_hosts: bool = True
 ) -> Deployment:
-    """Plan a cluster from the checkpoints and the machine.
-
-    Args:
-        placement: planned from measured figures; without it devices count as equal.
-        ask_hosts: whether models that this machine lacks are looked for on the other hosts.
-
-    Raises ConfigError, in one sentence; HostFailed if another host must be asked and cannot.
-    """
+    """Plan a cluster from the checkpoints and the machine, with a placement from measured figures
+    or, without one, with devices that count as equal. `ask_hosts`: models that this machine lacks
+    are looked for on the other hosts. Raises ConfigError; HostFailed if another host must be asked
+    and cannot."""
     hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
     elsewhere: Mapping[str, Path] = {}
     if hosts_file is not None and ask_hosts:
@@ -46,16 +39,15 @@ def decide(
             refuse_unread(model)
     target = inspect(elsewhere.get("target", config.model.target))
     target.check_quantization("model.quantization", config.model.quantization)
-    draft = None
-    if config.proposer.needs_draft:
-        assert config.model.draft is not None  # as Config checks
-        draft = inspect(elsewhere.get("draft", config.model.draft))
-        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
-    mid = None
-    if config.needs_mid:
-        assert config.model.mid is not None  # as Config checks
-        mid = inspect(elsewhere.get("mid", config.model.mid))
-        mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
+
+    def inspected(kind: str) -> CheckpointInfo:
+        found = inspect(elsewhere.get(kind, getattr(config.model, kind)))
+        name = f"{kind}_quantization"
+        found.check_quantization(f"model.{name}", getattr(config.model, name))
+        return found
+
+    draft = inspected("draft") if config.proposer.needs_draft else None
+    mid = inspected("mid") if config.proposer.needs_mid else None
     if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "

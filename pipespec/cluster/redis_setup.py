@@ -23,8 +23,7 @@ from pipespec.system.network_interfaces import source_address
 def require_same_model(
     deployment: Deployment, remedy: str = "remove that folder, or name another controller.data"
 ) -> None:
-    """Raise ConfigError, which ends with `remedy`, if `controller.data` holds requests of
-    another model."""
+    """Raise ConfigError, which ends with `remedy`, if `controller.data` is of another model."""
     data = deployment.config.controller.data
     if data is not None:
         check_model(Path(data), kept_model(deployment), remedy)
@@ -43,14 +42,8 @@ def kept_model(deployment: Deployment) -> KeptModel:
 
 
 class ClusterRedis(NamedTuple):
-    """The Redis of one cluster. Both URLs hold the password.
-
-    Attributes:
-        url: for this process.
-        worker_url: for the workers, some of which may be on other hosts.
-        namespace: the prefix of the cluster's keys.
-        server: the private server; None for one that the user names.
-    """
+    """The Redis of one cluster: its URLs for this process and for the workers, both with the
+    password, the prefix of the cluster's keys, and the private server; None: the user's."""
 
     url: str
     worker_url: str
@@ -61,11 +54,8 @@ class ClusterRedis(NamedTuple):
 @contextmanager
 def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
     """The Redis that the user names, once it has answered, or a private one that ends with the
-    block.
-
-    In a Redis that others use too, the keys of this cluster have a namespace of their own, which
-    is deleted after it. Raises ConfigError, ControllerError.
-    """
+    block. In a Redis that others use too, the keys of this cluster have a namespace of their own,
+    which is deleted after it. Raises ConfigError, ControllerError."""
     address = deployment.open_to or own_address(deployment.hosts)
     config = deployment.config.controller
     if config.url is None:
@@ -90,10 +80,7 @@ def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
 
 
 def own_address(hosts: Sequence[Host]) -> str | None:
-    """This machine's address towards the other hosts; None if there are none.
-
-    Raises ConfigError if no route leads to them.
-    """
+    """This machine's address towards the other hosts, if there are any. Raises ConfigError."""
     far = next((host.address for host in hosts if not host.local), None)
     if far is None:
         return None

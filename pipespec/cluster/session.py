@@ -1,13 +1,6 @@
-"""A cluster that is started once and decodes many requests.
-
-    with session.start_agents(deployment) as agents:  # they import modules meanwhile
-        with session.start_cluster(deployment, agents) as cluster:
-            with asking(cluster, served) as client:  # see `pipespec.client.sync_client`
-                ...
-
-The head takes requests in the order in which they were submitted, as many at once as
-`scheduler.max_num_seqs` says; the others wait in the request log.
-"""
+"""A cluster that is started once (`start_agents`, `start_cluster`) and decodes many requests. The
+head takes them in the order in which they were submitted, as many at once as
+`scheduler.max_num_seqs` says; the others wait in the request log."""
 
 from __future__ import annotations
 
@@ -29,7 +22,6 @@ from pipespec.cluster.deployment.checks import (
 )
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.held_weights import expanded
-from pipespec.cluster.deployment.replanning import first_assignment
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
@@ -66,10 +58,8 @@ ENDING_S = 30.0
 
 
 class ClusterSession:
-    """A running cluster, for the process that started it.
-
-    `poll`, `check` and `reporters` may be called from any thread; the rest is for one.
-    """
+    """A running cluster, for the process that started it. `poll`, `check` and `reporters` may be
+    called from any thread; the rest is for one."""
 
     def __init__(
         self,
@@ -90,7 +80,6 @@ class ClusterSession:
 
     @property
     def state(self) -> ClusterState:
-        """Epoch, assignment and faults, at one moment."""
         return self._recovery.state
 
     @property
@@ -99,7 +88,6 @@ class ClusterSession:
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """The faults that have ended epochs so far."""
         return self.state.faults
 
     def poll(self) -> bool:
@@ -109,7 +97,6 @@ class ClusterSession:
             return self._cluster.poll()
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
-        """Wait until every rank has loaded its model and joined."""
         joined = -1
 
         def all_joined(shared: Membership) -> bool:
@@ -125,7 +112,6 @@ class ClusterSession:
         self._until(all_joined)
 
     def finish(self) -> None:
-        """Wait until all submitted requests have finished and the ranks have ended."""
         by_hand = [
             worker for host in self.deployment.hosts if host.by_hand for worker in host.workers
         ]
@@ -176,12 +162,10 @@ class ClusterSession:
     # --- for clients --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RankFailed if the cluster has ended."""
         if not self.poll():
             raise RankFailed("The ranks ended before the request was finished.")
 
     def reporters(self) -> tuple[int, bool]:
-        """How many ranks report on a request, and whether some reports may be lost."""
         state = self.state
         return len(state.assignment.workers), bool(state.faults or state.assignment.changes)
 
@@ -203,17 +187,10 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
 
 @contextmanager
 def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
-    """Start the agents of a deployment's hosts, which import what the ranks need, for
-    `start_cluster`.
-
-    Before that the deployment is checked, and the hosts get the weights that they lack
-    (`weight_distribution`), unless the caller has had both done.
-
-    `stays`: the cluster does not end with a request, so workers may be started by hand.
-
-    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
-    agent of another host cannot begin.
-    """
+    """Start the agents of a deployment's hosts, which import what the ranks need. Before that the
+    deployment is checked, and the hosts get the weights that they lack, unless the caller has had
+    both done. `stays`: the cluster does not end with a request, so workers may be started by hand.
+    Raises ConfigError before anything is started, and HostFailed if an agent cannot begin."""
     if not deployment.fetched:
         check_deployment(deployment, stays=stays)
         distribute_weights(deployment, on_warning=print_error)
@@ -221,9 +198,11 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     for line in (expanded(deployment), shared_gpu(deployment), without_ggml(deployment)):
         if line is not None:
             log.warning(line)
+    types = dict.fromkeys(info.model_type for _, info in deployment.models)
+    entrypoint = WORKER_ENTRYPOINT.partition(":")[0]
     with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
-        (*PRELOAD, *modules_of(deployment)),
+        (*PRELOAD, entrypoint, *map(modeling_module, types)),
         name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
         # Before this process imports more: an error of an agent ends the command at once.
@@ -239,21 +218,13 @@ def start_cluster(
     on_log: Callable[[str, str], None] | None = None,
     on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
-    """Start the cluster of a deployment, wait until all ranks are ready, and end it afterwards.
-
-    Leaving the block waits for submitted requests; an exception ends the ranks at once.
-
-    Args:
-        agents: of `start_agents`, for the same hosts.
-        on_loaded: called again and again until all ranks have loaded their models, with how many
-            have, and of how many. What it raises ends the start.
-        on_log: called with a worker's name and rank, and a line that it wrote.
-        on_begun: called with the controller's address, when workers started by hand may join.
-
-    Raises:
-        ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
-        RankFailed: a rank failed, or was lost again and again; the others have been ended.
-    """
+    """Start the cluster of a deployment with the agents of its hosts, wait until all ranks are
+    ready, and end it afterwards. Leaving the block waits for submitted requests; an exception ends
+    the ranks at once. `on_loaded` is called again and again with how many ranks have loaded their
+    models, and of how many; what it raises ends the start. `on_log` is called with a worker's name
+    and rank and a line that it wrote, `on_begun` with the controller's address, when workers
+    started by hand may join. Raises ConfigError, Unreachable, HostFailed before any rank starts;
+    RankFailed if one failed, or was lost again and again: the others have been ended."""
     memory.require_memory(deployment, memory.local_ranks(deployment))
     known = replace(deployment, shared=deployment.shared or shared_names(deployment))
     over = threading.Event()
@@ -264,7 +235,7 @@ def start_cluster(
         Recovery(
             redis.url,
             redis.namespace,
-            first_assignment(deployment),
+            deployment.assignment(),
             workers=[worker for host in deployment.hosts for worker in host.workers],
             replan=moves.plan,
             server=redis.server,
@@ -312,10 +283,3 @@ def start_cluster(
                 recovery.stop()
                 epoch_control.end_epoch(redis.url, redis.namespace, failed=failed)
             agents.stop()
-
-
-def modules_of(deployment: Deployment) -> list[str]:
-    """The modules that the workers of a deployment import besides PRELOAD: the entrypoint, and the
-    classes of its models."""
-    types = dict.fromkeys(info.model_type for _, info in deployment.models)
-    return [WORKER_ENTRYPOINT.partition(":")[0], *map(modeling_module, types)]

@@ -1,8 +1,6 @@
 """What may be set: the groups and choices of `conf/`, and the dataclasses behind them.
-
 `conf/<group>/<choice>.yaml` names the dataclass that holds its settings, and the values in which it
-differs from the defaults of that class.
-"""
+differs from the defaults of that class."""
 
 from __future__ import annotations
 
@@ -31,12 +29,8 @@ REAL = "none"
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of `conf/<group>/`.
-
-    Attributes:
-        base: the full name of its class, by which Hydra knows it too.
-        values: those that it sets itself.
-    """
+    """A file of `conf/<group>/`: the full name of its class, by which Hydra knows it too, and the
+    values that it sets itself."""
 
     group: str
     name: str
@@ -45,10 +39,8 @@ class Choice:
 
     @property
     def cls(self) -> type:
-        """The dataclass of its settings; only the modules of chosen ones are imported.
-
-        Raises ConfigError if the file names no class that can be used.
-        """
+        """The dataclass of its settings; only the modules of chosen ones are imported. Raises
+        ConfigError if the file names no class that can be used."""
         try:
             found = _imported(self.base)
         except (ImportError, AttributeError) as error:
@@ -71,7 +63,6 @@ class Choice:
         )
 
     def check_names(self) -> None:
-        """Raise ConfigError if the file sets what its class has not."""
         known = [entry.name for entry in fields(self.cls)]
         for name in self.values.keys() - set(known):
             raise ConfigError(
@@ -86,15 +77,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the help text."""
-
     name: str
     default: str
     note: str
 
 
 def groups() -> list[str]:
-    """The folders of `conf/`."""
     return sorted(folder.name for folder in resource_dir("conf").iterdir() if folder.is_dir())
 
 
@@ -104,10 +92,8 @@ def options(group: str) -> list[str]:
 
 
 def read_choice(group: str, name: str) -> Choice:
-    """A file of `conf/`, without Hydra, whose import the help texts would have to wait for.
-
-    Raises ConfigError if it names no class.
-    """
+    """A file of `conf/`, without Hydra, whose import the help texts would have to wait for. Raises
+    ConfigError if it names no class."""
     values = _read(f"{group}/{name}")
     match values.pop("defaults", None):
         case [str(base)] if "." in base:
@@ -126,8 +112,7 @@ def default_choices() -> dict[str, str]:
 
 
 def settings() -> Iterator[Setting]:
-    """Every group, and every setting of the choices that `conf/config.yaml` makes, but for
-    experimental ones."""
+    """Every group, and every setting of the default choices that is not experimental."""
     for group, name in default_choices().items():
         yield Setting(group, name, "one of " + ", ".join(options(group)))
         choice = read_choice(group, name)
@@ -157,13 +142,11 @@ def written(value: Any) -> str:
 
 
 def _imported(name: str) -> Any:
-    """What has that full name, in a module."""
     module, _, own = name.rpartition(".")
     return getattr(import_module(module), own)
 
 
 def _read(name: str) -> dict[str, Any]:
-    """What a file of `conf/` holds. Raises ConfigError."""
     import yaml  # type: ignore[import-untyped]
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,8 +1,6 @@
-"""From overrides to a configuration: Hydra is used here alone.
-
-Hydra composes the choices of `conf/` on top of the dataclasses that they name, and OmegaConf checks
-the types and makes the objects. Any mistake becomes one sentence in a ConfigError.
-"""
+"""From overrides to a configuration: Hydra is used here alone. Hydra composes the choices of
+`conf/` on top of the dataclasses that they name, and OmegaConf checks the types and makes the
+objects. Any mistake becomes one sentence in a ConfigError."""
 
 from __future__ import annotations
 
@@ -34,19 +32,14 @@ _composed: dict[tuple[str, ...], tuple[tuple[Any, ...], DictConfig]] = {}
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give.
-
-    Reads no other file, writes none, and leaves no Hydra state behind. Raises ConfigError.
-    """
+    """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give. Reads
+    no other file, writes none, and leaves no Hydra state behind. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
     return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
-    """Some sections by themselves; the limits of the others are not checked.
-
-    Raises ConfigError as `compose` does.
-    """
+    """Some sections; the limits of the others are not checked. Raises ConfigError."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -56,11 +49,15 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
     except (HydraException, OmegaConfBaseException) as error:
         if (interrupt := interrupt_cause(error)) is not None:
             raise interrupt from None
-        raise _config_error(error) from error
+        lines = [*filter(str.strip, str(error).splitlines()), type(error).__name__]
+        at = getattr(error, "full_key", None)
+        where = f" at {at}" if at else ""
+        raise ConfigError(
+            f"The configuration is not valid{where}: {masked(lines[0]).rstrip('.')}."
+        ) from error
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    """The raw tree of settings, all names and types checked."""
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
@@ -132,7 +129,6 @@ def _hydra(overrides: list[str]) -> DictConfig:
 
 
 def _build(name: str, node: DictConfig) -> Any:
-    """The checked object of one section, or a value that has none."""
     from omegaconf import OmegaConf
 
     section = node[name]
@@ -142,12 +138,3 @@ def _build(name: str, node: DictConfig) -> Any:
         if OmegaConf.is_missing(section, key):
             raise ConfigError(f"{name}.{key} has no value; pass {name}.{key}=VALUE.")
     return OmegaConf.to_object(section)
-
-
-def _config_error(error: BaseException) -> ConfigError:
-    """An error of Hydra or OmegaConf as one sentence."""
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    at = getattr(error, "full_key", None)
-    return ConfigError(
-        f"The configuration is not valid{f' at {at}' if at else ''}: {masked(first).rstrip('.')}."
-    )

@@ -1,7 +1,5 @@
-"""The entries of a hosts file, each with its kind: a function of `(name, value)`.
-
-It returns the value that is kept, and raises `Wrong` with a sentence that names it.
-"""
+"""The entries of a hosts file, each with its kind: a function of `(name, value)`. It returns the
+value that is kept, and raises `Wrong` with a sentence that names it."""
 
 from __future__ import annotations
 
@@ -24,14 +22,12 @@ class Wrong(Exception):
 
 
 def entry(kind: Kind, default: Any = None) -> Any:
-    """A field of a dataclass that is an entry of this kind."""
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata={KIND: kind})
     return field(default=default, metadata={KIND: kind})
 
 
 def kinds(cls: type) -> dict[str, Kind]:
-    """The kinds of a dataclass's entries."""
     return {each.name: each.metadata[KIND] for each in fields(cls) if KIND in each.metadata}
 
 
@@ -104,7 +100,6 @@ gib = number(0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
 
 
 def numbered(device: str) -> str:
-    """A device with its number."""
     return "cuda:0" if device == "cuda" else device
 
 
@@ -138,7 +133,6 @@ def devices(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def env(name: str, value: Any) -> dict[str, str]:
-    """Variables of the environment."""
     if not isinstance(value, dict):
         raise Wrong(f"{name} must map names to texts, as in {{OMP_NUM_THREADS: 8}}.")
     for key, item in value.items():

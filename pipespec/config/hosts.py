@@ -1,35 +1,11 @@
-"""`hosts.yaml`: the hosts of a cluster, and how each is reached.
+"""`hosts.yaml`: the hosts of a cluster, and how each is reached. docs/several-hosts.md lists every
+entry, and what a missing one means.
 
 A *host* is a machine. A *worker* is one process of a host that computes: one per device of the
 host, called "host/0", "host/1", ... Devices in brackets of their own, as in `[[cuda:0, cuda:1],
 cuda:2]`, compute the layers of a stage together; the first worker of such a *group* can hold a
 rank, and so can every worker that is in none. A *spare* is one that can and has no rank until it is
 needed.
-
-    name: lab                      # the file's stem
-    defaults: {user: ubuntu, port: 22}   # for every host that does not say otherwise
-    hosts:
-      - name: alpha                # the address
-        address: 10.0.0.1          # where the other hosts reach it, and SSH if `ssh` is not given
-        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH;
-                                   # `none`: its workers are started by hand
-        user: me
-        port: 22
-        identity: ~/.ssh/key
-        interface: eth0            # what carries batches: the interface that has the address
-        devices: [cuda:0, cuda:1]
-        python: python3
-        env: {OMP_NUM_THREADS: 8}
-        target: /models/llama      # where the models lie on this host: as model.target, model.draft
-        draft: /models/small       # and model.mid: mid
-        memory_gib: 22             # what each of its devices may use: all that is free
-    draft: alpha/0                 # the worker that is the head: the planner chooses
-    order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
-    split: [12, 10, 10]            # layers per stage: the planner chooses
-    spares: 0                      # so many workers, the last ones, hold no layers at first
-
-Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices); the
-text after # is what a missing one means.
 """
 
 from __future__ import annotations
@@ -63,10 +39,8 @@ MOST_VALUES = 100_000
 @dataclass(frozen=True)
 class Host:
     """A machine. `target`, `draft`, `mid`: where the models lie there, if not where the run says.
-
     `memory_gib` is what each of its devices may use, None: all that is free. `groups` are the sizes
-    of its groups of devices, in order, 1 for a device by itself; nothing: all are.
-    """
+    of its groups of devices, in order, 1 for a device by itself; nothing: all are."""
 
     name: str = entry(entries.host_name, MISSING)
     address: str = entry(entries.argument, MISSING)
@@ -101,7 +75,6 @@ class Host:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The names of its workers, one per device."""
         return tuple(f"{self.name}/{index}" for index in range(len(self.devices)))
 
     @property
@@ -115,11 +88,8 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsFile:
-    """All hosts, as the file lists them, and what it says about their parts.
-
-    None where the planner is to choose. Without planner: the first worker is the head, and the
-    hosts have the file's order.
-    """
+    """All hosts, as the file lists them, and what it says about their parts; None where the planner
+    is to choose. Without one, the first worker is the head, and hosts have the file's order."""
 
     name: str
     hosts: tuple[Host, ...]
@@ -162,7 +132,6 @@ class HostsFile:
 
     @property
     def by_hand(self) -> tuple[str, ...]:
-        """The hosts that are started by hand."""
         return tuple(host.name for host in self.hosts if host.by_hand)
 
     def devices_of(self, worker: str) -> tuple[str, ...]:
@@ -170,15 +139,12 @@ class HostsFile:
         return tuple(map(self.device_of, self.members_of(worker)))
 
     def host(self, name: str) -> Host:
-        """The host of that name."""
         return next(host for host in self.hosts if host.name == name)
 
     def host_of(self, worker: str) -> Host:
-        """The host of a worker."""
         return self.host(worker.rpartition("/")[0])
 
     def require_devices(self) -> None:
-        """Raise ConfigError unless every worker has a particular device."""
         for host in self.hosts:
             if "auto" in host.devices:
                 raise ConfigError(
@@ -191,12 +157,10 @@ class HostsFile:
         return self.host_of(worker).members[worker]
 
     def device_of(self, worker: str) -> str:
-        """The device of a worker."""
         return self.host_of(worker).devices[int(worker.rpartition("/")[2])]
 
 
 def this_machine(devices: Sequence[str], groups: Sequence[int] = ()) -> Host:
-    """The only host of a cluster that needs no hosts file."""
     return Host(LOCAL, LOOPBACK, LOCAL, devices=tuple(devices), groups=tuple(groups))
 
 
@@ -254,8 +218,6 @@ def _refuse_too_many(root: Any) -> None:
         )
 
 
-# --- the file ---------------------------------------------------------------------------------
-
 HOST = entries.kinds(Host)
 DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}
 FILE: dict[str, entries.Kind] = {
@@ -284,7 +246,8 @@ def _hosts(values: Any, stem: str) -> HostsFile:
     if "name" not in given:
         given["name"] = entries.host_name("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem))
     _check_draft(given.get("draft"), hosts)
-    _check_order(given.get("order"), names)
+    if "order" in given:
+        _check_order(given["order"], names)
     given.update({key: tuple(given[key]) for key in ("order", "split") if key in given})
     hosts_file = HostsFile(hosts=hosts, **given)
     num_workers = len(hosts_file.workers)
@@ -353,8 +316,6 @@ def _check_draft(value: Any, hosts: Sequence[Host]) -> None:
 
 
 def _check_order(order: Any, names: Sequence[str]) -> None:
-    if order is None:
-        return
     for name in order:
         if name not in names:
             raise Wrong(

@@ -1,5 +1,4 @@
-"""The policies that there are: a file of `conf/policy/` registers the class that it names, under
-the name of the file."""
+"""The policies that there are, by the names of the files of `conf/policy/`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from pipespec.head.policies.policy import SpeculationPolicy
 
 
 def policy_class(name: str) -> type[SpeculationPolicy]:
-    """The class of a policy. Raises ConfigError."""
     known = options("policy")
     if name not in known:
         raise ConfigError(f"The policy {name!r} is not known; choose from {', '.join(known)}.")

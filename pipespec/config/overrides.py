@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def with_files(overrides: Sequence[str]) -> list[str]:
-    """`cluster=FILE.yaml` and `emulate=FILE.json` as the settings that they stand for. Raises
-    ConfigError."""
+    """`cluster=FILE.yaml` and `emulate=FILE.json` as what they stand for. Raises ConfigError."""
     found = []
     for text in overrides:
         name, _, value = text.partition("=")
@@ -87,9 +86,7 @@ def parse(text: str) -> Override:
 
 def quoted(text: str, classes: Mapping[str, type]) -> str:
     """The override with a text value in quotes, so that paths and URLs need none from the user.
-
-    `classes` are those of the groups; "" has the settings without a group.
-    """
+    `classes` are those of the groups; "" has the settings without a group."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     name, separator, value = text.partition("=")
@@ -102,10 +99,8 @@ def quoted(text: str, classes: Mapping[str, type]) -> str:
 
 
 def value_of(override: Override, classes: Mapping[str, type]) -> Any:
-    """The value of an override, of the setting's type; a single value may be given for a list.
-
-    That of an interpolation is its text, until all others are known. Raises ConfigError.
-    """
+    """The value of an override, of the setting's type; a single value may be given for a list. That
+    of an interpolation is its text, until all others are known. Raises ConfigError."""
     key, value = override.key_or_group, override.value()
     return value if is_interpolation(override) else checked(key, value, classes)
 
@@ -124,11 +119,8 @@ def resolved(key: str, value: Any, classes: Mapping[str, type]) -> Any:
 
 
 def checked(key: str, value: Any, classes: Mapping[str, type]) -> Any:
-    """A value of a setting, of the setting's type.
-
-    OmegaConf checks the types too, but turns numbers into texts and has no sentences for users.
-    Raises ConfigError.
-    """
+    """A value of a setting, of the setting's type. OmegaConf checks the types too, but turns
+    numbers into texts and has no sentences for users. Raises ConfigError."""
     try:
         return typed(key, value, _kind(key, classes))
     except Unreadable as error:
@@ -142,7 +134,6 @@ def _kind(key: str, classes: Mapping[str, type]) -> Any:
 
 
 def check_option(group: str, value: object) -> None:
-    """Raise ConfigError unless `conf/<group>/` has that choice."""
     if value not in options(group):
         raise ConfigError(
             f"{group}={value} is not known; {suggest(str(value), options(group), f'{group}=')}."
@@ -151,9 +142,7 @@ def check_option(group: str, value: object) -> None:
 
 def check_key(key: str, classes: Mapping[str, type], chosen: Sequence[str]) -> None:
     """Raise ConfigError, with what may be meant, unless one of the groups' classes has that value.
-
-    `chosen` are the user's choices for the groups, as overrides.
-    """
+    `chosen` are the user's choices for the groups, as overrides."""
     known = [
         f"{group}.{entry.name}".lstrip(".")
         for group, cls in classes.items()

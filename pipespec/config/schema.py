@@ -126,11 +126,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """Everything a run needs to know, checked.
-
-    `request_policies` are further policies by name, which a request may choose instead of
-    `policy` (`Request.policy`): the cluster is made for the most that any of them needs.
-    """
+    """Everything a run needs to know, checked. `request_policies` are further policies by name,
+    which a request may choose instead of `policy` (`Request.policy`): the cluster is made for the
+    most that any of them needs."""
 
     model: ModelConfig
     cluster: ClusterConfig
@@ -146,20 +144,9 @@ class Config(RunConfig):
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 
     @property
-    def clock(self) -> StepClock:
-        """The least times of the work of all ranks."""
-        return self.emulate
-
-    @property
-    def link_delay(self) -> LinkDelay:
-        """What the links between ranks add to the times of messages."""
-        return self.emulate_link
-
-    @property
     def time_scale(self) -> float | None:
-        """How many times longer everything takes here than is reported; None: times are those of
-        this machine."""
-        return self.clock.scale if self.clock or self.link_delay else None
+        """How many times longer everything takes here than is reported; None: times are real."""
+        return self.emulate.scale if self.emulate or self.emulate_link else None
 
     @property
     def policies(self) -> tuple[SpeculationPolicy, ...]:
@@ -168,12 +155,10 @@ class Config(RunConfig):
 
     @property
     def max_nodes(self) -> int:
-        """Nodes that the tree of a request may hold."""
         return max(each.max_nodes for each in self.policies)
 
     @property
     def max_rows(self) -> int:
-        """Rows of one batch at most."""
         least = max(self._most_rows, self.decode.prefill_chunk)
         return self.scheduler.max_num_batched_tokens or least
 
@@ -183,16 +168,6 @@ class Config(RunConfig):
         requests = self.scheduler.max_num_seqs
         most = max(each.max_rows * (1 if each.shared else requests) for each in self.policies)
         return min(most, self.max_rows)
-
-    @property
-    def needs_mid(self) -> bool:
-        """Whether the head loads `model.mid`."""
-        return self.proposer.needs_mid
-
-    @property
-    def mid_rows(self) -> int:
-        """Nodes that one pass of a mid-size model scores; 0: there is no such model."""
-        return self.proposer.mid_rows
 
     @property
     def _most_rows(self) -> int:
@@ -205,7 +180,7 @@ class Config(RunConfig):
                 "model.draft is null, but this proposer uses a draft model; name its folder "
                 "or hub id, or choose proposer=suffix, which needs none."
             )
-        if self.needs_mid and self.model.mid is None:
+        if self.proposer.needs_mid and self.model.mid is None:
             raise ConfigError(
                 "model.mid is null, but in a cascade a mid-size model scores the tree; name its "
                 "folder or hub id, or choose proposer=draft_model."
@@ -215,7 +190,7 @@ class Config(RunConfig):
                 "proposer.overlap is no, but only best_first with policy.row_cost=null can draft "
                 "while the stages wait; leave proposer.overlap out."
             )
-        self.clock.check(self.cluster.stages)
+        self.emulate.check(self.cluster.stages)
         given = self.scheduler.max_num_batched_tokens
         if given is not None and given < self._most_rows:
             raise ConfigError(

@@ -16,10 +16,8 @@ STDIN = "-"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are ConfigErrors.
-
-    With `show_settings` its help ends with the settings of `conf/`, read only when asked for.
-    """
+    """An argument parser whose complaints are ConfigErrors. With `show_settings` its help ends with
+    the settings of `conf/`, read only when asked for."""
 
     def __init__(self, *, show_settings: bool = False, **options: Any):
         super().__init__(allow_abbrev=False, **options)
@@ -47,10 +45,8 @@ def finish(
     *,
     starts: bool = False,
 ) -> None:
-    """Add what every command has: `--json`, what runs it, and which options it knows.
-
-    `starts`: it starts ranks on this machine, unless `--on` is given.
-    """
+    """Add what every command has: `--json`, what runs it, and which options it knows. `starts`: it
+    starts ranks on this machine, unless `--on` is given."""
     command.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
@@ -59,7 +55,6 @@ def finish(
 
 
 def add_on(command: Parser) -> None:
-    """Add `--on`, for commands that can ask a cluster that is up already."""
     command.add_argument(
         "--on",
         metavar="NAME",
@@ -81,10 +76,7 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def overrides(
     rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
 ) -> list[str]:
-    """What argparse did not know, as overrides; an unknown option is refused.
-
-    HOSTS.yaml by itself is cluster=HOSTS.yaml.
-    """
+    """What argparse did not know, as overrides; HOSTS.yaml is cluster=HOSTS.yaml."""
     for argument in rest:
         if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
             name = argument.partition("=")[0]
@@ -99,6 +91,14 @@ def overrides(
 
 
 def refuse_settings(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Raise ConfigError if a command that takes no settings got any."""
     if found := overrides(rest, arguments.known_options):
         raise ConfigError(f"`{arguments.command_name}` takes no settings, but got {found[0]!r}.")
+
+
+def refuse_trace(settings: Sequence[str], command: str) -> None:
+    """Raise ConfigError for a trace, which would grow for as long as the cluster runs."""
+    if any(text.startswith("trace=") for text in settings):
+        raise ConfigError(
+            f"`pipespec {command}` writes no trace; leave trace=FILE to `pipespec generate` "
+            "without --on."
+        )

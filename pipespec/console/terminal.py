@@ -13,7 +13,7 @@ from pipespec.system.validation import MOST_BYTES, Unreadable, decode
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
+    from rich.progress import Progress, ProgressColumn, TaskID
     from rich.table import Table
 
 
@@ -25,10 +25,7 @@ def write(text: str) -> None:
 
 
 def show(*parts: str | Table, stderr: bool = False) -> None:
-    """Show sentences and tables as they are: nothing in them is taken for markup.
-
-    Raises OutputClosedError if its reader has closed it.
-    """
+    """Show sentences and tables, without markup. Raises OutputClosedError."""
     with output("Standard error" if stderr else "Standard output"):
         out = _console(stderr=stderr)
         for part in parts:
@@ -74,18 +71,18 @@ def output(name: str = "Standard output") -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
-    """Bars on a terminal, one per name, that go when all are full; else nothing.
-
-    Yields what moves each bar: how much is done, and of how much.
-    """
+def _bars(*columns: ProgressColumn) -> Progress:
     from rich.progress import Progress
 
-    console = _console(stderr=True)
-    with Progress(
-        console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-    ) as bars:
+    out = _console(stderr=True)
+    hidden = not out.is_terminal
+    return Progress(*columns, console=out, transient=True, redirect_stdout=False, disable=hidden)
+
+
+@contextmanager
+def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """Bars on a terminal until all are full. Yields what moves each: how much, of how much."""
+    with _bars() as bars:
 
         def mover(name: str) -> Callable[[int, int], None]:
             bar = bars.add_task(name, total=None)
@@ -102,23 +99,12 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
 
 @contextmanager
 def named_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars of bytes on a terminal, which go when the block ends; else nothing.
+    """Bars of bytes on a terminal, which go when the block ends; else nothing. Yields what moves
+    the bar of a name: bytes done, and of how many. It may be called from several threads."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-    Yields what moves the bar of a name: bytes done, and of how many. It may be called from several
-    threads.
-    """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = _console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(
-        *columns,
-        TransferSpeedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        disable=not console.is_terminal,
-    ) as bars:
+    shown = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with _bars(*shown) as bars:
         names: dict[str, TaskID] = {}
 
         def move(name: str, done: int, of: int) -> None:
@@ -141,12 +127,10 @@ def table_of(title: str, *headings: str, left: int = 1) -> Table:
 
 
 def labelled(labels: Mapping[str, Any]) -> str:
-    """What a title must say of its figures (`client.answers.labels`); "" if they are plain.
-
-    Times of an emulated machine never look like measured ones, draft tokens that were made from the
-    answer never like those of a draft, and a text that the target alone might not have said
-    never like one that it would.
-    """
+    """What a title must say of its figures (`client.answers.labels`); "" if they are plain. Times
+    of an emulated machine never look like measured ones, draft tokens that were made from the
+    answer never like those of a draft, and a text that the target alone might not have said never
+    like one that it would."""
     emulated = ", times EMULATED" if labels["emulated"] else ""
     synthetic = ", draft tokens SYNTHETIC" if labels["synthetic"] else ""
     lossy = ", text LOSSY by the verifier" if labels["lossy"] else ""
@@ -154,7 +138,6 @@ def labelled(labels: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A statistic as text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

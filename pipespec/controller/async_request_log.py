@@ -1,8 +1,5 @@
-"""The request log as users of a cluster see it, from an event loop.
-
-What it has in common with the ranks' `RequestLog` is in `request_log` (the commands) and
-`log_records` (the format).
-"""
+"""The request log as users of a cluster see it, from an event loop; what it has in common with the
+ranks' is in `request_log` (the commands) and `log_records` (the format)."""
 
 from __future__ import annotations
 
@@ -27,16 +24,17 @@ from pipespec.controller.cluster_status import (
     unfinished_commands,
 )
 from pipespec.controller.log_records import entries_of
-from pipespec.controller.lua_scripts import ScriptsLost, load_scripts, translate
+from pipespec.controller.lua_scripts import ScriptsLost, evalsha, load_scripts, translate
 from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
     RETRY_S,
+    AsyncPinnedConnection,
     explain,
+    is_pinned,
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.request_log import cancelling, enqueuing, keeping
-from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
+from pipespec.controller.request_log import cancelling, enqueuing
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.timing.stats import empty_report
@@ -45,13 +43,14 @@ from pipespec.timing.stats import empty_report
 KEEP_LISTENER_S = 3600
 # A blocking read is renewed this often, so that a silent Redis is noticed.
 LISTEN_S = 5.0
+# How long a conversation can be continued, and how many bytes all of them may take.
+KEEP_CONVERSATION_S = 3600
+MAX_CONVERSATION_BYTES = 64 * 2**20
 
 
 class AsyncRedisConnection:
-    """A connection that is made when it is needed. Its callers take turns.
-
-    Raises Unreachable whenever Redis is gone; the next call connects again.
-    """
+    """A connection that is made when it is needed. Its callers take turns. Raises Unreachable
+    whenever Redis is gone; the next call connects again."""
 
     def __init__(self, url: str, *, scripts: bool = False):
         """`scripts`: load the Lua scripts on every connection."""
@@ -70,8 +69,7 @@ class AsyncRedisConnection:
         return (await self.batch([command], timeout))[-1]
 
     async def batch(self, commands: Sequence[tuple[Any, ...]], timeout: float = 0.0) -> list[Any]:
-        """The replies to commands that are sent together. Raises what an error among them
-        means."""
+        """The replies to commands that are sent together. Raises what an error among them means."""
         async with self._turn:
             try:
                 if self._connection is None:
@@ -135,21 +133,14 @@ class AsyncRedisConnection:
 
 class AsyncRequestLog:
     """Submits requests, cancels them, and reads what the ranks report. For the tasks of one event
-    loop.
-
-    When Redis goes away, a call connects again and repeats itself for up to `patience` seconds;
-    after that Unreachable is raised.
-    """
+    loop. When Redis goes away, a call connects again and repeats itself for up to `patience`
+    seconds; after that Unreachable is raised."""
 
     def __init__(self, url: str, *, namespace: str, patience: float):
         self.patience = patience
         self._keys = RedisKeys(namespace)
         self._pipe = AsyncRedisConnection(url, scripts=True)
         self._reports = AsyncRedisConnection(url)  # on which a wait for reports holds up no request
-
-    @property
-    def connected(self) -> bool:
-        return self._pipe.connected
 
     async def close(self) -> None:
         await self._pipe.close()
@@ -167,16 +158,18 @@ class AsyncRequestLog:
         return request
 
     async def cancel(self, request: int) -> None:
-        """Ends a request whose client no longer waits, with the reason "cancelled": at once
-        if it is in the queue, else as soon as the head receives the cancellation.
-
-        One that has finished stays as it is. Raises ControllerError if it is not in the log.
-        """
+        """Ends a request whose client no longer waits, with the reason "cancelled": at once if it
+        is in the queue, else as soon as the head receives the cancellation. One that has finished
+        stays as it is. Raises ControllerError if it is not in the log."""
         await self._patiently(self._pipe, cancelling(self._keys, request))
 
     async def keep_conversation(self, name: str, conversation: bytes) -> None:
         """Keeps what a later request may continue, for an hour and within a bound."""
-        await self._patiently(self._pipe, keeping(self._keys, name, conversation))
+        keys = self._keys
+        names = (keys.conversation_order, keys.conversation_bytes, keys.conversations)
+        bounds = (KEEP_CONVERSATION_S, MAX_CONVERSATION_BYTES)
+        command = evalsha("keep_conversation", names, name, conversation, *bounds)
+        await self._patiently(self._pipe, command)
 
     async def conversation(self, name: str) -> bytes | None:
         """What was kept under a name; None: nothing, or not any more."""
@@ -193,12 +186,10 @@ class AsyncRequestLog:
     async def reports(
         self, request: int, count: int, timeout: float, *, partial: bool = False
     ) -> dict[int, dict[str, Any]]:
-        """The report of every rank on a request, by rank; a later report replaces an earlier.
-
-        Waits for `count` ranks; of a request that never reached the stages only the head reports.
-        If they take longer than `timeout` seconds it raises ControllerError or, if `partial`,
-        returns what there is.
-        """
+        """The report of every rank on a request, by rank; a later report replaces an earlier. Waits
+        for `count` ranks; of a request that never reached the stages only the head reports. If they
+        take longer than `timeout` seconds it raises ControllerError or, if `partial`, returns what
+        there is."""
         deadline = time.monotonic() + timeout
         found: dict[int, dict[str, Any]] = {}
         position = "0"
@@ -222,8 +213,7 @@ class AsyncRequestLog:
         return dict(sorted(found.items()))
 
     async def wake(self, listener: str) -> None:
-        """End the wait of a listener. Nothing is repeated: one that must connect again needs
-        not to be woken."""
+        """End the wait of a listener; one that must connect again needs not to be woken."""
         key = self._keys.listener(listener)
         with suppress(Unreachable):
             await self._pipe.batch(
@@ -244,8 +234,7 @@ class AsyncRequestLog:
         return parse_status(int(epoch), replies[-1])
 
     async def unfinished(self, most: int) -> list[Unfinished]:
-        """The first `most` requests that the head has, and as many of those that wait, in their
-        order; without patience."""
+        """The first `most` requests that the head has, and as many of those that wait, in order."""
         replies = await self._pipe.batch(unfinished_commands(self._keys, most))
         return parse_unfinished(replies[-1])
 

@@ -28,11 +28,9 @@ TLS_1_3_NAME = "TLSv1.3"  # to Redis
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """A server's certificate and key, and what its clients trust, as PEM files.
-
-    `pinned`: clients trust exactly this certificate, at whatever address they find it; otherwise
-    an authority, whose certificate for another address is refused.
-    """
+    """A server's certificate and key, and what its clients trust, as PEM files. `pinned`: clients
+    trust exactly this certificate, at whatever address they find it; otherwise an authority, whose
+    certificate for another address is refused."""
 
     cert: Path
     key: Path
@@ -41,10 +39,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """The files cert.pem, key.pem and ca.pem of a folder.
-
-        Raises ConfigError if one cannot be read, or they do not belong together.
-        """
+        """The files cert.pem, key.pem and ca.pem of a folder. Raises ConfigError."""
         here = folder.resolve()
         files = cls(here / CERT, here / KEY, here / CA)
         for file in (files.cert, files.key, files.ca):
@@ -68,10 +63,8 @@ class TlsFiles:
         return files
 
     def url_options(self) -> str:
-        """The query of a `rediss://` URL whose clients trust this server and no other.
-
-        Raises ConfigError if the authority's file cannot be read any more.
-        """
+        """The query of a `rediss://` URL whose clients trust this server and no other. Raises
+        ConfigError if the authority's file cannot be read any more."""
         try:
             trusted = self.ca.read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
@@ -138,11 +131,6 @@ class Certificate:
         finally:
             os.close(descriptor)
 
-    @property
-    def der(self) -> bytes:
-        """The certificate without its key, in DER."""
-        return ssl.PEM_cert_to_DER_cert(self.cert)
-
     def write(self, folder: Path) -> TlsFiles:
         write_atomically(folder / CERT, self.cert.encode("ascii"))
         write_atomically(folder / KEY, self.key.encode("ascii"))
@@ -150,10 +138,7 @@ class Certificate:
 
 
 def tls_of(setting: str) -> TlsFiles | bool:
-    """What `controller.tls` means to a private Redis: files, or whether to make a certificate.
-
-    Raises ConfigError if a file cannot be read.
-    """
+    """What `controller.tls` means: files, or whether to make a certificate. Raises ConfigError."""
     if setting in (AUTO, OFF):
         return setting == AUTO
     return TlsFiles.of(Path(setting))

@@ -15,21 +15,13 @@ from pipespec.controller.redis_keys import RedisKeys
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """One moment of a namespace.
-
-    Attributes:
-        joined: ranks that have loaded their models and joined `epoch`.
-        open, queued, finished: requests that are being decoded, that wait, that have ended.
-        last_fault: which epoch ended last, and why; None: none has.
-        state: the newest state of the head (`Scheduler.statistics`); empty until it has begun.
-        counts: of the ranks in this epoch, by "name" or "name/label" (`Totals.counts`,
-            `StageLoop.worked`, `FaultStats`).
-        past: the sums of the counts of earlier epochs.
-        computing: attention backend and other choices of each rank (`ModelSlice.outcome`).
-        assignment: a `RankAssignment` as text; None: not known.
-        pids: the processes of the ranks that have joined.
-        followers: those of the tensor-parallel followers that have joined, by worker.
-    """
+    """One moment of a namespace: how many ranks have joined `epoch`, how many requests are decoded
+    (`open`), wait and have ended, and which epoch ended last, and why. `state` is the newest of the
+    head (`Scheduler.statistics`), `counts` those of the ranks in this epoch by "name" or
+    "name/label" (`Totals.counts`, `StageLoop.worked`, `FaultStats`), `past` the sums of earlier
+    epochs. `computing` has the attention backend and other choices of each rank
+    (`ModelSlice.outcome`), `pids` its process, and `followers` those of tensor-parallel followers,
+    by worker. `assignment` is a `RankAssignment` as text; None: not known."""
 
     epoch: int
     joined: int
@@ -52,7 +44,6 @@ class ClusterStatus:
 
     @cached_property
     def totals(self) -> Counter[str]:
-        """The sums of the counts since the log began."""
         return Counter(self.past) + Counter(self.counts)
 
     @property
@@ -70,11 +61,9 @@ class ClusterStatus:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A request that is not answered yet.
-
-    `length` counts the tokens of its sequence so far, prompt included, and `prompt` those of the
-    prompt; None: an older version wrote the request. `taken`: the head has admitted it.
-    """
+    """A request that is not answered yet. `length` counts the tokens of its sequence so far, prompt
+    included, and `prompt` those of the prompt; None: an older version wrote the request. `taken`:
+    the head has admitted it."""
 
     request: int
     taken: bool
@@ -83,16 +72,12 @@ class Unfinished:
 
 
 def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
-    """The counts of one name by their labels."""
     split = ((key.partition("/"), count) for key, count in counts.items())
     return {label: count for (found, _, label), count in split if found == name and label}
 
 
 def read_status(url: str, namespace: str) -> ClusterStatus | None:
-    """The status of the cluster of a namespace; None if Redis has no such namespace.
-
-    Raises Unreachable.
-    """
+    """The status of the cluster of a namespace, if Redis has it. Raises Unreachable."""
     keys = RedisKeys(namespace)
     with RedisConnection(url) as pipe:
         epoch = pipe.call("GET", keys.epoch)
@@ -123,7 +108,6 @@ def status_commands(keys: RedisKeys, epoch: int) -> list[tuple[Any, ...]]:
 
 
 def parse_status(epoch: int, replies: list[Any]) -> ClusterStatus:
-    """The status in the reply to the last of `status_commands`."""
     ranks, followers, finished, queued, admitted, fault, *hashes, computing, assigned = replies
     pids = {
         int(rank): pid
@@ -149,15 +133,11 @@ def parse_status(epoch: int, replies: list[Any]) -> ClusterStatus:
 
 
 def numbers(reply: list[bytes]) -> dict[str, int]:
-    """A hash of whole numbers, from the reply of Redis."""
     return {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
 
 
 def unfinished_commands(keys: RedisKeys, most: int) -> list[tuple[Any, ...]]:
-    """The commands that read the first `most` admitted requests and as many waiting ones.
-
-    The reply to the last one holds all replies.
-    """
+    """The commands for `most` admitted requests and as many waiting ones; the last replies."""
     fields = [f"{keys.requests}:*->{name}" for name in ("length", "prompt")]
     got = [text for name in ("#", *fields) for text in ("GET", name)]
     sort = ("BY", "nosort", "LIMIT", 0, most, *got)
@@ -165,7 +145,6 @@ def unfinished_commands(keys: RedisKeys, most: int) -> list[tuple[Any, ...]]:
 
 
 def parse_unfinished(replies: list[Any]) -> list[Unfinished]:
-    """The requests in the reply to the last of `unfinished_commands`."""
     return [
         Unfinished(int(request), taken, int(length or 0), None if prompt is None else int(prompt))
         for taken, found in zip((True, False), replies, strict=True)

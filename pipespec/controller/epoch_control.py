@@ -13,39 +13,11 @@ from pipespec.controller.request_log import KEEP_FINISHED_S
 MAX_FAILED_CLUSTERS = 3
 
 
-def begin_epoch(url: str, namespace: str, assignment: str = "") -> int:
+def begin_epoch(
+    url: str, namespace: str, assignment: str = "", *, most_failed: int | str = ""
+) -> int:
     """Ends the current epoch of a namespace, if there is one, and begins the next; its number.
-
-    `assignment` is the text that `Membership.epoch` returns with it. Raises Unreachable.
-    """
-    return _next(url, namespace, assignment)
-
-
-def end_epoch(url: str, namespace: str, *, failed: bool) -> None:
-    """Ends the current epoch of a namespace; its cluster will begin no other.
-
-    A request with which MAX_FAILED_CLUSTERS clusters in a row have failed before a token of it was
-    accepted is given up, as it may be the cause. Raises Unreachable.
-    """
-    _next(url, namespace, "", MAX_FAILED_CLUSTERS if failed else "")
-
-
-def delete_namespace(url: str, namespace: str) -> None:
-    """Deletes every key of a namespace; for clusters that live for one request.
-
-    Raises Unreachable.
-    """
-    with RedisConnection(url) as pipe:
-        cursor = b"0"
-        while True:
-            cursor, names = pipe.call("SCAN", cursor, "MATCH", RedisKeys(namespace).everything)
-            if names:
-                pipe.call("DEL", *names)
-            if cursor == b"0":
-                return
-
-
-def _next(url: str, namespace: str, assignment: str, most: int | str = "") -> int:
+    `assignment` is the text that `Membership.epoch` returns with it. Raises Unreachable."""
     keys = RedisKeys(namespace)
     names = (
         keys.epoch,
@@ -56,8 +28,27 @@ def _next(url: str, namespace: str, assignment: str, most: int | str = "") -> in
         keys.finished,
         keys.totals,
     )
-    arguments = (keys.epochs, KEEP_STALE_S, assignment, most, FAILED, KEEP_FINISHED_S)
+    arguments = (keys.epochs, KEEP_STALE_S, assignment, most_failed, FAILED, KEEP_FINISHED_S)
     with RedisConnection(url) as pipe:
         load(pipe)
         begun: int = pipe.call(*evalsha("new_epoch", names, *arguments))
         return begun
+
+
+def end_epoch(url: str, namespace: str, *, failed: bool) -> None:
+    """Ends the current epoch of a namespace; its cluster will begin no other. A request with which
+    MAX_FAILED_CLUSTERS clusters in a row have failed before a token of it was accepted is given up,
+    as it may be the cause. Raises Unreachable."""
+    begin_epoch(url, namespace, most_failed=MAX_FAILED_CLUSTERS if failed else "")
+
+
+def delete_namespace(url: str, namespace: str) -> None:
+    """Deletes every key of a namespace; for clusters of one request. Raises Unreachable."""
+    with RedisConnection(url) as pipe:
+        cursor = b"0"
+        while True:
+            cursor, names = pipe.call("SCAN", cursor, "MATCH", RedisKeys(namespace).everything)
+            if names:
+                pipe.call("DEL", *names)
+            if cursor == b"0":
+                return

@@ -31,10 +31,8 @@ Entry = tuple[str, dict[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Tokens joined a request's sequence, which had `base` tokens (prompt included).
-
-    `logprobs` has one entry per token if the request asked for them, else none.
-    """
+    """Tokens joined a request's sequence, which had `base` tokens (prompt included). `logprobs` has
+    one entry per token if the request asked for them, else none."""
 
     base: int
     tokens: tuple[int, ...]
@@ -47,12 +45,9 @@ OPTIONAL_FIELDS = ("prefill_ns", "cached")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended. The last event of its stream.
-
-    `prefill_ns` is the time at the head from the start of the request to its first token; `cached`
-    counts the prompt tokens that were in the prefix cache. None: not known. Two events are equal
-    whatever these fields are.
-    """
+    """A request ended. The last event of its stream. `prefill_ns` is the time at the head from the
+    start of the request to its first token; `cached` counts the prompt tokens that were in the
+    prefix cache. None: not known. Two events are equal whatever these fields are."""
 
     reason: str
     prefill_ns: int | None = field(default=None, compare=False)
@@ -72,7 +67,6 @@ def failure_of(reason: str) -> PipespecError | None:
 
 
 def check_answered(end: Finished) -> None:
-    """Raise why a request of ours has ended without an answer, if it has."""
     if failure := failure_of(end.reason):
         raise failure
     if end.reason not in REASONS:
@@ -80,14 +74,12 @@ def check_answered(end: Finished) -> None:
 
 
 def entries_of(found: list[Any]) -> list[Entry]:
-    """The entries of a stream, from what Redis replies."""
     return [
         (entry.decode(), dict(zip(pairs[::2], pairs[1::2], strict=True))) for entry, pairs in found
     ]
 
 
 def event_from(fields: dict[bytes, bytes]) -> Event:
-    """The event in an entry of a request's stream."""
     if b"reason" in fields:
         known = {
             name: int(fields[name.encode()]) for name in OPTIONAL_FIELDS if name.encode() in fields

@@ -1,7 +1,5 @@
-"""The transitions in `lua/`: loading them, and what their errors mean.
-
-A line `--- @include "name"` stands for the file `lua/includes/name.lua`, once per script.
-"""
+"""The transitions in `lua/`: loading them, and what their errors mean. A line `--- @include "name"`
+stands for the file `lua/includes/name.lua`, once per script."""
 
 from __future__ import annotations
 
@@ -79,7 +77,6 @@ def load_scripts() -> Mapping[str, Script]:
 
 
 def resolve(path: Path) -> str:
-    """The text of a transition with its includes in place, each once."""
     included: set[str] = set()
 
     def text(file: Path) -> str:
@@ -96,19 +93,16 @@ def resolve(path: Path) -> str:
 
 
 def load(pipe: RedisConnection) -> None:
-    """Gives Redis every transition."""
     for script in load_scripts().values():
         pipe.send("SCRIPT", "LOAD", script.source)
     pipe.flush()
 
 
 def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:
-    """The command that runs a transition."""
     return ("EVALSHA", load_scripts()[script].sha, len(keys), *keys, *arguments)
 
 
 def translate(error: redis.ResponseError) -> ControllerError:
-    """The exception that an error reply of Redis stands for."""
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptsLost(
             "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "

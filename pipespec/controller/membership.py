@@ -1,10 +1,8 @@
-"""Who is alive and which epoch it is: what holds a cluster together between its epochs.
-
-Every worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires,
-with its process id and its progress. Workers report faults in a stream of *suspicions*. The
-launcher (`pipespec.cluster.recovery.recovery`) reads both and begins the next epoch, whose
-*assignment* maps workers to ranks; the stream of assignments wakes the workers that wait for it.
-"""
+"""Who is alive and which epoch it is: what holds a cluster together between its epochs. Every
+worker of a cluster (a process that can hold a rank) renews a *lease*, a key that expires, with its
+process id and its progress. Workers report faults in a stream of *suspicions*. The launcher
+(`pipespec.cluster.recovery.recovery`) reads both and begins the next epoch, whose *assignment* maps
+workers to ranks; the stream of assignments wakes the workers that wait for it."""
 
 from __future__ import annotations
 
@@ -47,10 +45,8 @@ class Suspicion:
 
 
 class Membership(RedisClient):
-    """A client of the leases, suspicions and epochs of a namespace. Not for several threads.
-
-    Raises Unreachable whenever Redis is gone.
-    """
+    """A client of the leases, suspicions and epochs of a namespace. Not for several threads. Raises
+    Unreachable whenever Redis is gone."""
 
     def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
         """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
@@ -59,8 +55,7 @@ class Membership(RedisClient):
         self._launcher_renewed_at = -math.inf
 
     def renew(self, worker: str, pid: int, progress: str = "0 1") -> None:
-        """Renew the lease of a worker, for LEASE_S seconds from now, with its `progress`
-        (`Progress.describe`)."""
+        """Renew the lease of a worker for LEASE_S, with its `progress` (`Progress.describe`)."""
         beat = f"{pid} {progress} {time.monotonic_ns()}"
         self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
 
@@ -90,17 +85,13 @@ class Membership(RedisClient):
         number, fields = entry[-1]
         return Epoch(int(number.split(b"-")[0]), fields[1].decode())
 
-    def suspect(self, epoch: int, worker: str, reason: str) -> None:
-        self._report(epoch, worker, reason)
-
-    def report_failed_start(self, worker: str, reason: str) -> None:
-        """Report that a worker which was started by hand cannot join."""
-        epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
-        self._report(epoch, worker, reason, "start_failed", 1)
-
-    def _report(self, epoch: int, worker: str, reason: str, *more: object) -> None:
+    def suspect(self, epoch: int, worker: str, reason: str, *more: object) -> None:
         fields = ("epoch", epoch, "member", worker, "reason", reason, *more)
         self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
+
+    def report_failed_start(self, worker: str, reason: str) -> None:
+        epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
+        self.suspect(epoch, worker, reason, "start_failed", 1)
 
     def suspicions(self, timeout: float) -> list[Suspicion]:
         """The suspicions since the last call, waiting up to `timeout` seconds for the first."""
@@ -117,11 +108,9 @@ class Membership(RedisClient):
         self._pipe.call("SET", self._keys.plain, reason)
 
     def plain(self) -> bool:
-        """Whether `make_plain` was called in this namespace."""
         return bool(self._pipe.call("EXISTS", self._keys.plain))
 
     def note_fault(self, epoch: int, reason: str) -> None:
-        """Store why an epoch ended, for `pipespec status`."""
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
     def totals(self) -> dict[str, int]:
@@ -133,7 +122,6 @@ class Membership(RedisClient):
         self._pipe.call("HSET", self._keys.totals, *pairs)
 
     def attached(self, epoch: int) -> dict[int, int]:
-        """The ranks that have joined an epoch, and their process ids."""
         found = numbers(self._pipe.call("HGETALL", self._keys.ranks(epoch)))
         return {int(rank): pid for rank, pid in found.items()}
 
@@ -144,11 +132,9 @@ class Membership(RedisClient):
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
     def followers(self, epoch: int) -> dict[str, int]:
-        """The tensor-parallel followers that have joined an epoch, and their process ids."""
         return numbers(self._pipe.call("HGETALL", self._keys.followers(epoch)))
 
     def await_followers(self, epoch: int, workers: Sequence[str], timeout: float) -> bool:
-        """Whether these workers have joined an epoch, within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.followers(epoch).keys() >= set(workers):
             if time.monotonic() > deadline:
@@ -166,7 +152,6 @@ class Membership(RedisClient):
             time.sleep(POLL_S)
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """The admitted requests and the lengths of their sequences."""
         length = f"{self._keys.requests}:*->length"
         found = self._pipe.call(
             "SORT", self._keys.admitted, "BY", "nosort", "GET", "#", "GET", length
@@ -201,3 +186,24 @@ class Membership(RedisClient):
             "XREAD", "BLOCK", block, "STREAMS", key, after, timeout=block / 1000
         )
         return [(number, fields) for number, fields in found[0][1]] if found else []
+
+
+class LinkAddressTable(RedisClient):
+    """Where the ranks of an epoch publish the addresses of their links: values by name, which are
+    deleted with their epoch. Not for several threads. Raises
+    Unreachable whenever Redis is gone."""
+
+    def __init__(self, url: str, namespace: str, epoch: int):
+        super().__init__(url, namespace)
+        self._table = (self._keys.epoch, self._keys.link_addresses(epoch))
+        self._epoch = epoch
+        load(self._pipe)
+
+    def read(self, names: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = self._pipe.call("HMGET", self._table[-1], *names)
+        return found
+
+    def write(self, name: str, value: bytes) -> None:
+        """Set a value. Raises StaleEpoch."""
+        # Fenced: what is written after the epoch has ended would stay for good.
+        self._pipe.call(*evalsha("set_epoch_fields", self._table, self._epoch, name, value))

@@ -43,22 +43,13 @@ ARRIVED = b"ARRIVED"
 
 
 class Controller(RequestLog):
-    """One rank's client, for one epoch. Not for several threads.
-
-    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at a later
-    call, or at once if Redis was quick. A second connection always has a blocking pop of the
-    rank's ready list under way before it is needed, so an announced task costs its owner half
-    a round trip.
-
-    Args:
-        kv_tokens: how many tokens of text fit the rank's KV cache; None: it has none.
-        row_times: the times of its batches by their rows, as far as they are measured.
-        spins: see `pipespec.system.spin_wait`.
-        computing: its attention backend and other choices (`ModelSlice.outcome`), for
-            `pipespec status`; None: the rank holds no model.
-
-    Raises Unreachable or StaleEpoch.
-    """
+    """One rank's client, for one epoch. Not for several threads. `submit` and `complete` do not
+    wait for Redis: an error of theirs surfaces at a later call, or at once if Redis was quick. A
+    second connection always has a blocking pop of the rank's ready list under way before it is
+    needed, so an announced task costs its owner half a round trip. `kv_tokens` tokens of text fit
+    the rank's KV cache; None: it has none. `row_times`: of its batches, as far as they are
+    measured. `computing`: its attention backend and other choices (`ModelSlice.outcome`), for
+    `pipespec status`. Raises Unreachable or StaleEpoch."""
 
     def __init__(
         self,
@@ -117,11 +108,9 @@ class Controller(RequestLog):
         self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
 
     def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
-        """Records tasks of this rank as complete, each with `payload`.
-
-        A rank completes its tasks of one kind in the order of their steps. It may complete
-        a task before everything in front of it is complete, and before it was submitted.
-        """
+        """Records tasks of this rank as complete, each with `payload`. A rank completes its tasks
+        of one kind in the order of their steps. It may complete a task before everything in front
+        of it is complete, and before it was submitted."""
         ids = [task.id for task in tasks]
         self._send("complete", self._graph, self._epoch, MAX_OPEN_STEPS, payload, *ids)
         for task in tasks:
@@ -130,12 +119,10 @@ class Controller(RequestLog):
         self._send_blocking_pop()
 
     def wait(self, task: Task, timeout: float | None = None) -> bytes:
-        """Waits until an announced task of this rank is ready; returns its payload.
-
-        That is the payloads of what came before it, concatenated in the order of completion.
-        Each task can be waited for once. Raises StaleEpoch when a new epoch has begun, and
-        ControllerError after `timeout` seconds.
-        """
+        """Waits until an announced task of this rank is ready; returns its payload. That is the
+        payloads of what came before it, concatenated in the order of completion. Each task can be
+        waited for once. Raises StaleEpoch when a new epoch has begun, and ControllerError after
+        `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
@@ -152,8 +139,7 @@ class Controller(RequestLog):
         return payload
 
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
-        """The payload of an announced task of this rank if it is ready within `timeout` seconds,
-        else None."""
+        """The payload of an announced task if it is ready within `timeout` seconds, else None."""
         deadline = time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
@@ -164,9 +150,7 @@ class Controller(RequestLog):
 
     def kv_tokens(self, stages: int) -> int:
         """How many tokens of text fit the KV cache of every rank, once so many stages have joined.
-
-        Raises StaleEpoch.
-        """
+        Raises StaleEpoch."""
         with Waiting():
             while True:
                 found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
@@ -179,12 +163,9 @@ class Controller(RequestLog):
         self, count: int, *, wait: bool
     ) -> list[tuple[Request, tuple[int, ...]]] | None:
         """Takes up to `count` requests off the queue, each with the tokens that an earlier epoch
-        has accepted. Only for the head.
-
-        Redis is queried only after a notification that a request has arrived. With `wait` this
-        waits for at least one request; otherwise it may return []. None: the queue is empty and
-        closed. Raises StaleEpoch when a new epoch has begun.
-        """
+        has accepted. Only for the head. Redis is queried only after a notification that one has
+        arrived. With `wait` this waits for at least one; otherwise it may return []. None: the
+        queue is empty and closed. Raises StaleEpoch when a new epoch has begun."""
         while self._read_announcement(0.0):
             pass
         while True:
@@ -213,10 +194,8 @@ class Controller(RequestLog):
         self._pipe.drain()
 
     def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
-        """The draft tokens of a sequence that the head has published since the last call.
-
-        Waits for those of the step `until`; None: does not wait. Raises StaleEpoch.
-        """
+        """The draft tokens of a sequence that the head has published since the last call. Waits for
+        those of the step `until`; None: does not wait. Raises StaleEpoch."""
         key = self._keys.draft_tokens(self._epoch, sequence)
         found: list[DraftTokens] = []
         while True:
@@ -231,8 +210,7 @@ class Controller(RequestLog):
                 self._read_announcement(AGAIN_S)
 
     def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Publishes the head's state, and its counts since the epoch began, for `pipespec status`
-        and /metrics."""
+        """Publishes the head's state, and its counts in this epoch."""
         self._set_epoch_fields(self._keys.statistics(self._epoch), statistics)
         self._set_epoch_fields(self._keys.counts(self._epoch), counts)
 
@@ -252,7 +230,6 @@ class Controller(RequestLog):
         self._send("set_epoch_fields", (self._keys.epoch, key), self._epoch, *pairs)
 
     def row_times(self) -> list[BatchTimes]:
-        """The times of batches by rows that the stages have published so far."""
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(packed.decode()) for packed in found]
 
@@ -282,11 +259,9 @@ class Controller(RequestLog):
         self._cancelled.discard(request)
 
     def drop_draft_tokens(self, sequence: int) -> None:
-        """Drops the reading position of a sequence that has ended."""
         self._draft_positions.pop(sequence, None)
 
     def cancelled(self, request: int) -> bool:
-        """Whether the head has received a cancellation of the request."""
         return request in self._cancelled
 
     def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:
@@ -319,8 +294,7 @@ class Controller(RequestLog):
             self._pop_pending = True
 
     def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
-        """Reads one announcement if it arrives within `timeout` seconds; `idle`: no step is under
-        way, so it does not spin."""
+        """Reads one announcement within `timeout` seconds, without spinning if `idle`."""
         self._send_blocking_pop()
         if self._spins and timeout and not idle:
             spin_until(self._announcements.readable, timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import socket
@@ -9,13 +10,18 @@ import ssl
 from typing import Any, Self
 
 import redis
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionPool, UnixDomainSocketConnection, parse_url
+from redis.connection import (
+    ConnectionPool,
+    SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.retry import Retry
 
 from pipespec.controller.lua_scripts import WritesRefused, translate
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.tls_client import PinnedConnection, is_pinned
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
 MIN_VERSION = (6, 0)
@@ -27,15 +33,28 @@ ANSWER_TIMEOUT_S = 10.0
 # A link that is cut is noticed within about this time and one second more, also by who only
 # listens: silence is probed every second, and what is not acknowledged in time ends it.
 LINK_TIMEOUT_S = 3
+PROBES = {
+    getattr(socket, name): value
+    for name, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", LINK_TIMEOUT_S),
+        ("TCP_USER_TIMEOUT", 1000 * LINK_TIMEOUT_S),
+    )
+    if hasattr(socket, name)  # as far as the system has them
+}
 # How often to look whether a Redis that is away has come back.
 RETRY_S = 0.05
+# Where a URL holds the certificates to trust. redis-py adds them to the authorities of the system,
+# any of which could then vouch for a stranger in between; here they are all that is trusted. With
+# any other option of TLS a URL is the user's own, and redis-py does what it says.
+CERTIFICATES = "ssl_ca_data"
+PINNED_OPTIONS = {CERTIFICATES, "ssl_check_hostname", "ssl_min_version"}
 
 
 class RedisConnection:
-    """A connection whose replies are read in order, when somebody wants them.
-
-    Not for several threads. Raises Unreachable whenever Redis is gone.
-    """
+    """A connection whose replies are read in order, when somebody wants them. Not for several
+    threads. Raises Unreachable whenever Redis is gone."""
 
     def __init__(self, url: str, timeout: float = ANSWER_TIMEOUT_S):
         self._url = url
@@ -49,7 +68,6 @@ class RedisConnection:
         self.open()
 
     def open(self) -> None:
-        """Connects. Raises Unreachable."""
         self._answered = False
         try:
             self._connection.connect()
@@ -79,17 +97,13 @@ class RedisConnection:
             self.read()
 
     def call(self, *command: Any, timeout: float = 0.0) -> Any:
-        """Sends a command and returns its reply, having read those before it.
-
-        `timeout` is for how long the command itself may block, in seconds.
-        """
+        """Sends a command, which may block for `timeout` seconds, and returns its reply."""
         self.send(*command)
         while self._owed > 1:
             self.read()
         return self.read(timeout)
 
     def readable(self, timeout: float = 0.0) -> bool:
-        """Whether a reply begins to arrive within `timeout` seconds."""
         try:
             return self._connection.can_read(timeout)
         except (redis.RedisError, OSError) as error:
@@ -142,13 +156,9 @@ class RedisClient:
 
 
 def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | None = None) -> str:
-    """Makes sure that a usable Redis answers at `url`; returns its version.
-
-    With a `namespace` it must also take a key in it, which is removed.
-
-    Raises ConfigError (not a URL of Redis) or Unreachable (with the reason), within about
-    `timeout` seconds. No message holds the password.
-    """
+    """Makes sure that a usable Redis answers at `url`; returns its version. With a `namespace` it
+    must also take a key in it, which is removed. Raises ConfigError (not a URL of Redis) or
+    Unreachable (with the reason), within about `timeout` seconds. No message holds the password."""
     try:
         with RedisConnection(url, timeout) as pipe:
             info = pipe.call("INFO", "server").decode()
@@ -180,8 +190,7 @@ def place(url: str) -> str:
 
 
 def password(url: str) -> str | None:
-    """The password in a URL: of a private server, what it is known by
-    (`pipespec.controller.data_folder`)."""
+    """The password in a URL: of a private server, its identity."""
     found: str | None = _parse(url).get("password")
     return found
 
@@ -191,8 +200,7 @@ def _lost(url: str) -> Unreachable:
 
 
 def explain(url: str, error: Exception, timeout: float, answered: bool = False) -> Unreachable:
-    """One sentence for a connection that did not come about or, if Redis has `answered` on it, was
-    lost."""
+    """One sentence for a connection that failed or, if Redis has `answered` on it, was lost."""
     if answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
         return _lost(url)
     where = f"Redis at {place(url)}"
@@ -224,6 +232,43 @@ def explain(url: str, error: Exception, timeout: float, answered: bool = False) 
     return Unreachable(f"{where} cannot be reached: {reason}{hint}.")
 
 
+def is_pinned(url: str) -> bool:
+    """Whether nothing but the certificates in a URL is trusted. Raises ValueError."""
+    options = {name for name in parse_url(url) if name.startswith("ssl_")}
+    return CERTIFICATES in options and options <= PINNED_OPTIONS
+
+
+class PinnedConnection(SSLConnection):
+    """A connection of redis-py that trusts the certificates of its URL alone."""
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        context = _context_trusting(self.ca_data, self.check_hostname, self.ssl_min_version)
+        return context.wrap_socket(sock, server_hostname=self.host)
+
+
+class AsyncPinnedConnection(AsyncSSLConnection):
+    """The same for an event loop."""
+
+    async def _connect(self) -> None:
+        # redis-py makes a context only where there is none.
+        self.ssl_context.context = _context_trusting(
+            self.ca_data, self.check_hostname, self.min_version
+        )
+        await super()._connect()
+
+
+@functools.lru_cache(maxsize=16)
+def _context_trusting(
+    certificates: str, check_hostname: bool, min_version: int | None
+) -> ssl.SSLContext:
+    # Given certificates, this loads none of the system's.
+    context = ssl.create_default_context(cadata=certificates)
+    context.check_hostname = check_hostname
+    if min_version is not None:
+        context.minimum_version = ssl.TLSVersion(min_version)
+    return context
+
+
 def _parse(url: str) -> dict[str, Any]:
     try:
         return parse_url(url)
@@ -236,7 +281,6 @@ def _parse(url: str) -> dict[str, Any]:
 
 
 def options_of(url: str, timeout: float) -> dict[str, Any]:
-    """How every connection of ours behaves. Raises ConfigError."""
     local = _parse(url).get("connection_class") is UnixDomainSocketConnection
     return {
         "protocol": 2,
@@ -244,16 +288,5 @@ def options_of(url: str, timeout: float) -> dict[str, Any]:
         "socket_connect_timeout": timeout,
         # Nothing here retries in silence: a lost reply would be a lost task.
         "retry_on_error": [],
-        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": _probes()}),
+        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": PROBES}),
     }
-
-
-def _probes() -> dict[int, int]:
-    """Options of a TCP socket with which a cut link is noticed, as far as the system has them."""
-    wanted = {
-        "TCP_KEEPIDLE": 1,
-        "TCP_KEEPINTVL": 1,
-        "TCP_KEEPCNT": LINK_TIMEOUT_S,
-        "TCP_USER_TIMEOUT": 1000 * LINK_TIMEOUT_S,
-    }
-    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}

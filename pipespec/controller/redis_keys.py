@@ -8,12 +8,10 @@ from typing import Any
 
 
 def _named(*names: str) -> Any:
-    """A key that a namespace has once."""
     return property(lambda keys: keys.key(*names))
 
 
 def _of_epoch(name: str) -> Callable[[RedisKeys, int], str]:
-    """A key that each epoch has."""
     return lambda keys, epoch: keys.key("epochs", epoch, name)
 
 
@@ -24,10 +22,8 @@ def _of_request(*names: str) -> Callable[[RedisKeys, int], str]:
 
 @dataclass(frozen=True)
 class RedisKeys:
-    """The keys of one namespace; those that end with an epoch live in `epochs`.
-
-    One hash tag holds them together on one node of a Redis Cluster.
-    """
+    """The keys of one namespace; those that end with an epoch live in `epochs`. One hash tag holds
+    them together on one node of a Redis Cluster."""
 
     namespace: str
 

@@ -1,7 +1,5 @@
-"""The request log: requests and their answers, stored in Redis.
-
-It is the only durable state of a cluster; everything else can be rebuilt from it.
-"""
+"""The request log: requests and their answers, stored in Redis. It is the only durable state of a
+cluster; everything else can be rebuilt from it."""
 
 from __future__ import annotations
 
@@ -17,32 +15,24 @@ from pipespec.controller.log_records import (
     event_from,
     pack_logprobs,
     pack_request,
-    unpack_request,
 )
 from pipespec.controller.lua_scripts import evalsha, load
 from pipespec.controller.redis_connection import RedisClient
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import PromptLogprobs, Request
-from pipespec.errors import UnknownRequest
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
-# How long a conversation can be continued, and how many bytes all of them may take.
-KEEP_CONVERSATION_S = 3600
-MAX_CONVERSATION_BYTES = 64 * 2**20
 # How long Redis remembers that it has taken a request; longer than anybody's patience.
 KEEP_TICKET_S = 600
 
 
 class RequestLog(RedisClient):
-    """The request log as the processes of a cluster use it, for one epoch. Not for several
-    threads. (Users of a cluster have `pipespec.client`.)
-
+    """The request log as the processes of a cluster use it, for one epoch. Not for several threads.
     The head takes requests (`Controller.next_requests`), accepts tokens and finishes; every rank
     reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `add_prompt_logprobs`,
     `finish` and `report` do not wait for Redis: an error of theirs surfaces at a later call. When
-    Redis goes away, every call raises Unreachable, and nothing is repeated.
-    """
+    Redis goes away, every call raises Unreachable, and nothing is repeated."""
 
     def __init__(self, url: str, *, namespace: str, epoch: int):
         super().__init__(url, namespace)
@@ -64,15 +54,7 @@ class RequestLog(RedisClient):
     def cancel(self, request: int) -> None:
         self._pipe.call(*cancelling(self._keys, request))
 
-    def request(self, request: int) -> Request:
-        """The request of a number. Raises ControllerError if it is not in the log."""
-        spec = self._pipe.call("HGET", self._keys.request(request), "spec")
-        if spec is None:
-            raise Forgotten(request)
-        return unpack_request(request, spec)
-
     def tokens(self, request: int) -> tuple[int, ...]:
-        """The tokens accepted so far, prompt excluded."""
         entries = entries_of(self._pipe.call("XRANGE", self._keys.events(request), "-", "+"))
         events = [event_from(fields) for _, fields in entries]
         return tuple(t for event in events if isinstance(event, Accepted) for t in event.tokens)
@@ -83,11 +65,9 @@ class RequestLog(RedisClient):
         self._call("close_queue", (keys.epoch, keys.closed(epoch)), epoch, keys.epochs)
 
     def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
-        """Appends tokens to requests, each named with what joins its sequence.
-
-        Positions that the sequence already has are skipped. A base beyond its end, and new
-        tokens of a finished request, are refused; then nothing of all this is written.
-        """
+        """Appends tokens to requests, each named with what joins its sequence. Positions that the
+        sequence already has are skipped. A base beyond its end, and new tokens of a finished
+        request, are refused; then nothing of all this is written."""
         words: list[int | str] = []
         for request, piece in pieces:
             tokens = " ".join(map(str, piece.tokens))
@@ -95,10 +75,8 @@ class RequestLog(RedisClient):
         self._send("accept", (self._keys.epoch, self._keys.requests), self._epoch, *words)
 
     def add_prompt_logprobs(self, request: int, scored: PromptLogprobs) -> None:
-        """Publishes log-probabilities of a request's prompt to its readers.
-
-        Positions that were published before are skipped, and so are finished requests.
-        """
+        """Publishes log-probabilities of a request's prompt to its readers. Positions that were
+        published before are skipped, and so are finished requests."""
         keys = self._keys
         logprobs = " ".join(map(pack_logprobs, scored.logprobs))
         names = (keys.epoch, keys.request(request), keys.events(request))
@@ -151,14 +129,6 @@ class RequestLog(RedisClient):
         return self._pipe.call(*evalsha(script, keys, *arguments))
 
 
-class Forgotten(UnknownRequest):
-    """A request that was never asked, or is in the log no more."""
-
-    def __init__(self, request: int):
-        super().__init__(f"Request {request} is not in the log.")
-        self.request = request
-
-
 # --- what users ask for, as commands that may run twice ----------------------------------------
 
 
@@ -186,16 +156,4 @@ def cancelling(keys: RedisKeys, request: int) -> tuple[Any, ...]:
         request,
         CANCELLED,
         KEEP_FINISHED_S,
-    )
-
-
-def keeping(keys: RedisKeys, name: str, conversation: bytes) -> tuple[Any, ...]:
-    """Keeps a conversation that a later request may continue, under a name of its own."""
-    return evalsha(
-        "keep_conversation",
-        (keys.conversation_order, keys.conversation_bytes, keys.conversations),
-        name,
-        conversation,
-        KEEP_CONVERSATION_S,
-        MAX_CONVERSATION_BYTES,
     )

@@ -21,17 +21,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
-
-from pipespec.errors import ConfigError
 
 
 class TaskKind(StrEnum):
-    """What a task does; the value is the first part of a task's id.
-
-    A batch mixes prompt chunks and tree nodes, so prefill and decode are one kind, COMPUTE.
-    """
+    """What a task does; the value is the first part of a task's id. A batch mixes prompt chunks and
+    tree nodes, so prefill and decode are one kind, COMPUTE."""
 
     COMPUTE = "c"
     PRUNE = "p"
@@ -54,60 +50,37 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Task:
-        """The task of an id. Raises ValueError."""
         kind, rank, step = name.split(":")
         return cls(TaskKind(kind), int(rank), int(step))
 
 
 Edge = tuple[Task, Task]
-
-
-def compute(rank: int, step: int) -> Task:
-    return Task(TaskKind.COMPUTE, rank, step)
-
-
-def prune(rank: int, step: int) -> Task:
-    return Task(TaskKind.PRUNE, rank, step)
-
-
-def transfer(rank: int, step: int) -> Task:
-    return Task(TaskKind.TRANSFER, rank, step)
-
-
-def join(step: int) -> Task:
-    return Task(TaskKind.JOIN, 0, step)
+# Of a rank and a step, but for the virtual one, which is of a step alone.
+compute = partial(Task, TaskKind.COMPUTE)
+prune = partial(Task, TaskKind.PRUNE)
+transfer = partial(Task, TaskKind.TRANSFER)
+join = partial(Task, TaskKind.JOIN, 0)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of the pipeline.
-
-    `groups` are PipeDec's G_i: the number of consecutive stages that together form one
-    pipeline step, in order; None makes every stage a group of its own. `sync` is "lockstep"
-    (a send waits for the verdict of its step) or "free" (it does not; verdicts are applied
-    in order whenever they come). Raises ConfigError.
-    """
+    """The shape of the pipeline. `groups` are PipeDec's G_i: the number of consecutive stages that
+    together form one pipeline step, in order; None makes every stage a group of its own. `sync` is
+    "lockstep" (a send waits for the verdict of its step) or "free" (it does not; verdicts are
+    applied in order whenever they come)."""
 
     num_stages: int
     groups: tuple[int, ...] | None = None
     sync: str = "lockstep"
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise ConfigError(f"{self.num_stages} stages cannot hold a model: use at least 1.")
-        if self.sync not in ("lockstep", "free"):
-            raise ConfigError(f"sync={self.sync!r} is unknown: use 'lockstep' or 'free'.")
-        if self.groups is not None and (
-            min(self.groups, default=0) < 1 or sum(self.groups) != self.num_stages
-        ):
-            raise ConfigError(
-                f"The groups {self.groups} do not add up to {self.num_stages} stages: "
-                "give one positive size per group."
-            )
+        # Settings are checked as such (`ClusterConfig`).
+        sizes = (1,) * self.num_stages if self.groups is None else self.groups
+        assert min(sizes, default=0) > 0 and sum(sizes) == self.num_stages, f"{self}"
+        assert self.sync in ("lockstep", "free"), self.sync
 
     @property
     def ranks(self) -> range:
-        """The head and the stages."""
         return range(self.num_stages + 1)
 
     @property
@@ -136,11 +109,9 @@ class Layout:
         return self.group_of[rank] == self.group_of[rank + 1]
 
     def asks_for_link(self, rank: int, step: int) -> bool:
-        """Whether `rank` may send only once the next rank has taken the batch before.
-
-        So a link between steps holds at most one batch, and draft tokens do not pile up before a
-        slow stage. In lockstep the wait for the verdict ensures that.
-        """
+        """Whether `rank` may send only once the next rank has taken the batch before. So a link
+        between steps holds at most one batch, and draft tokens do not pile up before a slow stage.
+        In lockstep the wait for the verdict ensures that."""
         free = self.sync == "free" and step > 0
         return free and rank != self.last and not self.same_group(rank)
 
@@ -148,10 +119,8 @@ class Layout:
 @dataclass(frozen=True)
 class Graph:
     """The tasks of one step and the edges that lead into them, from this step or the last.
-
     `announced` are the tasks for which the controller notifies the owner when they are ready; the
-    owner of any other task knows it from the link or from its own program order.
-    """
+    owner of any other task knows it from the link or from its own program order."""
 
     step: int
     tasks: tuple[Task, ...]
@@ -160,12 +129,10 @@ class Graph:
 
     @property
     def controller_edges(self) -> Iterator[Edge]:
-        """The edges that the controller needs: those into announced and virtual tasks.
-
-        A rank runs its own tasks in order, so edges between them are left out. That also keeps
-        Redis off the critical path: an early verdict is announced at once and waits at the rank,
-        instead of in Redis until the rank reports that it has computed.
-        """
+        """The edges that the controller needs: those into announced and virtual tasks. A rank runs
+        its own tasks in order, so edges between them are left out. That also keeps Redis off the
+        critical path: an early verdict waits at the rank, not in Redis until the rank has
+        computed."""
         for source, target in self.edges:
             if target.kind is TaskKind.JOIN or (
                 target in self.announced and source.rank != target.rank
@@ -206,10 +173,7 @@ def step_graph(layout: Layout, step: int) -> Graph:
 
 
 def _sends_early(layout: Layout, rank: int) -> bool:
-    """Whether `rank` sends before it knows the verdict of the step.
-
-    Inside a group the batch has to move on before there can be a verdict.
-    """
+    """Whether `rank` sends before the verdict: within a group it has to, for there to be one."""
     return layout.sync == "free" or layout.same_group(rank)
 
 

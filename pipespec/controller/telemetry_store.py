@@ -1,8 +1,6 @@
-"""Reads the steps that the head publishes for dashboards, from an event loop.
-
-A reader sets a key that expires. The head looks for such keys once a second, and publishes its
-steps while there is one (`lua/publish_step.lua`).
-"""
+"""Reads the steps that the head publishes for dashboards, from an event loop. A reader sets a key
+that expires. The head looks for such keys once a second, and publishes its steps while there is one
+(`lua/publish_step.lua`)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,7 @@ MOST_STEPS = 64
 
 
 class TelemetryReader:
-    """The steps of a cluster as they are published, and the tree of one request if one is chosen.
-
-    For one task.
-    """
+    """The steps of a cluster as they are published, and the tree of one request, for one task."""
 
     def __init__(self, url: str, *, namespace: str, request: int | None):
         keys = RedisKeys(namespace)

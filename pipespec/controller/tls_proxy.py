@@ -1,4 +1,4 @@
-"""TLS in front of a Redis that was built without it.
+"""The addresses of a private Redis, and TLS in front of one that was built without it.
 
     hosts ── TLS ── the proxy, a process of its own ── Unix socket ── Redis
 
@@ -9,6 +9,8 @@ the server, which is used where there is one (`pipespec.controller.embedded_redi
 from __future__ import annotations
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import os
 import select
@@ -22,9 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipespec.controller.certificate import TlsFiles
-from pipespec.controller.listen_address import listener_at
-from pipespec.errors import ControllerError
-from pipespec.system.keep_alive import keep_alive
+from pipespec.errors import ConfigError, ControllerError
+from pipespec.system import network_interfaces
 from pipespec.system.process_identity import die_with_parent, is_stopped
 
 START_TIMEOUT_S = 120.0
@@ -35,16 +36,80 @@ SILENCE_S, STOPPED_S, SIGN_OF_LIFE_S = 15.0, 3.0, 1.0
 PAUSE_S = 0.1
 HANDSHAKE_S = 5.0
 LOG = "tls.log"
+# Another process may take a port between the check that it is free and the server's bind.
+PORT_ATTEMPTS = 5
+# Connections that wait to be accepted; as many as Redis allows.
+BACKLOG = 511
+# A host that is gone without a word, as when it loses power, is noticed within half a minute.
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 30_000,
+}
 
 log = logging.getLogger(__name__)
 
 
+class PortInUse(ControllerError):
+    """Something else listens on a port already."""
+
+
+def resolve(address: str) -> str:
+    """The IP address of a name. Raises ConfigError if Redis should not, or cannot, listen there."""
+    try:
+        ip = network_interfaces.resolve(address)
+    except OSError:
+        raise ConfigError(
+            f"{address!r} is not an address on which Redis could listen: name one of this machine."
+        ) from None
+    if ipaddress.ip_address(ip).is_unspecified:
+        raise ConfigError(
+            f"Redis does not listen on {address}, which is every network of this machine: name "
+            "the address that the other hosts use."
+        )
+    return ip
+
+
+def free_port(addresses: Sequence[str], port: int = 0) -> int:
+    """`port` if it is free on all of these IP addresses of this machine; for 0, one that is. Raises
+    ConfigError (not an address of this machine) or PortInUse."""
+    for _ in range(PORT_ATTEMPTS):
+        chosen = port
+        try:
+            for address in addresses:
+                with listener_at(address, chosen) as listener:
+                    chosen = int(listener.getsockname()[1])
+            return chosen
+        except PortInUse:
+            if port:
+                raise
+    raise PortInUse(f"No TCP port is free on all of {', '.join(addresses)}.")
+
+
+def listener_at(address: str, port: int) -> socket.socket:
+    """Listens on an IP address of this machine. Raises ConfigError (another's) or PortInUse."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Redis cannot listen on {address}:{port}, which is in use: end what uses it, or "
+                "set controller.port to another port."
+            ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"Redis cannot listen on {address}, which is not an address of this machine."
+            ) from None
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"Redis cannot listen on {address}:{port}: {reason}.") from None
+
+
 class TlsProxy:
     """A process that accepts TLS connections and passes them on to Redis; replaced if it ends or
-    hangs, with the same addresses and certificate.
-
-    Its listening sockets are made here and stay open meanwhile, so no other process takes the port.
-    """
+    hangs, with the same addresses and certificate. Its listening sockets are made here and stay
+    open meanwhile, so no other process takes the port."""
 
     def __init__(
         self,
@@ -54,11 +119,9 @@ class TlsProxy:
         *,
         hold: int,
     ):
-        """Listens on `addresses`, IP addresses with a port, for the Unix socket `target`.
-        `hold` is a descriptor for the process to inherit.
-
-        Raises ConfigError (not an address of this machine) or PortInUse.
-        """
+        """Listens on `addresses`, IP addresses with a port, for the Unix socket `target`. `hold` is
+        a descriptor for the process to inherit. Raises ConfigError (not an address of this machine)
+        or PortInUse."""
         self._target, self._files, self._hold = target, files, hold
         self._changing = threading.Lock()
         self._closed = threading.Event()
@@ -202,7 +265,10 @@ class _HostEnd(_ProxyEnd):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        keep_alive(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.transport.pause_reading()
         task = asyncio.get_running_loop().create_task(self._connect())
         self._tasks.add(task)

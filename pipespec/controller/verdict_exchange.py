@@ -19,12 +19,10 @@ _FAILED = {GRAMMAR: 2, NOT_FINITE: 4}
 
 
 def pack_verdicts(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
-    """Little-endian int64: when it was drawn; then the verdicts, one by one.
-
-    A verdict is sequence, base, count, the tokens, and flags: whether log-probabilities follow, and
-    why it failed, if it did. If they follow: for every token how many are the most probable ones,
-    their ids, and as the bits of float64 its own log-probability and theirs.
-    """
+    """Little-endian int64: when it was drawn; then the verdicts, one by one. A verdict is sequence,
+    base, count, the tokens, and flags: whether log-probabilities follow, and why it failed, if it
+    did. If they follow: for every token how many are the most probable ones, their ids, and as the
+    bits of float64 its own log-probability and theirs."""
     flat: list[int] = [drawn_ns]
     for verdict in verdicts:
         flat += (verdict.sequence, verdict.base, len(verdict.tokens), *verdict.tokens)
@@ -65,9 +63,7 @@ def unpack_verdicts(payload: bytes) -> tuple[list[Verdict], int]:
 
 class VerdictReceiver:
     """Receives for one rank the verdicts of all steps in order, and notices that a link is free.
-
-    `delay_ms` is how long a verdict travels at least.
-    """
+    `delay_ms` is how long a verdict travels at least."""
 
     def __init__(
         self, controller: Controller, rank: int, timeline: Timeline, delay_ms: float = 0.0
@@ -80,11 +76,9 @@ class VerdictReceiver:
         self._payload: bytes | None = None  # of the next verdict, still under way
 
     def verdict(self, timeout: float | None = None) -> list[Verdict] | None:
-        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds.
-
-        Of the wait, only the part after the verdict was drawn counts as the controller's time:
-        before that the pipeline was computing.
-        """
+        """The verdict of step `num_received`; None: it has not arrived within `timeout` seconds. Of
+        the wait, only the part after the verdict was drawn counts as the controller's time: before
+        that the pipeline was computing."""
         start = self.timeline.clock()
         with self.timeline("wait"):
             if self._payload is None:
@@ -103,8 +97,7 @@ class VerdictReceiver:
         return verdicts
 
     def link(self, step: int) -> int:
-        """Wait until the batch of `step` may be sent; when the next rank took the one before,
-        on its clock."""
+        """Wait until a batch may be sent; when the next rank took the one before, on its clock."""
         with self.timeline("wait"):
             payload = self._announced(transfer(self.rank, step), None)
             assert payload is not None

@@ -271,7 +271,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    if config.needs_mid:
+    if config.proposer.needs_mid:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
         dtype = dtype_of(mid, hosts_file, config)

@@ -21,10 +21,8 @@ class CoreShares:
 
 def share_cores(cores: int, num_stages: int, *, has_head: bool) -> CoreShares:
     """The threads of the ranks of a host that compute on its CPU, of which `num_stages` are stages.
-
     All stages compute at once. The head has cores of its own where each stage has two and more;
-    elsewhere it takes one thread.
-    """
+    elsewhere it takes one thread."""
     if not num_stages:
         return CoreShares(cores, cores)
     if not has_head:
@@ -36,5 +34,4 @@ def share_cores(cores: int, num_stages: int, *, has_head: bool) -> CoreShares:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,9 +1,7 @@
-"""Copies between main memory and the device of a model.
-
-The host waits for a copy to a GPU unless its source is pinned, and for every read of a result. So
-what a step sends to the GPU goes through pinned memory, which torch keeps and reuses once it is
-copied, and what a step reads is read at once.
-"""
+"""Copies between main memory and the device of a model. The host waits for a copy to a GPU unless
+its source is pinned, and for every read of a result. So what a step sends to the GPU goes through
+pinned memory, which torch keeps and reuses once it is copied, and what a step reads is read at
+once."""
 
 from __future__ import annotations
 
@@ -24,11 +22,9 @@ _ALIGNMENT = 8
 
 def make_current(device: str | torch.device) -> None:
     """Have this thread's CUDA calls go to a GPU: kernels are launched, graphs captured and events
-    recorded on the current device, whatever that of their tensors is.
-
-    This process then never attends by cuDNN. PyTorch prefers it on sm_90 and sm_100, where it
-    builds a plan for every new number of keys, so for every token: tens of milliseconds or more.
-    """
+    recorded on the current device, whatever that of their tensors is. This process then never
+    attends by cuDNN. PyTorch prefers it on sm_90 and sm_100, where it builds a plan for every new
+    number of keys, so for every token: tens of milliseconds or more."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -44,8 +40,7 @@ def on_device(device: str) -> AbstractContextManager[object]:
 
 
 def staged(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """The same values where a copy to `device` starts that the host does not wait for: pinned, if
-    it is a GPU and they are in main memory."""
+    """The same values where a copy to `device` starts without a wait: pinned, if it is a GPU."""
     import torch
 
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
@@ -94,12 +89,7 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
 
 class StagedArrays:
     """Arrays of one type on the host, and their copies at fixed addresses on a device, which one
-    transfer renews.
-
-    Attributes:
-        host, device: the arrays and their copies, by name; those that are named first come first
-            in memory.
-    """
+    transfer renews. Both are by name; those that are named first come first in memory."""
 
     def __init__(
         self,

@@ -13,10 +13,8 @@ DRIVER = "libcuda.so.1"
 
 
 def num_cuda() -> int:
-    """How many CUDA devices torch can use in a new process; CUDA_VISIBLE_DEVICES counts.
-
-    The driver is asked, as importing torch takes seconds.
-    """
+    """How many CUDA devices torch can use in a new process; CUDA_VISIBLE_DEVICES counts. The driver
+    is asked, as importing torch takes seconds."""
     kind, built_for = _torch_built_for()
     if kind == "hip":  # whose devices torch calls cuda too
         import torch
@@ -57,9 +55,7 @@ def _torch_built_for() -> tuple[str | None, str]:
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without.
-
-    Raises ConfigError: this machine lacks one of them.
-    """
+    Raises ConfigError: this machine lacks one of them."""
     count = num_cuda() if set(names) != {"cpu"} else 0
     names = names * num_ranks if len(names) == 1 else names
     devices = []

@@ -27,12 +27,9 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does.
-
-    A signal that comes while Python runs a callback which must not raise, as it does at every
-    import, would be lost; it is delivered once more. One that a library swallows is raised by
-    `raise_swallowed`.
-    """
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does. A signal that comes while Python runs a
+    callback which must not raise, as it does at every import, would be lost; it is delivered once
+    more. One that a library swallows is raised by `raise_swallowed`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -73,9 +70,7 @@ def ended_by_signals() -> Iterator[None]:
 
 def raise_swallowed() -> None:
     """Raise Terminated if a signal has come and the stack was not unwound, for what waits for long.
-
     Code that calls this would not run any more, had nothing between it and the signal caught what
-    the handler raised: C code that asks whether an object has an attribute, for one.
-    """
+    the handler raised: C code that asks whether an object has an attribute, for one."""
     if _asked is not None and threading.current_thread() is threading.main_thread():
         raise Terminated(_asked)

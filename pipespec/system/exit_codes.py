@@ -1,8 +1,6 @@
-"""The exit codes of commands, and the last line that they write to standard error.
-
-An error that the user can remedy is a PipespecError, which is shown as one sentence. Any other
-exception is a bug of pipespec: its traceback is written to a file, which the message names.
-"""
+"""The exit codes of commands, and the last line that they write to standard error. An error that
+the user can remedy is a PipespecError, which is shown as one sentence. Any other exception is a bug
+of pipespec: its traceback is written to a file, which the message names."""
 
 from __future__ import annotations
 
@@ -47,7 +45,6 @@ def exit_code_of(command: Callable[..., int], *args: object) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print the error that a command ended with; its exit code."""
     if isinstance(error, PipespecError):
         print_error(f"pipespec: {error}")
         return error.exit_code

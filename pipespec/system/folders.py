@@ -13,11 +13,9 @@ IN_CHECKOUT = {"prompts": Path("benchmarks", "data")}
 
 
 def resource_dir(name: str) -> Path:
-    """The folder `name` ("conf", "demo", "lua" or "prompts").
-
-    A wheel carries it as `pipespec/_<name>`; a source checkout has it at the top level, but for
-    those of `IN_CHECKOUT`. Raises ConfigError.
-    """
+    """The folder `name` ("conf", "demo", "lua" or "prompts"). A wheel carries it as
+    `pipespec/_<name>`; a source checkout has it at the top level, but for those of `IN_CHECKOUT`.
+    Raises ConfigError."""
     package = Path(str(files("pipespec")))
     for folder in (package / f"_{name}", package.parent / IN_CHECKOUT.get(name, name)):
         if folder.is_dir():
@@ -29,7 +27,6 @@ def resource_dir(name: str) -> Path:
 
 
 def home() -> Path:
-    """The user's home folder. Raises ConfigError if there is none."""
     found = os.path.expanduser("~")
     if os.environ.get("HOME") == "" or not os.path.isabs(found):
         raise ConfigError(
@@ -39,18 +36,12 @@ def home() -> Path:
 
 
 def state_folder() -> Path:
-    """The folder of files to keep: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`.
-
-    Raises ConfigError.
-    """
+    """Files to keep: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`. Raises ConfigError."""
     return _base("XDG_STATE_HOME", Path(".local", "state")) / "pipespec"
 
 
 def cache_folder() -> Path:
-    """The folder of cached files: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`.
-
-    Raises ConfigError.
-    """
+    """Cached files: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`. Raises ConfigError."""
     return _base("XDG_CACHE_HOME", Path(".cache")) / "pipespec"
 
 

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
+from contextlib import suppress
 
 
 def release() -> None:
     """Return freed pages of the heap, which glibc would keep. Elsewhere it does nothing."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _trim() -> Any:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
-        return None
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

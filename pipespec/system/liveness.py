@@ -1,14 +1,8 @@
-"""Whether a process makes progress, as its parent sees it.
-
-A worker counts what it does in memory that it shares with its supervisor: its loops, and whatever
-loads or measures before them, count (`progress`), and state for how long the next count may be
-away. The supervisor compares (`Watch`). Nothing depends on a thread being scheduled in time: the
-supervisor counts only time in which it looked itself, and in which no thread of the worker was
-waiting for a processor.
-
-A worker that waits, for a batch, a verdict or a request, may do so for ever, but needs no processor
-for it. One that burns time all the same does not wait, but loops.
-"""
+"""Whether a process makes progress, as its parent sees it. A worker counts what it does in memory
+that it shares with its supervisor (`progress`), and states for how long the next count may be away.
+The supervisor compares (`Watch`), and counts only time in which it looked itself and no thread of
+the worker was waiting for a processor. A worker that waits may do so for ever, but needs no
+processor for it; one that burns time all the same loops."""
 
 from __future__ import annotations
 
@@ -42,8 +36,7 @@ _WAITING = 0
 
 
 class Progress:
-    """The progress of this process. Only the thread that shares it counts; calls of others do
-    nothing."""
+    """The progress of this process; only the thread that shares it counts."""
 
     def __init__(self) -> None:
         self.share(memoryview(bytearray(SIZE)))
@@ -103,11 +96,8 @@ class Waiting:
 
 
 class StepTimes:
-    """The usual times of a model's steps, measured on them, by the bits of their numbers of rows.
-
-    with times.step(rows):
-        ...     # it is late after USUAL_STEPS times the usual time of so many rows
-    """
+    """The usual times of a model's steps, measured on them, by the bits of their numbers of rows. A
+    `step` is late after USUAL_STEPS times the usual time of so many rows."""
 
     def __init__(self) -> None:
         self._usual_s: dict[int, float] = {}

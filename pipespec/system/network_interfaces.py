@@ -26,7 +26,6 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this machine."""
     states = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
@@ -42,7 +41,6 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(address: str) -> str:
-    """The IP address of a host name. Raises OSError."""
     return str(address_infos(address, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -62,10 +60,8 @@ def interface_with(address: str, among: Iterable[Interface]) -> Interface | None
 
 
 def source_address(address: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """The IP address of this machine from which packets to `address` leave.
-
-    `family` limits the addresses of the host to one family. Raises OSError if there is no route.
-    """
+    """The IP address of this machine from which packets to `address` leave. `family` limits the
+    addresses of the host to one family. Raises OSError if there is no route."""
     family, kind, protocol, _, sockaddr = address_infos(
         address, ANY_PORT, family=family, type=socket.SOCK_DGRAM
     )[0]

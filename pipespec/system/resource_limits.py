@@ -21,19 +21,15 @@ VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
 def require_resources() -> None:
-    """Raise ConfigError, in one sentence, unless ranks can start here: by the limits of this
-    process (`ulimit -v`, `ulimit -f`) and the temporary folder."""
+    """Raise ConfigError unless ulimits and the temporary folder let ranks start here."""
     _require_limit(resource.RLIMIT_AS, ADDRESS_BYTES, "map {} of memory", "a rank needs", "v")
     _require_limit(resource.RLIMIT_FSIZE, FILE_BYTES, "write files of {}", "a cluster needs", "f")
     require_temporary_folder()
 
 
 def require_temporary_folder() -> None:
-    """Raise ConfigError unless there is a temporary folder, and room in it.
-
-    Python takes another folder where it cannot write to the one that is named; here that is an
-    error.
-    """
+    """Raise ConfigError unless there is a temporary folder, and room in it. Python takes another
+    folder where it cannot write to the one that is named; here that is an error."""
     for variable in VARIABLES:
         if folder := os.environ.get(variable):
             _require_folder(folder, f"{variable} is {folder!r}, where nothing can be written", True)

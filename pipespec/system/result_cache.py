@@ -43,12 +43,8 @@ def load_cached(name: str, depends: object) -> Any:
 
 
 def store_cached(name: str, depends: object, value: Any) -> None:
-    """Store a value. If the folder cannot be written, nothing is stored.
-
-    Args:
-        name: the folder, of values of one kind.
-        depends: everything that the value depends on, in types that JSON can represent.
-    """
+    """Store a value of the kind `name`, unless the folder cannot be written. `depends`: everything
+    that the value depends on, in types that JSON can represent."""
     with suppress(OSError, ConfigError):
         file = _file(name, depends)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,8 +57,6 @@ def store_cached(name: str, depends: object, value: Any) -> None:
 def cached_call(
     name: str, kind: type[T], depends: object, function: Callable[..., T], *args: Any
 ) -> T:
-    """`function(*args)`, or its cached result for the same `depends`. The result is a dataclass
-    `kind`, whose fields JSON can represent. Exceptions are not cached."""
     try:
         return from_fields(kind, load_cached(name, depends))
     except Unreadable:

@@ -1,7 +1,5 @@
-"""Busy waiting: a thread that sleeps is woken tens of microseconds late.
-
-That is worth a core only while a step is under way, so a wait spins for SPIN_S seconds at most.
-"""
+"""Busy waiting: a thread that sleeps is woken tens of microseconds late. That is worth a core only
+while a step is under way, so a wait spins for SPIN_S seconds at most."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""A private temporary folder that is removed when all its users have ended, even if killed.
-
-A killed process removes nothing. So a small helper process, `rm` behind a pipe, waits until all
-processes that hold the pipe have ended: the creator, and the children that inherit it.
-"""
+"""A private temporary folder that is removed when all its users have ended, even if killed. A
+killed process removes nothing. So a small helper process, `rm` behind a pipe, waits until all
+processes that hold the pipe have ended: the creator, and the children that inherit it."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ _REMOVER = 'read -r _; exec rm -rf -- "$0"'
 
 
 def private_folder(longest_name: str) -> Path:
-    """A new folder that only this user can open, with a path short enough for a Unix socket of
-    this name in it."""
+    """A new folder of this user alone, with a path short enough for a socket of this name."""
     base = tempfile.gettempdir()
     name = os.path.join(base, PREFIX + 8 * "x", longest_name)
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(name) < MAX_SOCKET else "/tmp"))

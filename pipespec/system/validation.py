@@ -1,8 +1,6 @@
-"""Reads and validates files and JSON that other programs wrote.
-
-Errors are `Unreadable`, whose text is a clause: the caller, which knows the purpose of the file,
-adds the file's name and the remedy to make a sentence.
-"""
+"""Reads and validates files and JSON that other programs wrote. Errors are `Unreadable`, whose text
+is a clause: the caller, which knows the purpose of the file, adds the file's name and the remedy to
+make a sentence."""
 
 from __future__ import annotations
 
@@ -48,10 +46,8 @@ class Missing(Unreadable):
 def read_bytes(
     file: str | os.PathLike[str], *, most: int = MOST_BYTES, pipe: bool = False
 ) -> bytes:
-    """What a file holds, up to `most` bytes; with `pipe` it may also be a pipe or a device.
-
-    Raises Unreadable; Missing if there is none.
-    """
+    """What a file holds, up to `most` bytes; with `pipe` it may also be a pipe or a device. Raises
+    Unreadable; Missing if there is none."""
     # Without a writer a pipe would be waited for, even to learn that it is one.
     extra = 0 if pipe else os.O_NONBLOCK
     try:
@@ -70,12 +66,10 @@ def read_bytes(
 
 
 def read_text(file: str | os.PathLike[str], *, most: int = MOST_BYTES, pipe: bool = False) -> str:
-    """The same as text. Raises Unreadable."""
     return decode(read_bytes(file, most=most, pipe=pipe))
 
 
 def decode(data: bytes) -> str:
-    """Bytes as text. Raises Unreadable."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,7 +99,6 @@ def home_expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises Unreadable."""
     if isinstance(text, bytes):
         text = decode(text)
     try:
@@ -119,7 +112,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(file: str | os.PathLike[str], *, pipe: bool = False) -> Any:
-    """The value in a JSON file. Raises Unreadable."""
     return parse_json(read_text(file, pipe=pipe))
 
 
@@ -138,12 +130,10 @@ TYPE_NAMES = {
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, made from what JSON or YAML has.
-
-    A hint is bool, int, float, str, None, a sequence or a mapping of one, a tuple, a dataclass, a
-    TypedDict, or one of several; a list may also be given as its only item, and with Any the value
-    stays as it is. Raises Unreadable.
-    """
+    """`value` as the type `hint`, made from what JSON or YAML has. A hint is bool, int, float, str,
+    None, a sequence or a mapping of one, a tuple, a dataclass, a TypedDict, or one of several; a
+    list may also be given as its only item, and with Any the value stays as it is. Raises
+    Unreadable."""
     kinds = alternatives(hint)
     for kind in kinds:
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -183,11 +173,9 @@ def _is_plain(value: Any, kind: Any) -> bool:
 
 
 def from_fields(kind: type[T], value: Any, prefix: str = "") -> T:
-    """The dataclass `kind` from an object of its fields; those with a default may be missing.
-
-    The message does not show the values of fields that the class leaves out of its repr. Raises
-    Unreadable.
-    """
+    """The dataclass `kind` from an object of its fields; those with a default may be missing. The
+    message does not show the values of fields that the class leaves out of its repr. Raises
+    Unreadable."""
     assert is_dataclass(kind)
     known = {field.name: field for field in fields(kind)}
     needed = {
@@ -221,14 +209,12 @@ def _entries(kind: Any, value: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of another type, the type itself."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.get_args(hint)
     return (hint,)
 
 
 def shown(value: Any) -> str:
-    """A value for a message, shortened if it is long."""
     try:
         text = _SHORT.repr(value)
     except ValueError:

@@ -48,6 +48,5 @@ def own_version() -> str:
 
 
 def has_own_protocol(version: str) -> bool:
-    """Whether pipespec of such a version can be in one cluster with this one."""
     found = re.search(r", protocol (\d+), code ", version)
     return found is not None and int(found[1]) == PROTOCOL

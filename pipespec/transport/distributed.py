@@ -2,25 +2,17 @@
 torch.distributed.
 
 Each batch is one gloo message (`pipespec.transport.wire`), which is encrypted if it leaves the host
-(`pipespec.transport.encryption`). Two properties of gloo determine the design:
-
-- A send delivers its payload only once the receiver has posted a buffer. So the receiver always
-  has one posted: the next batch arrives while the rank computes the current one, and a hop costs
-  one trip over the network instead of three.
-- A message may be shorter than the posted buffer. So the buffer has room for the largest batch,
-  while a small batch is a small message.
-
-Each link is a gloo group of two ranks. A link within a host is bound to the loopback interface, so
-that it cannot be reached from the network.
+(`pipespec.transport.encryption`). A gloo send delivers its payload only once the receiver has
+posted a buffer, so the receiver always has one posted: the next batch arrives while the rank
+computes the current one, and a hop costs one trip instead of three. As a message may be shorter
+than the buffer, there is room for the largest batch, while a small one is a small message. Each
+link is a gloo group of two ranks, within a host bound to the loopback interface.
 
 The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
-has a GPU (torch caches pinned memory). With the backend `nccl`, for the GPUs of one host, NCCL
-sends them after the message. By default NCCL ends the process on an error, and the weights would be
-lost with it; that is turned off, and `abort` releases a rank that waits in an NCCL kernel.
-
-A rank that spins while it waits polls the memory that the message is written to, as gloo has no
-non-blocking test.
-"""
+has a GPU. With the backend `nccl`, for the GPUs of one host, NCCL sends them after the message. By
+default NCCL ends the process on an error, and the weights would be lost with it; that is turned
+off, and `abort` releases a rank that waits in an NCCL kernel. A rank that spins while it waits
+polls the memory that the message is written to, as gloo has no non-blocking test."""
 
 from __future__ import annotations
 
@@ -59,13 +51,9 @@ _DRAWN_BYTES = 16
 
 @dataclass(frozen=True)
 class _GlooLink:
-    """One rank's end of a link.
-
-    Attributes:
-        group: the gloo group of the two ranks.
-        peer: the rank of the neighbour within the group; 0 sends, 1 receives.
-        seal: encrypts or decrypts the messages; None: they are sent in the clear.
-    """
+    """One rank's end of a link: the gloo group of the two ranks, the neighbour's rank in it (0
+    sends, 1 receives), and what encrypts or decrypts the messages; None: they are sent in the
+    clear."""
 
     group: Any  # torch's stubs are incomplete
     peer: int
@@ -125,22 +113,12 @@ class DistributedTransport:
         nccl: bool = False,
         spins: bool = False,
     ) -> DistributedTransport:
-        """Connect to the neighbouring ranks, which connect at the same time.
-
-        The ranks exchange their addresses through `store` (`pipespec.transport.rendezvous_store`).
-
-        Args:
-            devices: of every rank, the head's first.
-            links: how each rank but the last is linked to the next; None: all ranks are on one
-                host, and nothing is encrypted.
-            max_rows, max_finished, max_retained, max_kept: limits of a batch (`Wire`).
-            hidden_size, dtype: those of the target.
-            nccl: send hidden states over NCCL instead of gloo.
-            spins: poll for messages instead of sleeping (`pipespec.system.spin_wait`).
-
-        Raises:
-            RankFailed: a neighbour did not connect in time.
-        """
+        """Connect to the neighbouring ranks, which connect at the same time and exchange their
+        addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
+        rank but the last is linked to the next; None: all are on one host, and nothing is
+        encrypted. The limits of a batch are those of `Wire`. `nccl`: hidden states go over NCCL
+        instead of gloo; `spins`: see `pipespec.system.spin_wait`. Raises RankFailed if a neighbour
+        did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1
         assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
@@ -234,9 +212,7 @@ class DistributedTransport:
     def abort(self) -> None:
         """Close the links from another thread: a thread that waits in `send` or `recv` gets
         RankFailed, unless a part of its message is on its way (`pipespec.transport.gloo_waits`).
-
-        gloo has no call for this, but it closes a link on which a receive has timed out.
-        """
+        gloo has no call for this, but it closes a link on which a receive has timed out."""
         self._close_links()
         if self._nccl is not None:
             self._nccl.abort()
@@ -284,10 +260,8 @@ class DistributedTransport:
 
 def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:
     """A gloo group of `size` processes, which find one another through a store of their own.
-    `local`: all of them are on one host, so the group is bound to the loopback interface.
-
-    Raises RuntimeError if one of them does not connect within RENDEZVOUS_TIMEOUT_S.
-    """
+    `local`: all of them are on one host, so the group is bound to the loopback interface. Raises
+    RuntimeError if one of them does not connect within RENDEZVOUS_TIMEOUT_S."""
     kind: Any = dist.ProcessGroupGloo  # torch's stubs are incomplete
     if not local:
         return kind(store, rank, size, timedelta(seconds=RENDEZVOUS_TIMEOUT_S))

@@ -37,11 +37,9 @@ def link_key(
     channel: str = BATCHES,
 ) -> bytes:
     """The key of one direction of one link for one connection of its ranks, KEY_BYTES long.
-
     `secret` is the cluster's. `meeting` holds the random numbers that sender and receiver drew for
     this connection: if an epoch is repeated, by a fault or by an attacker, the key differs, so no
-    key is used with the same nonce twice.
-    """
+    key is used with the same nonce twice."""
     assert secret, "a link cannot be sealed without the cluster's secret"
     drawn = " ".join(part.encode().hex() for part in meeting)
     info = f"pipespec link, epoch {epoch}, meeting {drawn}, {sender} to {receiver}, {channel}"
@@ -51,10 +49,7 @@ def link_key(
 
 class Seal:
     """One end of a sealed link: the sender calls `seal`, the receiver `expect`, `arrived` and
-    `open`.
-
-    `sender` is the sending rank, for the error message.
-    """
+    `open`. `sender` is the sending rank, for the error message."""
 
     def __init__(self, key: bytes, sender: int):
         self._cipher = AESGCM(key)
@@ -75,15 +70,11 @@ class Seal:
         return sealed
 
     def expect(self, buffer: torch.Tensor) -> None:
-        """Prepare a receive buffer for `arrived`."""
         _bytes(buffer)[:_INT] = bytes(_INT)
 
     def arrived(self, buffer: torch.Tensor) -> bool:
         """Whether the next message seems to have arrived completely in a buffer that is being
-        written.
-
-        Only a hint, as nothing is authenticated yet.
-        """
+        written. Only a hint, as nothing is authenticated yet."""
         size = self._size(buffer)
         if size is None:
             return False
@@ -92,11 +83,8 @@ class Seal:
 
     def open(self, buffer: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
         """Decrypt the next message, uint8 `[bytes]`, into memory of its own; bytes of the buffer
-        beyond its end are ignored.
-
-        Raises:
-            RankFailed: it is not the next message, or was altered.
-        """
+        beyond its end are ignored. Raises RankFailed if it is not the next message, or was
+        altered."""
         size = self._size(buffer)
         if size is None or not self.arrived(buffer):
             raise self._refused()

@@ -1,10 +1,8 @@
-"""Which threads wait in gloo, and since when.
-
-gloo does not release every wait when a neighbour dies or a link is closed. In torch 2.13, a message
-that is partly sent or received belongs to no list of pending operations, so neither the end of the
-connection nor an abort reaches who waits for it (gloo, tcp/pair.cc, `Pair::signalException`).
-`pipespec.cluster.ranks.heartbeat` looks here whether a thread that it has aborted still waits.
-"""
+"""Which threads wait in gloo, and since when. gloo does not release every wait when a neighbour
+dies or a link is closed. In torch 2.13, a message that is partly sent or received belongs to no
+list of pending operations, so neither the end of the connection nor an abort reaches who waits for
+it (gloo, tcp/pair.cc, `Pair::signalException`). `pipespec.cluster.ranks.heartbeat` looks here
+whether a thread that it has aborted still waits."""
 
 from __future__ import annotations
 

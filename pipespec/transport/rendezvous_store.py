@@ -1,9 +1,7 @@
 """The store through which ranks exchange the addresses of their links, before they have any.
-
 torch.distributed needs a `Store` for that. Its own are a server without a password (TCPStore) and a
 file. This one reads and writes a table that the caller supplies: a hash in the cluster's Redis
-(`pipespec.controller.link_addresses`).
-"""
+(`pipespec.controller.membership`)."""
 
 from __future__ import annotations
 
@@ -33,10 +31,9 @@ class Table(Protocol):
 
 
 class RendezvousStore(Store):
-    """A torch.distributed store on top of a `Table`.
-
-    `check` is called while the store waits, and may raise to end the wait. torch's C++ code does
-    not keep the Python object alive, so the caller must hold a reference."""
+    """A torch.distributed store on top of a `Table`. `check` is called while the store waits, and
+    may raise to end the wait. torch's C++ code does not keep the Python object alive, so the caller
+    must hold a reference."""
 
     def __init__(self, table: Table, check: Callable[[], None] = lambda: None):
         super().__init__()
@@ -58,11 +55,7 @@ class RendezvousStore(Store):
     def wait(
         self, keys: Sequence[str], timeout: timedelta = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     ) -> None:
-        """Wait until all keys are set.
-
-        Raises:
-            DistStoreError: it takes longer than `timeout`.
-        """
+        """Wait until all keys are set. Raises DistStoreError after `timeout`."""
         self._values(keys, timeout.total_seconds())
 
     def _values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:

@@ -1,8 +1,6 @@
-"""The process group of a tensor-parallel slice: processes of one host, over gloo and NCCL.
-
-The gloo group is bound to the loopback interface, so nothing leaves the host. Partial results are
-gathered over NCCL if each member has a CUDA device of its own, else over gloo.
-"""
+"""The process group of a tensor-parallel slice: processes of one host, over gloo and NCCL. The gloo
+group is bound to the loopback interface, so nothing leaves the host. Partial results are gathered
+over NCCL if each member has a CUDA device of its own, else over gloo."""
 
 from __future__ import annotations
 
@@ -34,13 +32,9 @@ def can_use_nccl(devices: Sequence[str]) -> bool:
 
 
 class TPProcessGroup:
-    """Member `rank` of `size`, which find one another through a store of their own.
-
-    `device` is the CUDA device of this member alone, for NCCL; None: gather over gloo, on the host.
-
-    Raises:
-        RankFailed: a member did not connect in time.
-    """
+    """Member `rank` of `size`, which find one another through a store of their own. `device` is the
+    CUDA device of this member alone, for NCCL; None: gather over gloo, on the host. Raises
+    RankFailed if a member did not connect in time."""
 
     def __init__(self, store: Store, rank: int, size: int, device: str | None = None):
         self.rank, self.size = rank, size
@@ -60,11 +54,7 @@ class TPProcessGroup:
         return self._nccl is not None
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """Every member's tensor, by rank; all have the same shape and type.
-
-        Raises:
-            RankFailed: a member has gone.
-        """
+        """Every member's tensor, by rank; all have the same shape and type. Raises RankFailed."""
         mine = mine.contiguous()
         if self._nccl is not None and mine.is_cuda:
             found = mine.new_empty(self.size, *mine.shape)
@@ -79,11 +69,7 @@ class TPProcessGroup:
         return parts
 
     def broadcast(self, message: Tensor) -> None:
-        """Send bytes, uint8 `[length]`, from member 0 to all others.
-
-        Raises:
-            RankFailed: a member has gone.
-        """
+        """Send bytes, uint8 `[length]`, from member 0 to all others. Raises RankFailed."""
         length = torch.tensor([len(message)]).view(torch.uint8)
         whole = torch.cat((length, message.cpu()))
         pieces = [piece for piece in (whole[:PIECE], whole[PIECE:]) if len(piece)]
@@ -97,11 +83,7 @@ class TPProcessGroup:
                 work.wait(FOREVER)
 
     def receive(self) -> Tensor:
-        """The next broadcast of member 0, uint8 `[length]`.
-
-        Raises:
-            RankFailed: member 0 has gone.
-        """
+        """The next broadcast of member 0, uint8 `[length]`. Raises RankFailed."""
         first = torch.empty(PIECE, dtype=torch.uint8)
         with raises_rank_failed(f"Member {self.rank} lost the first of its stage"), GlooWait():
             self._backend.recv([first], 0, _TAG).wait(FOREVER)
@@ -114,10 +96,7 @@ class TPProcessGroup:
         return torch.cat((message, rest))
 
     def abort(self) -> None:
-        """End the group, from any thread: a thread that waits in `gather` gets RankFailed.
-
-        See `DistributedTransport.abort`.
-        """
+        """End the group, from any thread; see `DistributedTransport.abort`."""
         for other in range(self.size):
             if other != self.rank:
                 close_link(self._backend, other)

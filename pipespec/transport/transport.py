@@ -10,39 +10,27 @@ from pipespec.core import Batch
 
 @dataclass(frozen=True)
 class LinkKind:
-    """How a rank is linked to the next one.
-
-    `local`: both are on one host, and the link is bound to its loopback interface. `sealed`:
-    messages are encrypted and authenticated.
-    """
+    """How a rank is linked to the next one. `local`: both are on one host, and the link is bound to
+    its loopback interface. `sealed`: messages are encrypted and authenticated."""
 
     local: bool = True
     sealed: bool = False
 
 
 class Transport(Protocol):
-    """One rank's two links: batches come from `rank - 1` and go to `rank + 1`.
-
-    Rank 0 only sends, the last rank only receives. The sender may change its tensors as soon as
-    `send` has returned."""
+    """One rank's two links: batches come from `rank - 1` and go to `rank + 1`. Rank 0 only sends,
+    the last rank only receives. The sender may change its tensors as soon as `send` has
+    returned."""
 
     rank: int
 
     def send(self, batch: Batch) -> None:
         """Start sending to the next rank, once the batch before has left. A stop batch, the last
-        one of a link, has left when this returns.
-
-        Raises:
-            RankFailed: the next rank is gone.
-        """
+        one of a link, has left when this returns. Raises RankFailed if the next rank is gone."""
 
     def recv(self) -> Batch:
-        """The next batch from the previous rank; waits for it without a time limit.
-
-        Raises:
-            RankFailed: the previous rank is gone.
-            StaleEpoch: the batch is of another epoch.
-        """
+        """The next batch from the previous rank; waits for it without a time limit. Raises
+        RankFailed if that rank is gone, and StaleEpoch if the batch is of another epoch."""
 
     def abort(self) -> None:
         """From another thread: make a thread that waits in `send` or `recv` raise RankFailed."""
@@ -53,10 +41,8 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class LinkDelay:
-    """What a link adds to the time of a message; this class: nothing, as on a real network.
-
-    It is true if it delays anything. `latency_ms` is the delay in one direction.
-    """
+    """What a link adds to the time of a message; this class: nothing, as on a real network. It is
+    true if it delays anything. `latency_ms` is the delay in one direction."""
 
     latency_ms = 0.0
 
@@ -64,6 +50,5 @@ class LinkDelay:
         return False
 
     def delayed(self, transport: Transport, scale: float) -> Transport:
-        """The transport with this delay added to its batches; all times are multiplied by
-        `scale`."""
+        """The transport with this delay added to its batches, times `scale`."""
         return transport

@@ -42,10 +42,8 @@ _ALIGNMENT = 64
 
 def token(secret: str, epoch: int) -> tuple[int, int]:
     """The token that every message of an epoch carries: only a holder of the cluster's secret can
-    compute it.
-
-    In a sealed message it is encrypted, so it is never sent in the clear between hosts.
-    """
+    compute it. In a sealed message it is encrypted, so it is never sent in the clear between
+    hosts."""
     digest = hmac.digest(secret.encode(), f"wire {epoch}".encode(), hashlib.sha256)
     first, second = np.frombuffer(digest[:16], np.int64).tolist()
     return first, second
@@ -53,16 +51,10 @@ def token(secret: str, epoch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The parameters of the wire format, the same for every link of a cluster.
-
-    Attributes:
-        max_rows: rows of one batch at most.
-        inline: whether hidden states are part of the message; else they are sent separately.
-        token: see the function `token`.
-        max_finished: sequences that leave with one batch at most, finished or preempted.
-        max_retained: retained prefixes that one batch changes at most.
-        max_kept: running states that one batch keeps at most.
-    """
+    """The parameters of the wire format, the same for every link of a cluster. `inline`: hidden
+    states are part of the message; else they are sent separately. A batch has at most `max_rows`
+    rows, `max_finished` sequences that leave, finished or preempted, and changes of `max_retained`
+    retained prefixes and `max_kept` running states."""
 
     epoch: int
     max_rows: int
@@ -76,7 +68,6 @@ class Wire:
 
     @property
     def capacity(self) -> int:
-        """The length of the longest message, in bytes."""
         tail = self.max_finished + 2 * self.max_retained + 3 * self.max_kept
         tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
@@ -110,19 +101,11 @@ class Wire:
         whole = message.numpy()
         whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
         ints = whole[:start].view(np.int64)
-        ints[:_HEADER] = 0
-        ints[_EPOCH] = self.epoch
-        ints[_STEP] = batch.step
-        ints[_NUM_ROWS] = rows
-        ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
-        ints[_NUM_FINISHED] = len(batch.finished)
-        ints[_NUM_PREEMPTED] = len(batch.preempted)
-        ints[_NUM_RETAINED] = len(batch.retained_prefixes)
-        ints[_NUM_KEPT] = len(batch.kept_states)
-        ints[_STARTED] = len(started) // _INT
-        ints[_SENT] = batch.sent_ns
-        ints[_TOKEN] = self.token
-        ints[_BYTES] = size
+        flags = _STOP * batch.stop | _HIDDEN * (hidden is not None)
+        leave = len(batch.finished), len(batch.preempted)
+        keep = len(batch.retained_prefixes), len(batch.kept_states)
+        sent = len(started) // _INT, batch.sent_ns, *self.token, size
+        ints[:_HEADER] = (self.epoch, batch.step, rows, flags, *leave, *keep, *sent)
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
         ints[end : end + len(sequence_ints)] = sequence_ints
@@ -132,15 +115,10 @@ class Wire:
         return message
 
     def unpack(self, message: torch.Tensor) -> Batch:
-        """The batch in a message; bytes beyond its end are ignored.
-
-        The hidden states are a view of the message. If they are sent separately, the batch has
-        none, and `has_hidden` is whether they follow.
-
-        Raises:
-            StaleEpoch: the message is of another epoch.
-            RankFailed: its sender does not hold the cluster's secret.
-        """
+        """The batch in a message; bytes beyond its end are ignored. The hidden states are a view of
+        the message; if they are sent separately, the batch has none, and `has_hidden` is whether
+        they follow. Raises StaleEpoch for a message of another epoch, and RankFailed if its sender
+        does not hold the cluster's secret."""
         ints = self._header(message)
         if ints[_EPOCH] != self.epoch:
             raise StaleEpoch(
@@ -186,14 +164,11 @@ class Wire:
         )
 
     def expect(self, message: torch.Tensor) -> None:
-        """Prepare a receive buffer for `arrived`."""
         self._header(message)[:] = 0
 
     def arrived(self, message: torch.Tensor) -> bool:
         """Whether a message seems to have arrived completely in a buffer that is being written.
-
-        Only a hint: the caller still waits for the receive to complete.
-        """
+        Only a hint: the caller still waits for the receive to complete."""
         header = self._header(message)
         step, size = int(header[_STEP]), int(header[_BYTES])
         if not _HEADER * _INT < size <= self.capacity or size % _INT:

@@ -21,7 +21,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.controller import request_log
+from pipespec.controller import async_request_log
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
@@ -173,7 +173,7 @@ def test_leaving_does_not_wait_for_a_cluster_that_is_away(
                     await ask(followed)
                     ending.close()
                 # Its cancellation finds no Redis, and tries again.
-                await soon(lambda: not client.log.connected)
+                await soon(lambda: not client.log._pipe.connected)
                 began = time.monotonic()
         return time.monotonic() - began
 
@@ -399,7 +399,7 @@ def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
 def test_conversations_are_kept_within_a_bound(
     server: EmbeddedRedis, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_log, "MAX_CONVERSATION_BYTES", 100)
+    monkeypatch.setattr(async_request_log, "MAX_CONVERSATION_BYTES", 100)
 
     async def run() -> None:
         async with attach(running, patience=LONG_S) as client:
@@ -423,6 +423,6 @@ def test_conversations_are_kept_within_a_bound(
         assert pipe.call("LRANGE", keys.conversation_order, 0, -1) == [b"90 three"]
         names = (keys.conversation_bytes, keys.conversation_order, f"{keys.conversations}:three")
         for name in names:
-            assert 0 < pipe.call("TTL", name) <= request_log.KEEP_CONVERSATION_S
+            assert 0 < pipe.call("TTL", name) <= async_request_log.KEEP_CONVERSATION_S
     finally:
         pipe.close()

@@ -110,7 +110,7 @@ def test_links_are_aborted_once_when_the_epoch_ends(
     link = RecordingLink()
     with beating(server) as heartbeat:
         epoch = heartbeat.next(0).number
-        with heartbeat.aborting(epoch, link):
+        with heartbeat.aborting(epoch, link.abort):
             assert link.callers == []
             begin(server)
             link.await_abort()
@@ -139,7 +139,7 @@ def test_block_does_not_end_while_its_links_are_aborted(server: EmbeddedRedis) -
             overlapped.append(ended.wait(0.2))
 
     with beating(server) as heartbeat:
-        with heartbeat.aborting(heartbeat.next(0).number, SlowLink()):
+        with heartbeat.aborting(heartbeat.next(0).number, SlowLink().abort):
             begin(server)
             assert begun.wait(PATIENCE_S)
         ended.set()
@@ -156,7 +156,7 @@ def test_an_epoch_that_is_over_is_not_guarded(server: EmbeddedRedis) -> None:
         heartbeat.next(epoch)
         with (
             pytest.raises(StaleEpoch, match="a newer one has begun"),
-            heartbeat.aborting(epoch, link),
+            heartbeat.aborting(epoch, link.abort),
         ):
             entered = True
         begin(server)
@@ -170,8 +170,8 @@ def test_the_links_of_an_outer_block_are_aborted_after_the_inner_one(server: Emb
     outer, inner = RecordingLink(), RecordingLink()
     with beating(server) as heartbeat:
         epoch = heartbeat.next(0).number
-        with heartbeat.aborting(epoch, outer):
-            with heartbeat.aborting(epoch, inner):
+        with heartbeat.aborting(epoch, outer.abort):
+            with heartbeat.aborting(epoch, inner.abort):
                 pass
             begin(server)
             outer.await_abort()
@@ -212,7 +212,7 @@ def test_a_worker_that_gloo_does_not_release_is_killed(
     killed = threading.Event()
     with (
         Heartbeat(server.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
-        heartbeat.aborting(heartbeat.next(0).number, RecordingLink()),
+        heartbeat.aborting(heartbeat.next(0).number, RecordingLink().abort),
         GlooWait(),
     ):
         begin(server)
@@ -228,7 +228,7 @@ def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(
     killed, link = threading.Event(), RecordingLink()
     with (
         Heartbeat(server.url, NAMESPACE, WORKER, patience_s=9, kill=killed.set) as heartbeat,
-        heartbeat.aborting(heartbeat.next(0).number, link),
+        heartbeat.aborting(heartbeat.next(0).number, link.abort),
     ):
         begin(server)
         link.await_abort()
@@ -242,7 +242,7 @@ def test_links_are_aborted_when_redis_goes_away(server: EmbeddedRedis) -> None:
     """A rank's own connection is lost too, and its epoch with it."""
     begin(server)
     link = RecordingLink()
-    with beating(server) as heartbeat, heartbeat.aborting(heartbeat.next(0).number, link):
+    with beating(server) as heartbeat, heartbeat.aborting(heartbeat.next(0).number, link.abort):
         kill(server)
         link.await_abort()
     assert len(link.callers) == 1
@@ -320,7 +320,7 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> 
             heartbeat.next(epoch)
         with pytest.raises(Unreachable):
             heartbeat.check(epoch)
-        with pytest.raises(Unreachable), heartbeat.aborting(epoch, link):
+        with pytest.raises(Unreachable), heartbeat.aborting(epoch, link.abort):
             pass
         # What is known stays known.
         assert heartbeat.next(0).number == epoch
@@ -334,7 +334,7 @@ def test_a_redis_that_takes_nothing_more_is_given_up_at_once(server: EmbeddedRed
     link = RecordingLink()
     with beating(server) as heartbeat:
         epoch = heartbeat.next(0).number
-        with heartbeat.aborting(epoch, link):
+        with heartbeat.aborting(epoch, link.abort):
             RedisConnection(server.url).call("CONFIG", "SET", "maxmemory", 1)
             link.await_abort()
         for ask in (heartbeat.next, heartbeat.check):

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
-from pipespec.cluster.processes.worker_group import launch
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
 from pipespec.transport.distributed import DistributedTransport
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
+from tools.rig.launch import launch
 
 PATIENCE = 60
 # The promise to the user, from the death of a rank to the error.

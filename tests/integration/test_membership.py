@@ -21,13 +21,12 @@ from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.processes.agent_handle import WorkerDeath
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.cluster.recovery import progress, worker_leases
+from pipespec.cluster.recovery import cluster_state, worker_leases
 from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.controller.link_addresses import LinkAddressTable
-from pipespec.controller.membership import Epoch, Membership, Suspicion
+from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
@@ -332,9 +331,9 @@ WORKS, WAITS = "1 1", "2 0"
 def test_ranks_that_all_wait_stall_and_one_that_works_takes_its_time(
     life: Life, told: tuple[str | None, ...], stalls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "STALL_S", 0.0)
+    monkeypatch.setattr(cluster_state, "STALL_S", 0.0)
     shared, epoch = life.worker(), life.begin()
-    seen = progress.Progress()
+    seen = cluster_state.ClusterProgress()
 
     def stalled() -> bool:
         for worker, state in zip(ASSIGNMENT.everyone, told, strict=True):

@@ -166,7 +166,7 @@ def test_attention_for_gpus_is_refused_on_a_cpu(backend):
 @pytest.mark.parametrize(
     "module",
     [
-        *("pipespec.errors", "hydra.core", "pipespec.client.single_generation"),
+        *("pipespec.errors", "hydra.core", "pipespec.client.answers"),
         *(
             pytest.param(module, marks=pytest.mark.long)
             for module in (

@@ -375,7 +375,8 @@ def test_a_request_that_comes_while_redis_is_away_waits_for_it(
     server.restart()
     asking.join(60)
     with head(server) as controller:
-        assert controller.request(found[0]).max_new_tokens == 9
+        ((request, _),) = controller.next_requests(1, wait=True)
+        assert (request.id, request.max_new_tokens) == (found[0], 9)
 
 
 class Losing(Between):

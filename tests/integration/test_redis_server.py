@@ -20,9 +20,9 @@ import pipespec
 from pipespec.controller import embedded_redis as server_module
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis, find_redis
-from pipespec.controller.listen_address import free_port
 from pipespec.controller.redis_connection import RedisConnection, check_server, place
 from pipespec.controller.request_log import RequestLog
+from pipespec.controller.tls_proxy import free_port
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.redis_tls import redis_server
 from tests.helpers.waiting import until

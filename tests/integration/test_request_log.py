@@ -455,7 +455,6 @@ def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller
 
 def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
     for call in (
-        lambda: head.request(99),
         lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
         lambda: head.cancel(99),

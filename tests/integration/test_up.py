@@ -15,10 +15,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client import registry, single_generation
+from pipespec.client import answers, registry
+from pipespec.client.answers import Result
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
-from pipespec.client.single_generation import Result
 from pipespec.client.sync_client import attach
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Finished
@@ -119,7 +119,7 @@ def ask_on(
     """What a running cluster answers."""
     chosen = RequestSettings.on(running, settings)
     with attach(running) as client:
-        return single_generation.ask(client, chosen, running.served.encode(prompt), on_text)[0]
+        return answers.ask(client, chosen, running.served.encode(prompt), on_text)[0]
 
 
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from pipespec.text import (
     Detokenizer,
     FinalText,
     MarkedText,
-    StopChecker,
     StopStrings,
     special_markers,
     token_bytes,
@@ -72,15 +71,6 @@ def chunks(data: st.DataObject, ids: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in zip([0, *borders], [*borders, len(ids)], strict=True)]
 
 
-@given(text=st.text(), data=st.data())
-def test_pieces_of_any_text_join_to_the_text(text: str, data: st.DataObject) -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    ids = tokenizer.encode(text)
-    pieces = [stream.push(chunk) for chunk in chunks(data, ids)]
-    assert "".join(pieces) + stream.flush() == text == whole(tokenizer, ids)
-
-
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT)))
 def test_no_piece_holds_a_broken_character(text: str) -> None:
     tokenizer = byte_level()
@@ -114,35 +104,6 @@ def test_text_after_a_context_equals_what_decode_appends(
     stream = Detokenizer(tokenizer, prompt)
     text = whole(tokenizer, prompt) + stream.push(ids) + stream.flush()
     assert text == whole(tokenizer, prompt + ids)
-
-
-def test_without_a_context_the_first_space_is_dropped() -> None:
-    tokenizer = byte_fallback()
-    ids = tokenizer.convert_tokens_to_ids(["▁the", "▁cat"])
-    assert Detokenizer(tokenizer).push(ids) == "the cat"
-    assert Detokenizer(tokenizer, context=ids).push(ids) == " the cat"
-
-
-def test_a_character_appears_with_its_last_byte() -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    ids = tokenizer.encode("🙂")
-    assert len(ids) == 4, "the character is not in the training text"
-    assert [stream.push([token]) for token in ids] == ["", "", "", "🙂"]
-
-
-def test_a_character_cut_short_is_flushed_as_a_replacement() -> None:
-    tokenizer = byte_level()
-    stream = Detokenizer(tokenizer)
-    assert stream.push(tokenizer.encode("a🙂")[:-1]) == "a"
-    assert stream.flush() == REPLACEMENT
-    assert stream.flush() == ""
-
-
-def test_special_tokens_have_no_text() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("the"), tokenizer.eos_token_id, *tokenizer.encode(" cat")]
-    assert Detokenizer(tokenizer).push(ids) == "the cat"
 
 
 # --- stop strings -----------------------------------------------------------------------------
@@ -191,41 +152,14 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
         assert not rest or any(stop.startswith(rest) for stop in stops)
 
 
-def test_a_stop_string_is_found_across_pieces() -> None:
-    stream = StopStrings(["\n\nQ:"])
-    assert [stream.push(piece) for piece in ["yes\n", "\nQ", ": more"]] == ["yes", "", ""]
-    assert stream.found == "\n\nQ:"
-    assert stream.push("never shown") == stream.flush() == ""
-
-
-def test_a_false_beginning_is_shown_as_soon_as_it_is_known() -> None:
-    stream = StopStrings(["END"])
-    assert [stream.push(piece) for piece in ["EN", "E", "ND?"]] == ["", "EN", ""]
-    assert stream.found == "END"
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    assert StopStrings([]).push("text") == "text"
-
-
-def test_stop_checker_returns_true_at_the_token_that_completes_a_stop_string() -> None:
-    tokenizer = byte_level()
-    ids = tokenizer.encode("the cat, the hat")
-    checker = StopChecker(tokenizer, ["t, t"])
-    answers = [checker(token) for token in ids]
-    end = answers.index(True)
-    assert "t, t" in whole(tokenizer, ids[: end + 1])
-    assert "t, t" not in whole(tokenizer, ids[:end])
-
-
 def test_stop_strings_are_ignored_before_min_tokens() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the cat, the hat")
     first = tokenizer.encode("the cat")
     for least, shown in ((0, ""), (1, "the cat, "), (len(first), "the cat, ")):
         text = FinalText(tokenizer, stops=["the"], min_tokens=least)
-        checker = StopChecker(tokenizer, ["the"], min_tokens=least)
-        ends = [checker(token) for token in ids]
+        checked = FinalText(tokenizer, stops=["the"], min_tokens=least)
+        ends = [checked.completes(token) for token in ids]
         assert text.push(ids) + text.flush() == shown
         assert text.found == "the"
         assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)

@@ -20,8 +20,7 @@ def quantization_of(name: str) -> str:
 
 
 def require_attention(deployment: Deployment) -> None:
-    """Raise ConfigError if a stage cannot use the attention backend of the settings. Packages
-    of other hosts are not checked."""
+    """Raise ConfigError if a stage here cannot use the attention backend of the settings."""
     name = deployment.config.model.attention
     local = {worker for host in deployment.hosts if host.local for worker in host.workers}
     for rank, (worker, device) in enumerate(
@@ -55,7 +54,6 @@ def check_groups(deployment: Deployment) -> None:
 
 
 def require_kept(deployment: Deployment) -> None:
-    """Raise ConfigError unless weights stay in few bits."""
     if not any(info.can_keep for _, info in deployment.models):
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
@@ -76,8 +74,7 @@ def require_quantizers(deployment: Deployment) -> None:
 
 
 def require_backend(deployment: Deployment) -> None:
-    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or the
-    stages are on several hosts."""
+    """Raise ConfigError if NCCL is asked for and the stages are not on GPUs of one host."""
     if deployment.config.transport.backend != NCCL:
         return
     stages = _places_of_stages(deployment)
@@ -95,9 +92,8 @@ def require_backend(deployment: Deployment) -> None:
 
 
 def shared_gpu(deployment: Deployment) -> str | None:
-    """A line that names a GPU which computes several stages, or tensor-parallel members of stages;
-    None: there is none."""
-    if deployment.config.clock:
+    """A line that names a GPU which computes several stages or members of stages, if one does."""
+    if deployment.config.emulate:
         return None
     followers = [each for lead in deployment.workers[1:] for each in deployment.followers_of(lead)]
     places = [
@@ -118,8 +114,7 @@ def shared_gpu(deployment: Deployment) -> str | None:
 
 
 def without_ggml(deployment: Deployment) -> str | None:
-    """Why CPUs of this machine compute weights of few bits without ggml, many times slower; None:
-    they do not."""
+    """Why CPUs of this machine compute weights of few bits without ggml; None: they do not."""
     local = {worker for host in deployment.hosts if host.local for worker in host.workers}
     on_cpu = any(deployment.device_of(each) == "cpu" for each in local & {*deployment.workers})
     few_bits = any(info.can_keep for _, info in deployment.models)
@@ -127,7 +122,6 @@ def without_ggml(deployment: Deployment) -> str | None:
 
 
 def _places_of_stages(deployment: Deployment) -> list[tuple[str, str]]:
-    """The host and the device of each stage."""
     workers, devices = deployment.workers[1:], deployment.devices[1:]
     return [
         (worker.rpartition("/")[0], device) for worker, device in zip(workers, devices, strict=True)

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipespec.cluster.deployment.checks import quantization_of
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.inspection.inspection import CheckpointInfo
+from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
-from pipespec.placement.slices import Placement
+from pipespec.placement.slices import Placement, remaining
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,9 @@ class Deployment:
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Workers without a rank until one is needed."""
         return self.placement.spares
 
     def device_of(self, worker: str) -> str:
-        """The device of a worker."""
         return next(
             device
             for host in self.hosts
@@ -92,7 +92,6 @@ class Deployment:
         return self.dtype_of(self.target)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """The dtype in which one of the models computes."""
         stages = map(self.device_of, self.placement.workers_by_rank[1:])
         return info.chosen_dtype(self.config.model.dtype, self.stage_devices or stages)
 
@@ -108,7 +107,6 @@ class Deployment:
         return replace(self, config=replace(self.config, model=model))
 
     def laid_out(self, placement: Placement) -> Deployment:
-        """The same with another layout of its workers."""
         workers = placement.workers_by_rank
         return replace(
             self,
@@ -117,6 +115,26 @@ class Deployment:
             devices=tuple(map(self.device_of, workers)),
             sizes=tuple(1 + len(self.followers_of(worker)) for worker in workers),
         )
+
+    def without(self, lost: set[str]) -> Placement:
+        """The layout over the workers that are left. Raises ConfigError if they are too few."""
+        # The members of a tensor-parallel group cannot compute without one another.
+        unusable = {
+            worker
+            for worker in (*self.workers, *self.spares)
+            if lost & {worker, *self.followers_of(worker)}
+        }
+        found = remaining(self.placement, unusable)
+        if self.config.cluster.groups is not None and len(found.layers) != len(self.layers):
+            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
+        return found
+
+    def assignment(self, placement: Placement | None = None) -> RankAssignment:
+        """The assignment of a layout; None: that of the first epoch."""
+        placement = placement or self.placement
+        workers = placement.workers_by_rank
+        followers = tuple(map(self.followers_of, workers))
+        return RankAssignment(workers, placement.layers, followers, self.joined, self.changes)
 
     def knowing(self, joined: Sequence[Host]) -> Deployment:
         """The same with hosts that have joined in place of all that had before."""
@@ -130,11 +148,9 @@ class Deployment:
         )
 
     def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
-        """With another checkpoint as the draft or the mid-size model."""
         return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
 
     def name_of(self, info: CheckpointInfo) -> str:
-        """Its name in `model.`."""
         return next(name for name, each in self.models if each is info)
 
     @property
@@ -169,11 +185,6 @@ class Deployment:
             return 0
         return KEPT_STATES
 
-    @property
-    def max_rows(self) -> int:
-        """The largest number of rows in a batch."""
-        return self.config.max_rows
-
 
 @dataclass(frozen=True)
 class ControllerAddress:
@@ -186,8 +197,7 @@ class ControllerAddress:
 
 
 def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:
-    """The deployment with KV pools for so many requests at once and no longer context than they
-    can reach."""
+    """The deployment with KV pools for so many requests, as long as they can become."""
     config = deployment.config
     reach = prompt_length + config.decode.max_new_tokens
     most = min(config.scheduler.max_num_seqs, requests)

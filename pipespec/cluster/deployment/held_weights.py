@@ -12,8 +12,7 @@ from pipespec.system.sizes import size_text
 
 
 def summary(deployment: Deployment) -> str | None:
-    """A line with the bytes and the format of each rank's weights; None: no checkpoint has weights
-    of few bits."""
+    """A line with bytes and format of each rank's weights; None: none has few bits."""
     if not any(info.few_bits for _, info in deployment.models):
         return None
     found = []
@@ -44,8 +43,7 @@ def groups(deployment: Deployment) -> str | None:
 
 
 def expanded(deployment: Deployment) -> str | None:
-    """A line that names the checkpoints whose weights take more memory than their files, and
-    why; None: there are none."""
+    """A line that names checkpoints whose weights take more memory than their files, if any do."""
     reasons = [
         f"those of {info.path} {reason}"
         for _, info in deployment.models
@@ -55,8 +53,7 @@ def expanded(deployment: Deployment) -> str | None:
 
 
 def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
-    """Why one of the models takes more memory than its files of few bits, as a clause; None: it
-    does not."""
+    """Why a model takes more memory than its files of few bits, as a clause; None: it does not."""
     become, held = f"become {deployment.dtype_of(info)}", deployment.weight_format(info)
     if not info.few_bits:
         return None
@@ -69,7 +66,6 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
 
 
 def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
-    """Name, model and number of each rank, for each of its models."""
     for rank in range(deployment.num_ranks):
         for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
             if (info := memory.model_of(deployment, rank, mid=mid)) is not None:

@@ -1,13 +1,8 @@
-"""The memory and the open files that a deployment needs, and what is free.
-
-Only memory that is certainly used is counted, so that no cluster is refused that could run:
-the KV of one sequence or what `model.kv_memory` names, the running states of all
-sequences (layers of linear attention and the like), one batch of the largest size on its way
-through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
-more than its files, mapped into memory, of which the system keeps as much as it has room for;
-they count where loading converts them. Where there is room for them, they are packed
-(`pipespec.engine.low_bit.cpu_products`).
-"""
+"""The memory and the open files that a deployment needs, and what is free. Only memory that is
+certainly used is counted, so that no cluster is refused that could run. On a CPU weights of the
+checkpoint's own type are files mapped into memory, of which the system keeps as much as it has room
+for; they count where loading converts them, and where there is room they are packed
+(`pipespec.engine.low_bit.cpu_products`)."""
 
 from __future__ import annotations
 
@@ -61,12 +56,8 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
 def required_bytes(
     deployment: Deployment, rank: int, *, mid: bool = False, member: int = 0
 ) -> Counter[str]:
-    """Bytes that a rank certainly uses on its device, by setting or WEIGHTS.
-
-    Args:
-        mid: those of the mid-size model alone.
-        member: those of this one of the tensor-parallel members that compute the rank.
-    """
+    """Bytes that a rank, or this tensor-parallel member of it, certainly uses on its device, by
+    setting or WEIGHTS. `mid`: those of the mid-size model alone."""
     info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
@@ -79,7 +70,7 @@ def required_bytes(
         found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
     if mid:
-        found["proposer.mid_rows"] += config.mid_rows * info.vocab_size * item
+        found["proposer.mid_rows"] += config.proposer.mid_rows * info.vocab_size * item
     elif rank == 0:
         nodes = config.scheduler.max_num_seqs * config.max_nodes
         found["policy.capacity"] += nodes * NODE_BYTES
@@ -96,7 +87,6 @@ def required_bytes(
 
 
 def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
-    """The layers of `info` that a rank holds."""
     return deployment.layers[rank - 1] if rank else range(info.num_layers)
 
 
@@ -139,11 +129,9 @@ def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
 
 
 def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
-    """How many KV slots a rank allocates with `free` bytes before its weights are loaded.
-
-    As many as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least
-    as many as one such sequence needs. `mid`: those of the mid-size model.
-    """
+    """How many KV slots a rank allocates with `free` bytes before its weights are loaded. As many
+    as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least as many
+    as one such sequence needs. `mid`: those of the mid-size model."""
     info = model_of(deployment, rank, mid=mid)
     assert info is not None
     device = deployment.devices[rank]
@@ -220,7 +208,6 @@ def held_bytes(
 
 
 def free_bytes(device: str) -> int:
-    """Free bytes on a device of this machine."""
     if device == "cpu":
         swap = psutil.swap_memory().free
         return min(psutil.virtual_memory().available, cgroup_free()) + swap
@@ -230,11 +217,8 @@ def free_bytes(device: str) -> int:
 
 
 def share_bytes(device: str, sharing: int) -> int:
-    """The share of one of so many ranks on a device of this machine, in bytes.
-
-    Ranks on a GPU load one after another, so the free memory depends on their order; its total
-    memory does not.
-    """
+    """The share of one of so many ranks on a device of this machine, in bytes. Ranks on a GPU load
+    one after another, so the free memory depends on their order; its total memory does not."""
     if device == "cpu" or sharing == 1:
         return free_bytes(device) // sharing
     import torch
@@ -250,11 +234,8 @@ def require_memory(
     followers: bool = True,
 ) -> None:
     """Raise ConfigError unless this machine has the memory that these ranks certainly use, and
-    `model.kv_memory`, if it is an amount, holds the longest sequence.
-
-    `free_on`: what is free on a device, in bytes. `followers`: also count the ranks'
-    tensor-parallel followers.
-    """
+    `model.kv_memory`, if it is an amount, holds the longest sequence. `free_on`: what is free on a
+    device, in bytes. `followers`: also count the ranks' tensor-parallel followers."""
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         require_kv(deployment, rank)
@@ -276,10 +257,7 @@ def require_memory(
 
 
 def require_files(deployment: Deployment, limit: int | None = None) -> None:
-    """Raise ConfigError unless this process and its children may open files enough.
-
-    `limit` is the soft limit of open files, None: the one that is in force.
-    """
+    """Raise ConfigError unless this process and its children may open files enough, or `limit`."""
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     local = sum(len(host.workers) for host in deployment.hosts if host.local)
@@ -295,7 +273,6 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 
 
 def local_ranks(deployment: Deployment) -> list[int]:
-    """The ranks of this machine's workers in the first epoch."""
     here = {worker for host in deployment.hosts if host.local for worker in host.workers}
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
 
@@ -306,11 +283,9 @@ UNLIMITED = 2**62
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the control groups of this process leave it; UNLIMITED without a limit.
-
-    Files that the system keeps in memory count as free: they give way. Version 1 and 2 of the
-    interface; in a container the limits of the group may be at the root.
-    """
+    """Bytes that the control groups of this process leave it; UNLIMITED without a limit. Files that
+    the system keeps in memory count as free: they give way. Version 1 and 2 of the interface; in a
+    container the limits of the group may be at the root."""
     free = UNLIMITED
     try:
         lines = own.read_text().splitlines()

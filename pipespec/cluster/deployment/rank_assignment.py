@@ -14,15 +14,10 @@ from pipespec.transport.transport_settings import YES
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The workers and layers of the ranks in an epoch; it is sent as JSON.
-
-    Attributes:
-        workers: the worker of each rank, the head's first.
-        layers: of each stage, from rank 1 on.
-        followers: the tensor-parallel followers of each rank; empty: every rank has one worker.
-        joined: hosts that were not there when the cluster began, which older workers do not know.
-        changes: how many epochs began because a host joined or left, and not for a fault.
-    """
+    """The worker of each rank in an epoch, the head's first, and the layers of each stage, from
+    rank 1 on; sent as JSON. `followers` are the tensor-parallel ones of each rank; empty: none has
+    any. `joined` are hosts that came after the cluster began, which older workers do not know, and
+    `changes` counts the epochs that began because a host joined or left, and not for a fault."""
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
@@ -48,9 +43,7 @@ class RankAssignment:
 
     def links(self, seal: str) -> tuple[LinkKind, ...]:
         """How each rank but the last is linked to the next one, where `transport.seal` is `seal`.
-
-        This is the only rule, so both ends of a link agree.
-        """
+        This is the only rule, so both ends of a link agree."""
         hosts = [worker.rpartition("/")[0] for worker in self.workers]
         local = [sender == receiver for sender, receiver in pairwise(hosts)]
         return tuple(LinkKind(each, seal == YES or (seal == AUTO and not each)) for each in local)
@@ -68,7 +61,6 @@ class RankAssignment:
 
     @classmethod
     def decode(cls, text: str) -> RankAssignment:
-        """The inverse of `encode`."""
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
         followers = tuple(tuple(each) for each in found["followers"])
@@ -77,3 +69,7 @@ class RankAssignment:
             for each in found["joined"]
         )
         return cls(tuple(found["workers"]), layers, followers, joined, found["changes"])
+
+
+class WeightsPending(Exception):
+    """The hosts of a new assignment get their weights first; ask for it again."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.replanning import assignment_without, placement_without
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
@@ -126,7 +125,7 @@ class HostChanges:
 
     def over(self) -> bool:
         """Whether the cluster ends, so that no host need be looked after."""
-        return self._recovery.stopped
+        return self._recovery.stopped.is_set()
 
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
@@ -152,13 +151,13 @@ class HostChanges:
             begun.set()
 
         away = self._recovery.state.away & set(_workers(after))
-        assignment = assignment_without(after, set(away))
+        assignment = after.assignment(after.without(set(away)))
         self._recovery.change(LayoutChange(assignment, reason, begin))
         deadline = time.monotonic() + STARTING_S
         try:
             while not (begun.is_set() and self._recovery.state.complete):
                 self._recovery.check()
-                if self._recovery.stopped:
+                if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
                 if agent is not None and agent.failed:
                     agent.read_outcome()
@@ -248,7 +247,7 @@ def with_hosts(
 def without_host(before: Deployment, host: Host) -> Deployment:
     """The cluster without one of the hosts that have joined. Raises ConfigError if the others are
     too few, or have too little memory."""
-    placement = placement_without(before, set(host.workers))
+    placement = before.without(set(host.workers))
     return _changed(before, [each for each in before.joined if each != host], placement)
 
 

@@ -4,21 +4,16 @@
                        └─ supervisor ── worker (host/1)
 
 The *agent* talks with the launcher of the cluster and imports no torch. *torchrun*'s elastic
-launcher has a process of its own (`torchrun.py`), from which all others are forked.
-What torchrun treats as a rank is a *supervisor*: it forks the worker,
-and, in a cluster that recovers, forks another one when a signal has ended it; the other workers of
-the host go on.
+launcher has a process of its own (`torchrun.py`), from which all others are forked. What it treats
+as a rank is a *supervisor*, which forks the worker, and another one when a signal has ended it.
 
-The agent reads the version of the launcher's pipespec from standard input, one line, and ends
-unless they have one protocol and, when the cluster starts, are the same; then its setup and its
-job; then lines that are signs of life of the launcher. The end of standard input, or on a host
-behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
-per line to standard output: {"preparing": true} until it has forked a worker,
-then {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}
-and, as a sign of life, {"present": the numbers of the workers that run}, and at last {"failed":
-sentence}, {"lost": sentence} or {"ended": true}, or {"refused": clause} if it cannot begin. All
-processes of the host hold that standard output, so it ends when the last of them is gone.
-"""
+The agent reads from standard input the launcher's version, one line, its setup and its job; then
+lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
+line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
+until it has forked a worker, {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number,
+"line": ...}, as a sign of life {"present": numbers of the workers that run}, and at last {"failed":
+sentence}, {"lost": sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All
+processes of the host hold that output, so it ends when the last of them is gone."""
 
 from __future__ import annotations
 
@@ -75,17 +70,12 @@ class EndRequested(Exception):
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the agent must know before torchrun can import.
-
-    Attributes:
-        directory: of all files of this host; None: the agent makes and removes one.
-        preload: modules to import once for all workers.
-        address: of the host, whose interface carries the batches.
-        interface: its name, if the address does not identify it.
-        lock: the name of the lock that one agent of the host holds; an older holder is ended.
-        remote: whether the launcher is at the other end of an SSH connection.
-        restarted: whether the cluster runs already; the host may have another version by now.
-    """
+    """What the agent must know before torchrun can import. `directory` has all files of this host;
+    None: the agent makes and removes one. `preload`: modules to import once for all workers.
+    Batches use `interface`, or the one that has `address`. `lock` names the lock that one agent of
+    the host holds; an older holder is ended. `remote`: the launcher is at the other end of an SSH
+    connection; `restarted`: the cluster runs already, and the host may have another version by
+    now."""
 
     directory: str | None
     preload: tuple[str, ...]
@@ -97,13 +87,7 @@ class AgentSetup:
     restarted: bool = False
 
 
-def make_directory() -> Path:
-    """A directory that only this user can open."""
-    return Path(tempfile.mkdtemp(prefix=PREFIX))
-
-
 def main() -> None:
-    """Read the job from standard input, run the workers, leave the outcome."""
     try:
         _main(sys.stdin.buffer)
     except PipespecError as error:
@@ -125,7 +109,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
     setup: AgentSetup = pickle.load(stdin)
     if not setup.restarted:
         check_version(launcher)
-    directory = Path(setup.directory) if setup.directory else make_directory()
+    directory = Path(setup.directory) if setup.directory else Path(tempfile.mkdtemp(prefix=PREFIX))
     if setup.directory is None:
         _leftovers.append(directory)
     with sole_agent(setup.lock, directory) as lock:
@@ -160,7 +144,6 @@ def _main(stdin: BinaryIO) -> NoReturn:
 
 
 def check_version(launcher: str) -> None:
-    """Raise HostFailed unless the launcher's pipespec is ours."""
     if launcher != (own := own_version()):
         raise HostFailed(
             f"pipespec there is {own}, but that of the launcher is {launcher}; install the same on "
@@ -187,7 +170,6 @@ def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> Non
 
 
 def _end(torchrun: subprocess.Popen[bytes]) -> None:
-    """Have it end its supervisors."""
     torchrun.terminate()
     try:
         torchrun.wait(PATIENCE_S)
@@ -213,7 +195,6 @@ def _send_message(message: dict[str, Any]) -> None:
 
 
 def _set_environment(setup: AgentSetup, directory: Path) -> None:
-    """The environment of every process of this host."""
     environment = os.environ
     # Until a worker knows its rank, and with it its share of the cores. OpenBLAS keeps idle threads
     # from import on, and a process with threads must not fork.
@@ -231,7 +212,6 @@ def _set_environment(setup: AgentSetup, directory: Path) -> None:
 
 
 def choose_interface(address: str, name: str | None) -> None:
-    """Let torch.distributed use the interface of that name, or the one that has the address."""
     found = interface_with(resolve(address), interfaces())
     interface = name or (found.name if found else None)
     if interface:
@@ -272,8 +252,6 @@ def _run_or_end(run: Callable[[], None]) -> None:
 
 
 class _Reporter:
-    """Reports deaths, logs and signs of life of this host to the launcher."""
-
     def __init__(self, directory: Path, job: WorkerJob) -> None:
         self._directory = directory
         self._job = job
@@ -300,7 +278,6 @@ class _Reporter:
                 return
 
     def _present(self) -> list[int]:
-        """The workers whose processes run; one that a signal has stopped does not."""
         found = []
         for path in self._directory.glob("*.pid"):
             with suppress(FileNotFoundError, psutil.Error):  # it has just ended
@@ -309,7 +286,6 @@ class _Reporter:
         return found
 
     def stop(self) -> None:
-        """Report what is left."""
         self._done.set()
         self._over.wait(PATIENCE_S)
 
@@ -324,7 +300,6 @@ class _Reporter:
 
 
 def _remove_leftovers() -> None:
-    """Remove what this agent made itself."""
     for path in _leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,10 +25,11 @@ from typing import Any
 
 from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
-from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup, make_directory
+from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.processes.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
+from pipespec.system.temporary_folder import PREFIX
 from pipespec.system.versions import own_version
 
 AGENT = "pipespec.cluster.processes.agent"
@@ -44,14 +45,15 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerDeath:
     """A worker was ended by a signal, by its supervisor if it hung (WORKER_SILENT), and replaced.
-
-    `how` says why; `pid` is None where a whole host was lost.
-    """
+    `how` says why; `pid` is None where a whole host was lost."""
 
     worker: str
     how: str
     pid: int | None
     kind: FaultKind = FaultKind.WORKER_ENDED
+
+    def of(self, pids: Mapping[str, int]) -> bool:
+        return self.worker in pids and self.pid in (None, pids[self.worker])
 
 
 class Phase(Enum):
@@ -61,12 +63,6 @@ class Phase(Enum):
     PREPARING = auto()
     WORKING = auto()
     LOST = auto()
-
-
-def _phase(message: dict[str, Any]) -> Phase:
-    if "preparing" in message:
-        return Phase.PREPARING
-    return Phase.LOST if "lost" in message else Phase.WORKING
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
@@ -79,15 +75,10 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 class AgentHandle:
-    """The agent of one host, and what it has reported.
-
-    Its listener, a thread per agent, writes `reached`, `ended_at`, the phase and the result.
-    The session's thread and the recovery's both start and stop agents, under one lock; only the
-    recovery restarts lost agents.
-
-    Attributes:
-        signs: changes for a worker whenever the agent has seen its process run.
-    """
+    """The agent of one host, and what it has reported. Its listener, a thread per agent, writes
+    `reached`, `ended_at`, the phase and the result; `signs` changes for a worker whenever the agent
+    has seen its process run. The session's thread and the recovery's both start and stop agents,
+    under one lock; only the recovery restarts lost agents."""
 
     def __init__(
         self,
@@ -128,23 +119,22 @@ class AgentHandle:
             raise
         self._writing = threading.Lock()
         self._write(f"{own_version()}\n".encode())
-        self._send(self._setup(restarted=restarted))
-
-    def _setup(self, *, restarted: bool) -> AgentSetup:
-        return AgentSetup(
-            directory=None if self._directory is None else str(self._directory),
-            preload=self._modules,
-            num_workers=len(self.host.devices),
-            address=self.host.address,
-            interface=self.host.interface,
-            lock=self._lock,
-            remote=not self.host.local,
-            restarted=restarted,
+        self._send(
+            AgentSetup(
+                directory=None if self._directory is None else str(self._directory),
+                preload=self._modules,
+                num_workers=len(self.host.devices),
+                address=self.host.address,
+                interface=self.host.interface,
+                lock=self._lock,
+                remote=not self.host.local,
+                restarted=restarted,
+            )
         )
 
     def _spawn(self) -> programs.Program:
         if self.host.local:  # other hosts make one of their own
-            self._directory = make_directory()
+            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return programs.start_module(
             self.host,
@@ -157,11 +147,9 @@ class AgentHandle:
 
     @property
     def display_name(self) -> str:
-        """The name of the host in messages."""
         return socket.gethostname() if self.host.name == LOCAL else self.host.name
 
     def start_workers(self, job: WorkerJob, on_log: Callable[[str, str], None] | None) -> None:
-        """Send the agent the job of its workers."""
         self._on_log = on_log
         with self._changing:
             self._job = job
@@ -223,7 +211,6 @@ class AgentHandle:
         return self._result is None or "ended" not in self._result
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the host, up to `timeout` seconds."""
         self._listener.join(timeout)
 
     @property
@@ -254,16 +241,13 @@ class AgentHandle:
             self.outcome = self._outcome()
 
     def close_stdin(self) -> None:
-        """Ask the agent to end."""
         assert self._agent.stdin is not None
         with self._writing, suppress(OSError):  # It ended before it had read its job.
             self._agent.stdin.close()
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End every worker and helper and remove their files; harmless when called again.
-
-        An agent that has not ended after `patience_s` seconds is killed.
-        """
+        """End every worker and helper and remove their files; harmless when called again. An agent
+        that has not ended after `patience_s` seconds is killed."""
         with self._changing:
             if not self._stopped:
                 self._stopped = True
@@ -281,7 +265,9 @@ class AgentHandle:
                 self._note_refusal(message["refused"])
                 continue
             self._answered = True
-            self._phase = _phase(message)
+            self._phase = Phase.LOST if "lost" in message else Phase.WORKING
+            if "preparing" in message:
+                self._phase = Phase.PREPARING
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 kind = FaultKind.WORKER_SILENT if message["hung"] else FaultKind.WORKER_ENDED

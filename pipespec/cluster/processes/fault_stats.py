@@ -35,16 +35,11 @@ class Fault:
 
 
 class FaultStats:
-    """Counts of faults, recoveries and resumptions. Callers pass the time, in seconds.
-
-    A fault is counted once all ranks have joined again, or when the next fault happens: a broken
-    link is often reported before the end of the worker that held it (`reclassify`). A *recovery*
-    lasts from the first fault until all ranks have joined. If requests were running then, a
-    *resumption* lasts from that fault until any of them has a new token.
-
-    Args:
-        known: earlier counts of the same log, with or without others, which are ignored.
-    """
+    """Counts of faults, recoveries and resumptions, on top of those that are `known`. Callers pass
+    the time, in seconds. A fault is counted once all ranks have joined again, or when the next
+    fault happens: a broken link is often reported before the end of the worker that held it
+    (`reclassify`). A *recovery* lasts from the first fault until all ranks have joined, and if
+    requests were running then, a *resumption* until any of them has a new token."""
 
     def __init__(self, known: Mapping[str, int]):
         own = {RECOVERIES, RESUMPTIONS, RECOVERY_NS, RESUMPTION_NS}
@@ -57,7 +52,6 @@ class FaultStats:
         self._silent_since = 0.0
 
     def record_fault(self, fault: Fault) -> None:
-        """Add the fault that ends an epoch."""
         self._count()
         self.faults.append(fault)
         self._counted = False
@@ -65,7 +59,6 @@ class FaultStats:
             self._down_since = fault.at_s
 
     def ended(self, epoch: int) -> bool:
-        """Whether the newest fault ends this epoch."""
         return bool(self.faults) and self.faults[-1].epoch == epoch
 
     def reclassify(self, kind: FaultKind) -> None:
@@ -74,17 +67,12 @@ class FaultStats:
             self.faults[-1] = replace(self.faults[-1], kind=kind)
 
     def begin_epoch(self, lengths: Mapping[int, int]) -> None:
-        """Begin the next epoch.
-
-        Args:
-            lengths: of the sequences that the last epoch decoded, in tokens.
-        """
+        """Begin the next epoch; `lengths`: of the sequences of the last one, in tokens."""
         if lengths and not self.silent_lengths:
             self.silent_lengths = dict(lengths)
             self._silent_since = self.faults[-1].at_s
 
     def all_ranks_joined(self, now: float) -> None:
-        """End a recovery."""
         self._count()
         if self._down_since is not None:
             self.counts[RECOVERIES] += 1

@@ -1,7 +1,5 @@
-"""Imports and precomputes what ranks need, in torchrun's process before it forks.
-
-It is one of the modules to preload; importing it elsewhere has no use.
-"""
+"""Imports and precomputes what ranks need, in torchrun's process before it forks. It is one of the
+modules to preload; importing it elsewhere has no use."""
 
 from __future__ import annotations
 

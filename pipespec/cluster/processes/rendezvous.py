@@ -1,14 +1,8 @@
-"""torchrun's rendezvous for a single node, inside its own process.
-
-torchrun's own kinds open a TCPStore on every address of the machine, and the dynamic one
-unpickles what it finds there. What torchrun starts for us is one node, whose agent meets no
-other, so this one keeps its store in memory: nothing listens and nothing is read from outside.
-
-    torchrun --rdzv-backend=pipespec --nproc-per-node=2 -m ...
-
-finds it by the entry point group `torchrun.handlers`; `register` makes it known to a process
-without an installed package. The ranks meet elsewhere (`pipespec.transport.distributed`).
-"""
+"""torchrun's rendezvous for a single node, inside its own process. torchrun's own kinds open a
+TCPStore on every address of the machine, and the dynamic one unpickles what it finds there; this
+one keeps its store in memory, and nothing listens. `torchrun --rdzv-backend=pipespec` finds it by
+the entry point group `torchrun.handlers`. The ranks meet elsewhere
+(`pipespec.transport.distributed`)."""
 
 from __future__ import annotations
 
@@ -29,10 +23,8 @@ BACKEND = "pipespec"
 
 
 class OneNode:
-    """A `RendezvousHandler` of torch.distributed.elastic.
-
-    It does not inherit from it: torch loads entry points while it imports that class.
-    """
+    """A `RendezvousHandler` of torch.distributed.elastic. It does not inherit from it: torch loads
+    entry points while it imports that class."""
 
     use_agent_store = False
 
@@ -47,10 +39,7 @@ class OneNode:
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once, as the only node.
-
-        A script that calls `init_process_group` by itself finds a loopback address.
-        """
+        """Return at once, as the only node, with an address for `init_process_group`."""
         from torch._C._distributed_c10d import HashStore
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,
@@ -60,7 +49,9 @@ class OneNode:
 
         if self._closed:
             raise RendezvousClosedError
-        place = RendezvousStoreInfo(LOOPBACK, _free_port())
+        with socket.socket() as probe:  # bound and never listened on
+            probe.bind((LOOPBACK, 0))
+            place = RendezvousStoreInfo(LOOPBACK, int(probe.getsockname()[1]))
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=place)
 
     def is_closed(self) -> bool:
@@ -97,10 +88,3 @@ def register() -> None:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(BACKEND, create)
-
-
-def _free_port() -> int:
-    # Bound and never listened on.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -1,15 +1,10 @@
-"""The process of a host in which torchrun's elastic launcher runs, and the supervisors it forks.
-
-    python -m pipespec.cluster.processes.torchrun
-
-It imports torch, the models and the entrypoint once, and stays a process of one thread without a
-CUDA context: all other processes of the host are forked from it, so that seventeen workers start
-almost as fast as one. The elastic launcher lives in its main thread, where that launcher's signal
-handlers must be. It reads what to import from standard input, then the job. Nothing more is written
-there, so it ends when the agent is gone. For the agent it writes one JSON object to the file
-`outcome`: {"ended": true}, with the results beside it, {"failed": sentence} or, when a signal ended
-a supervisor and the host may be started again, {"lost": sentence}.
-"""
+"""The process of a host in which torchrun's elastic launcher runs, and the supervisors it forks. It
+imports torch, the models and the entrypoint once, and stays a process of one thread without a CUDA
+context: all others are forked from it, so that seventeen workers start almost as fast as one. It
+reads what to import from standard input, then the job, and ends when the agent is gone. For the
+agent it writes one JSON object to the file `outcome`: {"ended": true}, with the results beside it,
+{"failed": sentence} or, when a signal ended a supervisor and the host may be started again,
+{"lost": sentence}."""
 
 from __future__ import annotations
 
@@ -54,16 +49,10 @@ WORKER = "PIPESPEC_WORKER"
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the workers run: `entrypoint(*args)`, with the worker's name in the environment.
-
-    Attributes:
-        entrypoint: "module:function"; only the workers import it.
-        args: a pickled tuple; only the workers read it, who have imported its types.
-        workers: their names; `titles` are their names in messages.
-        host: the name of their host in messages.
-        restart: whether one that a signal ended is replaced by another.
-        logs: whether the output of the workers is forwarded, line by line.
-    """
+    """What the workers run: `entrypoint(*args)`, with the worker's name in the environment. Only
+    the workers import the entrypoint, "module:function", and read the pickled tuple `args`.
+    `titles` and `host` are names in messages. `restart`: a worker that a signal ended is replaced;
+    `logs`: the output of the workers is forwarded, line by line."""
 
     entrypoint: str
     args: bytes
@@ -75,7 +64,6 @@ class WorkerJob:
 
 
 def main() -> None:
-    """Import, read the job, run the workers, leave the outcome."""
     # What is forked closes its standard input, but must know whether the agent lives.
     agent = os.dup(sys.stdin.fileno())
     modules = [ELASTIC, *pickle.load(sys.stdin.buffer)]
@@ -138,12 +126,9 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
 
 
 def _first_failure(directory: Path, job: WorkerJob, number: int, exitcode: int) -> str:
-    """The sentence about the worker that failed first.
-
-    `number` is the first one that the agent saw end. If it raised, so may others have done
-    before it within the agent's interval: the earliest of those that did not merely lose a
-    neighbour is to blame.
-    """
+    """The sentence about the worker that failed first. `number` is the first one that the agent saw
+    end. If it raised, so may others have done before it within the agent's interval: the earliest
+    of those that did not merely lose a neighbour is to blame."""
     raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
     if any(record["number"] == number for record in raised):
         first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
@@ -169,11 +154,9 @@ def last_line(output: bytes) -> str:
 
 
 def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
-    """Run workers until one finishes; returns its result.
-
-    A supervisor ends with torchrun's process, and with the agent: `agent` is a descriptor that
-    reaches its end with it. It ends a worker that makes no progress.
-    """
+    """Run workers until one finishes; returns its result. A supervisor ends with torchrun's
+    process, and with the agent: `agent` is a descriptor that reaches its end with it. It ends a
+    worker that makes no progress."""
     torchrun = parent_process()
     assert torchrun is not None
     # A signal ends a supervisor or a worker as SIGKILL does, and another takes its place.
@@ -233,11 +216,12 @@ def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: in
         code = leaving.code if isinstance(leaving.code, int) else 1
     except Exception as error:  # noqa: BLE001 - any error is reported to the agent
         lost_neighbour = isinstance(error, RankFailed)
+        lines = [line for line in str(error).splitlines() if line.strip()]
         record = {
             "number": number,
             "time": time.monotonic_ns(),
             "lost_neighbour": lost_neighbour,
-            "line": _one_line(error),
+            "line": ": ".join([type(error).__name__, *lines[:1]]),
         }
         sys.excepthook(type(error), error, error.__traceback__)
         # The agent reads it when any worker of the host has ended.
@@ -248,11 +232,6 @@ def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: in
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _end_with(pipe: int) -> None:

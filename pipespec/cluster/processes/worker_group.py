@@ -3,12 +3,10 @@
     this process ─┬─ agent of this machine ── ...          (pipespec.cluster.processes.agent)
                   └─ ssh ── agent of another host ── ...
 
-No process survives: only this process writes to the pipe that is an agent's input, and its end
-(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the host.
-All processes of this machine hold their agent's standard output, so that pipe ends
-when the last of them is gone. They form a session of their own: Ctrl-C reaches this process
-alone, and one signal to the group ends what hangs.
-"""
+Only this process writes to the pipe that is an agent's input, and its end (closed by us, by the
+kernel or by SSH) ends the host. All processes of this machine hold their agent's standard output,
+so that ends with the last of them. They form a session of their own: Ctrl-C reaches this process
+alone, and one signal to the group ends what hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from typing import Any
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
 from pipespec.cluster.processes.torchrun import WorkerJob
-from pipespec.config.hosts import LOCAL, Host, this_machine
+from pipespec.config.hosts import LOCAL, Host
 from pipespec.errors import HostFailed, RankFailed
 
 # Modules that almost every rank needs and that take longest to import.
@@ -33,43 +31,11 @@ _MONITOR_S, _LOOK_S = 0.1, 0.02
 _FAILING_S = 2.0
 
 
-def launch(
-    entrypoint: Callable[..., Any],
-    args: Sequence[Any] = (),
-    *,
-    num_ranks: int,
-    preload: Sequence[str] = PRELOAD,
-) -> WorkerGroup:
-    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
-
-    `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
-    pickle. Each rank finds RANK, LOCAL_RANK and WORLD_SIZE in its environment. `preload` names
-    modules to import once for all ranks, next to the entrypoint's own.
-
-        with launch(run_rank, (config,), num_ranks=5) as cluster:
-            ...             # the ranks run meanwhile
-            cluster.wait()
-    """
-    assert num_ranks > 0
-    module, function = entrypoint.__module__, entrypoint.__qualname__
-    assert module != "__main__", "the ranks must be able to import the entrypoint"
-    devices = ["cpu"] * num_ranks
-    cluster = WorkerGroup([this_machine(devices)], (*preload, module))
-    cluster.start_workers(f"{module}:{function}", args)
-    return cluster
-
-
 class WorkerGroup:
-    """The running workers. Leaving the `with` block ends those that still run.
-
-    Their agents start at once and import `modules`, which takes longest; meanwhile the caller may
-    prepare the job, which `start_workers` sends.
-
-    Args:
-        hosts: where they run, one worker per device.
-        modules: to import once for all workers of a host.
-        name: of the cluster; with the host's name, the name of an agent's lock.
-    """
+    """The running workers of `hosts`, one per device; leaving the `with` block ends those that
+    still run. Their agents start at once and import `modules`, which takes longest; meanwhile the
+    caller may prepare the job, which `start_workers` sends. An agent's lock has the `name` of the
+    cluster and the host's."""
 
     def __init__(
         self, hosts: Sequence[Host], modules: Sequence[str] = PRELOAD, *, name: str | None = None
@@ -105,17 +71,12 @@ class WorkerGroup:
         return agent
 
     def remove(self, agent: AgentHandle) -> None:
-        """End what runs on a host that was added."""
         self._hosts = tuple(host for host in self._hosts if host is not agent)
         self._guests -= {agent}
         agent.stop()
 
     def await_agents(self) -> None:
-        """Wait until the agents of other hosts have sent their first message.
-
-        Raises:
-            HostFailed: one of them could not begin; all others have been ended.
-        """
+        """Wait for the first message of the agents of other hosts. Raises HostFailed."""
         while not self._failed() and not all(
             host.reached or host.host.local for host in self._hosts
         ):
@@ -132,15 +93,10 @@ class WorkerGroup:
         on_log: Callable[[str, str], None] | None = None,
         on: AgentHandle | None = None,
     ) -> None:
-        """Have every worker run `entrypoint(*args)`, and return while they begin.
-
-        Args:
-            entrypoint: as "module:function"; it is not imported here.
-            restart: whether a worker that a signal ended, or a host that was lost, is started
-                again; else it ends the cluster.
-            on_log: called with the worker's name and a line that it wrote.
-            on: the host whose workers are started; None: all hosts.
-        """
+        """Have every worker of a host, `on`, or of all run `entrypoint(*args)`, a "module:function"
+        that is not imported here, and return while they begin. `restart`: a worker that a signal
+        ended, or a host that was lost, is started again; else it ends the cluster. `on_log` is
+        called with a worker's name and a line that it wrote."""
         packed = pickle.dumps(tuple(args))
         for host in self._hosts if on is None else (on,):
             names = host.host.workers
@@ -152,25 +108,15 @@ class WorkerGroup:
             )
 
     def poll(self) -> bool:
-        """Whether the workers still run.
-
-        Raises:
-            RankFailed: a worker ended before its work did; all others have been ended too.
-        """
+        """Whether the workers still run. Raises RankFailed, once all have been ended."""
         if not self._failed() and all(host.running for host in self._own):
             return True
         self.wait()
         return False
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """The results of the workers of this machine, once they and all helpers have ended.
-
-        `timeout` is in seconds.
-
-        Raises:
-            RankFailed: a worker ended before its work did; all others have been ended too.
-            TimeoutError: the workers still run.
-        """
+        """The results of this machine's workers, once they and all helpers have ended. Raises
+        RankFailed as `poll`, and TimeoutError if they still run after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while any(host.running for host in self._own) and not self._failed():
             if deadline is not None and time.monotonic() >= deadline:
@@ -186,7 +132,6 @@ class WorkerGroup:
 
     @property
     def _own(self) -> list[AgentHandle]:
-        """The hosts with which the cluster began."""
         return [host for host in self._hosts if host not in self._guests]
 
     def _failed(self) -> list[AgentHandle]:
@@ -208,19 +153,15 @@ class WorkerGroup:
         return {worker: number for host in self._hosts for worker, number in host.signs.items()}
 
     def preparing(self, worker: str) -> bool:
-        """Whether a worker's host is starting again."""
         return any(host.preparing for host in self._hosts if worker in host.host.workers)
 
     def restart_lost_hosts(self) -> None:
-        """Start the agents anew of hosts that were lost."""
         for host in self._hosts:
             host.restart_if_lost()
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End every worker and helper and remove their files; harmless when called again.
-
-        Agents that have not ended after `patience_s` seconds are killed.
-        """
+        """End every worker and helper and remove their files; harmless when called again. Agents
+        that have not ended after `patience_s` seconds are killed."""
         for host in self._hosts:
             host.close_stdin()
         deadline = time.monotonic() + patience_s

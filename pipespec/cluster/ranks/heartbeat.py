@@ -1,8 +1,6 @@
-"""Renews the lease of a worker and watches for new epochs, in a thread beside its work.
-
-The thread hands over epochs under its condition, and ends the links of an epoch that is over.
-Everything else belongs to the worker's main thread.
-"""
+"""Renews the lease of a worker and watches for new epochs, in a thread beside its work. The thread
+hands over epochs under its condition, and ends the links of an epoch that is over. Everything else
+belongs to the worker's main thread."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, Self
+from typing import Self
 
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
@@ -32,30 +30,16 @@ LAUNCHER_S = 20.0
 log = logging.getLogger(__name__)
 
 
-class Abortable(Protocol):
-    """Links of a rank."""
-
-    def abort(self) -> None:
-        """Make waiting calls fail. It is called from another thread."""
-
-
 class Heartbeat:
-    """Renews a worker's lease, and aborts the links of an epoch that is over.
-
-        with Heartbeat(url, namespace, worker, patience_s=30) as heartbeat:
-            epoch = heartbeat.next(0)
-            with heartbeat.aborting(epoch.number, link):
-                ...     # `link` fails soon after a newer epoch begins, or Redis is gone
-
-    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds. With
-    `by_hand`, as no process of the launcher's ends this one, the cluster has ended, too, if the
-    launcher gives no sign of life for LAUNCHER_S seconds more.
+    """Renews a worker's lease, and aborts the links of an epoch that is over. While Redis does not
+    answer, it tries to connect again for `patience_s` seconds. With `by_hand`, as no process of the
+    launcher's ends this one, the cluster has ended, too, if the launcher gives no sign of life for
+    LAUNCHER_S seconds more.
 
     gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
     never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
     Whether the main thread makes progress otherwise is for the supervisor to judge
-    (`pipespec.system.liveness`); a heartbeat that comes late ends nothing.
-    """
+    (`pipespec.system.liveness`); a heartbeat that comes late ends nothing."""
 
     def __init__(
         self,
@@ -74,7 +58,7 @@ class Heartbeat:
         self._epoch = Epoch(0, "")
         self._gone: ControllerError | None = None
         self._closed = False
-        self._links: tuple[Abortable, ...] = ()
+        self._links: tuple[Callable[[], None], ...] = ()
         # The thread whose links were aborted; None: it has left them, or none were. Since when it
         # waits in gloo, for how many seconds that was seen, and when last.
         self._user = 0
@@ -99,7 +83,6 @@ class Heartbeat:
             raise self._gone
 
     def check(self, epoch: int) -> None:
-        """Raise StaleEpoch if a newer epoch has begun, and Unreachable if Redis is gone."""
         with self._changed:
             if self._epoch.number > epoch:
                 raise StaleEpoch(f"Epoch {epoch} is over: a newer one has begun.")
@@ -107,12 +90,10 @@ class Heartbeat:
                 raise self._gone
 
     @contextmanager
-    def aborting(self, epoch: int, *links: Abortable) -> Iterator[None]:
-        """Abort the links, once, from another thread, if the epoch ends within the block.
-
-        Blocks may be nested; the links of the inner one come in place of the others. Raises
-        StaleEpoch if the epoch has ended already.
-        """
+    def aborting(self, epoch: int, *links: Callable[[], None]) -> Iterator[None]:
+        """Abort links by these functions, once, from another thread, if the epoch ends within the
+        block. Blocks may be nested; the links of the inner one come in place of the others. Raises
+        StaleEpoch if the epoch has ended already."""
         with self._changed:
             outer, self._links = self._links, links
             self._user = threading.get_ident()
@@ -153,7 +134,8 @@ class Heartbeat:
                         if not self._by_hand or shared.launcher_lives():
                             launched = reached
                         elif (away_s := reached - launched) > self._patience_s + LAUNCHER_S:
-                            self._publish(gone=_launcher_gone(away_s))
+                            sentence = "The launcher of the cluster gave no sign of life for "
+                            self._publish(gone=Unreachable(f"{sentence}{away_s:.0f} s."))
                             return
                         self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
@@ -180,7 +162,7 @@ class Heartbeat:
             self._changed.notify_all()
             for link in links:
                 # Under the lock: the block cannot end, and its link close, meanwhile.
-                link.abort()
+                link()
             if links:
                 self._aborted = self._user
 
@@ -197,7 +179,3 @@ class Heartbeat:
                 log.warning("gloo does not release this worker, which is replaced by another")
                 self._aborted = None
                 self._kill()
-
-
-def _launcher_gone(away_s: float) -> Unreachable:
-    return Unreachable(f"The launcher of the cluster gave no sign of life for {away_s:.0f} s.")

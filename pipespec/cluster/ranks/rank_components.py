@@ -38,7 +38,7 @@ from pipespec.head.sequence import StopCheck
 from pipespec.placement.rank_needs import draft_slots
 from pipespec.system.device_copy import on_device
 from pipespec.system.versions import package_version
-from pipespec.text import StopChecker
+from pipespec.text import FinalText
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,9 @@ def load_model(
     mid: bool = False,
     tp_rank: TPRank | None = None,
 ) -> ModelSlice | None:
-    """Load a stage's part of the target, or the draft model at rank 0. None: it has no model.
-
-    Args:
-        sharing: models on the device, this one included; each takes its share of free memory.
-        mid: load the mid-size model beside the head in place of the draft model.
-        tp_rank: which part to load, of a rank that several workers compute.
-    """
+    """Load a stage's part of the target, or at rank 0 the draft model, with `mid` the mid-size
+    model. None: it has no model. `sharing` models, this one included, share the device's free
+    memory. `tp_rank`: which part to load, of a rank that several workers compute."""
     info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
         return None
@@ -122,13 +118,9 @@ class Weights:
         member: int = 0,
         size: int = 1,
     ) -> ModelSlice | None:
-        """The model of a rank, loaded unless it is the one in memory.
-
-        Args:
-            sharing: models on its device, this one included.
-            mid: the mid-size model beside the head in place of the draft.
-            member: which part to load, of a rank that `size` workers compute.
-        """
+        """The model of a rank, with `mid` the mid-size model beside the head, loaded unless it is
+        the one in memory: the part `member` of a rank that `size` workers compute. `sharing`:
+        models on its device, this one included."""
         layers = deployment.layers[rank - 1] if rank else None
         device = deployment.devices[rank]
         info = memory.model_of(deployment, rank, mid=mid)
@@ -146,7 +138,6 @@ class Weights:
         return self._model
 
     def drop(self) -> None:
-        """Free the model."""
         if self._model is not None:
             self._model = self._loaded = None
             if torch.cuda.is_initialized():  # before free memory is measured
@@ -156,10 +147,8 @@ class Weights:
 
 def num_profiled_rows(config: Config) -> int:
     """The largest number of rows for which a stage profiles its batches before the first request.
-
     It is that of the largest batch if requests run concurrently, so that prefill need not slow down
-    running requests to measure it; else that of draft tokens, if a policy needs their cost.
-    """
+    running requests to measure it; else that of draft tokens, if a policy needs their cost."""
     if config.scheduler.max_num_seqs > 1:
         return config.max_rows
     needed = any(each.row_cost is None for each in config.policies)
@@ -192,7 +181,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
 
 def measures_steps(config: Config) -> bool:
     """Whether what steps take is learnt as they run. Emulated times are stated."""
-    return not config.clock and any(each.refills for each in config.policies)
+    return not config.emulate and any(each.refills for each in config.policies)
 
 
 def step_times_key(deployment: Deployment) -> list[Any]:
@@ -206,15 +195,14 @@ def step_times_key(deployment: Deployment) -> list[Any]:
         [list(map(str, deployment.layers)), deployment.devices, deployment.sizes],
         [host.name for host in deployment.hosts],
         *map(str, (deployment.dtype, config.cluster.threads, config.cluster.groups)),
-        *map(str, (config.transport, config.link_delay, config.proposer)),
+        *map(str, (config.transport, config.emulate_link, config.proposer)),
     ]
 
 
 def make_proposer(
     deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
 ) -> Proposer:
-    """The proposer; `runner` holds the draft model and `mid` is the mid-size model of a cascade,
-    where there is one."""
+    """The proposer of the draft model in `runner`, and of the mid-size model of a cascade."""
     draft = None
     if deployment.draft is not None:
         assert runner is not None
@@ -226,7 +214,7 @@ def make_proposer(
 
     config = deployment.config
     proposer = config.proposer.make(draft, target.vocab_size, encode)
-    if not config.mid_rows:
+    if not config.proposer.mid_rows:
         return proposer
     mid_proposer = None
     if deployment.mid is not None:
@@ -234,8 +222,8 @@ def make_proposer(
         mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
     beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
     device = "cpu" if mid is None else mid.device
-    mid_beside = AsyncProposer(beside, config.clock, device)
-    return CascadeProposer(proposer, mid_beside, config.mid_rows, deployment.context)
+    mid_beside = AsyncProposer(beside, config.emulate, device)
+    return CascadeProposer(proposer, mid_beside, config.proposer.mid_rows, deployment.context)
 
 
 def draft_proposer(
@@ -244,7 +232,6 @@ def draft_proposer(
     runner: SliceRunner,
     parallel: ParallelDraft | None = None,
 ) -> DraftModelProposer:
-    """The proposer that runs a draft model or a mid-size one."""
     config, states = deployment.config, None
     if info.recurrent is not None:
         members = memory.members_of(deployment, 0, mid=info is deployment.mid)
@@ -261,19 +248,11 @@ def draft_proposer(
 
 
 def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
-    """A factory of the stop-string checks of requests."""
-
-    def never(_: int) -> bool:
-        return False
-
     def make(request: Request) -> StopCheck:
         if not request.stop:
-            return never
-        return StopChecker(
-            tokenizer.load(deployment.target.path),
-            request.stop,
-            request.prompt,
-            request.sampling.min_tokens,
-        )
+            return lambda token: False
+        found = tokenizer.load(deployment.target.path)
+        text = FinalText(found, request.prompt, request.stop, request.sampling.min_tokens)
+        return text.completes
 
     return make

@@ -1,8 +1,6 @@
 """The process of a worker: it computes a rank in one epoch after another, and keeps its weights.
-
 `run_worker` waits for an epoch, loads what its assignment needs and calls `run_rank`, which joins
-the controller and the neighbours and runs the loop of the head or of a stage.
-"""
+the controller and the neighbours and runs the loop of the head or of a stage."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
@@ -24,12 +22,11 @@ from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.processes.torchrun import WORKER
 from pipespec.cluster.ranks import rank_components
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.cluster.ranks.held_rank import HeldRank
+from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group
 from pipespec.cluster.ranks.rank_components import Weights
 from pipespec.cluster.weights.local import on_this_host
 from pipespec.cluster.weights.plan import parts_of_rank
 from pipespec.config.hosts import Host
-from pipespec.controller.link_addresses import LinkAddressTable
 from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Membership
 from pipespec.controller.rank_controller import Controller
@@ -52,14 +49,11 @@ from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.spin_wait import should_spin
 from pipespec.timing.batch_times import RowTimes
 from pipespec.timing.trace import Timeline
-from pipespec.transport.distributed import FOREVER, DistributedTransport
-from pipespec.transport.rendezvous_store import RendezvousStore
-from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.tp_group import TPProcessGroup
 from pipespec.transport.transport import Transport
-from pipespec.transport.transport_settings import GLOO, NCCL
+from pipespec.transport.transport_settings import NCCL
 
-# Seconds between two checks whether all ranks have joined.
-LOOK_S = 0.5
 # How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
 # cut off is replaced before its workers end.
 LONGER_S = 15.0
@@ -70,15 +64,9 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
-    """Run ranks until the head stops the cluster: the entrypoint of every worker.
-
-    Args:
-        hosts: the host of each worker, by the worker's name.
-
-    Raises:
-        Unreachable: Redis stayed away.
-        PipespecError: something is wrong with this worker rather than with its neighbours.
-    """
+    """Run ranks until the head stops the cluster: the entrypoint of every worker. `hosts`: the host
+    of each worker. Raises Unreachable if Redis stays away, and PipespecError if something is wrong
+    with this worker rather than with its neighbours."""
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
     here = on_this_host(deployment, hosts[worker])
@@ -145,7 +133,6 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
 
 
 def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
-    """Load the models of a rank and compute it for one epoch, until the head stops the cluster."""
     deployment, rank, member = held.deployment, held.rank, held.member
     if deployment.devices[rank] == "cpu":
         shares = held.core_shares()
@@ -166,7 +153,7 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
             join_and_run(held, model, mid, grammars)
             return
         assert model is not None
-        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+        with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group.abort):
             progress.begin(LOADING_S)
             if member:
                 follow_tp_leader(model, group)
@@ -197,12 +184,9 @@ def join_and_run(
     group: TPProcessGroup | None = None,
     num_slots: int | None = None,
 ) -> None:
-    """Join the controller and the neighbours, and run the loop of a rank.
-
-    Args:
-        group: of the workers that compute the rank; it is aborted with the links.
-        num_slots: of the model's KV slots, which the rank may use; None: all.
-    """
+    """Join the controller and the neighbours, and run the loop of a rank. `group`: of the workers
+    that compute it, aborted with the links. It may use `num_slots` KV slots of the model; None:
+    all."""
     deployment, where = held.deployment, held.where
     links = held.assignment.links(deployment.config.transport.seal)
     hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
@@ -236,7 +220,7 @@ def join_and_run(
             nccl=wanted == NCCL and all(link.local for link in links[1:]),
             spins=spinning,
         )
-        aborted = (transport,) if group is None else (transport, group)
+        aborted = (transport.abort, *([] if group is None else [group.abort]))
         with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
             try:
                 run_loop(transport)
@@ -249,8 +233,7 @@ def join_and_run(
 def connect_links(
     deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
 ) -> DistributedTransport:
-    """The links of a rank to its neighbours, which connect at the same time; `how` they are linked
-    is described at `DistributedTransport.connect`. Raises RankFailed."""
+    """The links of a rank to its neighbours, as `DistributedTransport.connect` makes them."""
     scheduling = deployment.config.scheduler
     return DistributedTransport.connect(
         deployment.devices,
@@ -258,7 +241,7 @@ def connect_links(
         rank=rank,
         epoch=where.epoch,
         secret=where.secret,
-        max_rows=deployment.max_rows,
+        max_rows=deployment.config.max_rows,
         max_finished=scheduling.max_num_seqs,
         max_retained=scheduling.max_num_seqs + deployment.max_retained,
         max_kept=deployment.kept_states,
@@ -281,14 +264,8 @@ def join_rank(
     num_slots: int | None = None,
 ) -> Iterator[Callable[[Transport], None]]:
     """Join the controller as a rank whose models are loaded; leave it with the block. Yields what
-    runs the loop of the head or of a stage over its links, until the head says stop.
-
-    Args:
-        mid: the mid-size model beside the head of a cascade.
-        grammars: see `rank_grammars`.
-        spins: see `pipespec.system.spin_wait`.
-        num_slots: of the model's KV slots, which the rank may use; None: all.
-    """
+    runs the loop of the head or of a stage over its links, until the head says stop. The rank may
+    use `num_slots` KV slots of the model; None: all."""
     config, layout = deployment.config, deployment.layout
     runner = tokens = None
     if model is not None:
@@ -300,7 +277,7 @@ def join_rank(
         times = profile_run(
             runner,
             most,
-            lambda rows: config.clock.min_stage_ms(rank, 0, rows),
+            lambda rows: config.emulate.min_stage_ms(rank, 0, rows),
             last=rank == layout.last,
         )
     # The launcher and the other ranks learn from this that the models are loaded.
@@ -318,8 +295,8 @@ def join_rank(
         def run_loop(transport: Transport) -> None:
             # A verdict travels from the last stage to the head's machine, and from there to the
             # rank's.
-            delay_ms = config.link_delay.latency_ms * config.clock.scale * (2 if rank else 1)
-            transport = config.link_delay.delayed(transport, config.clock.scale)
+            delay_ms = config.emulate_link.latency_ms * config.emulate.scale * (2 if rank else 1)
+            transport = config.emulate_link.delayed(transport, config.emulate.scale)
             begin = None if grammars is None else grammars.begin
             if not rank:
                 _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
@@ -327,7 +304,7 @@ def join_rank(
             assert runner is not None
             attention = runner.model.attention
             settings = StageSettings(
-                layout, delay_ms, config.clock, attention, begin, compute.share_cores
+                layout, delay_ms, config.emulate, attention, begin, compute.share_cores
             )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
@@ -357,7 +334,7 @@ def _run_head(
         deployment.layout,
         rank_components.stop_check(deployment),
         delay_ms,
-        config.clock,
+        config.emulate,
         begin_grammar,
         keep_learnt=partial(store_cached, STEP_TIMES, key),
     )
@@ -368,44 +345,3 @@ def _run_head(
     head = HeadLoop(scheduler, proposer, transport, controller, settings, timeline)
     with nullcontext() if scorer is None else closing(scorer), progress.part(LATE_S):
         head.run_until_done()
-
-
-@contextmanager
-def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
-    """The store in Redis in which the workers of an epoch exchange addresses.
-
-    It stays open with the block, as NCCL reads it again for its first message.
-    """
-    where = held.where
-    with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
-        yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
-
-
-@contextmanager
-def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
-    """The workers that compute a rank together, once all of them have loaded their parts.
-
-    They are on one host, so their all-reduces use no network.
-    """
-    members, member, where = held.members, held.member, held.where
-    assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
-    first = f"member/{held.rank}/first"
-    with meeting_store(held) as store:
-        progress.begin(MEETING_S)
-        with Membership(where.url, where.namespace) as shared, Waiting():
-            if member:
-                shared.follow(where.epoch, members[member])
-                store.wait([first], FOREVER)
-            else:
-                while not shared.await_followers(where.epoch, members[1:], LOOK_S):
-                    held.heartbeat.check(where.epoch)
-                store.set(first, "")
-        devices = [*map(held.deployment.device_of, members)]
-        transport = held.deployment.config.transport
-        nccl = can_use_nccl(devices) and transport.backend != GLOO
-        yield TPProcessGroup(
-            PrefixStore(f"member/{held.rank}", store),
-            member,
-            len(members),
-            devices[member] if nccl else None,
-        )

@@ -1,24 +1,17 @@
 """Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four signs indicate a fault: neither a worker nor its host gives a sign of life (the host is cut
-off), a supervisor replaces a worker that a signal ended or that made no progress, a worker reports
-a suspicion (the link to a neighbour broke), or all ranks wait while a request is running. What
-follows is always the same: the next epoch begins, with the same assignment or, where a worker stays
-away, with a spare in its place or with fewer stages. Running requests return to the queue, the
-remaining ranks join again with their weights in memory, and the head prefills prompt and accepted
-tokens and goes on. The launcher kills no worker: whether one makes progress is for its supervisor
-to judge (`pipespec.system.liveness`).
+Four signs indicate a fault: neither a worker nor its host gives a sign of life, a supervisor
+replaces a worker that a signal ended or that made no progress, a worker reports a suspicion (the
+link to a neighbour broke), or all ranks wait while a request is running. Then the next epoch
+begins, with the same assignment or, where a worker stays away, with a spare in its place or fewer
+stages. Running requests return to the queue, the other ranks join again with their weights in
+memory, and the head prefills prompt and accepted tokens. The launcher kills no worker: whether one
+makes progress is for its supervisor to judge (`pipespec.system.liveness`).
 
-Threads share state by these rules:
-
-- Every field of `Recovery` belongs to its thread as soon as `watch` has started it. Other threads
-  read `Recovery.state` alone, an immutable value that this thread replaces as a whole. Epoch and
-  assignment of one `ClusterState` thus always fit each other; read it once for one decision.
-- Other threads hand over a `LayoutChange`, or other workers to watch, by a queue.
-- The session's thread sends `stop`, an event. The listeners of the agents send deaths, by the queue
-  `WorkerGroup.deaths`. `AgentHandle` says which of its fields its listener writes; what starts and
-  ends an agent holds a lock, as both the session and the recovery do it.
-"""
+Every field of `Recovery` belongs to its thread once `watch` has started it. Other threads read
+`Recovery.state` alone, an immutable value that is replaced as a whole (read it once for one
+decision), and hand over what they want by a queue and the event `stopped`. The listeners of the
+agents send deaths by the queue `WorkerGroup.deaths`; what starts and ends an agent holds a lock."""
 
 from __future__ import annotations
 
@@ -31,40 +24,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
-from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.deployment.replanning import WeightsPending
+from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.processes.worker_group import WorkerGroup
-from pipespec.cluster.recovery.cluster_state import ClusterState, LayoutChange
-from pipespec.cluster.recovery.joined_pids import JoinedPids
-from pipespec.cluster.recovery.progress import MAX_FAULTS, STABLE_S, Progress
-from pipespec.cluster.recovery.worker_leases import WorkerLeases
+from pipespec.cluster.recovery.cluster_state import (
+    MAX_FAULTS,
+    STABLE_S,
+    ClusterProgress,
+    ClusterState,
+    LayoutChange,
+)
+from pipespec.cluster.recovery.worker_leases import JoinedPids, WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, PipespecError, RankFailed, Unreachable
 
-# Seconds between two checks of the signs.
-LOOK_S = 0.1
-# Seconds that one try to reach a private Redis takes at most.
-TRY_S = 2.0
+# Seconds between two checks of the signs, and that one try to reach a private Redis takes at most.
+LOOK_S, TRY_S = 0.1, 2.0
 
 log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """A thread that keeps one cluster going, from `watch` to the end of the `with` block.
-
-    Args:
-        assignment: of the first epoch, which begins at once.
-        workers: all workers, spares included.
-        replan: makes an assignment without workers that are lost, or raises ConfigError, or
-            WeightsPending while it cannot begin yet.
-        server: the private Redis, if there is one; it is started again when it has ended or hangs.
-        patience_s: how long the recovery waits for a lost worker before the assignment changes, and
-            for a Redis that it cannot start again before the cluster ends.
-    """
+    """A thread that keeps one cluster going, from `watch` to the end of the `with` block. The first
+    epoch has `assignment` and begins at once; `replan` makes one without workers that are lost, or
+    raises ConfigError, or WeightsPending while it cannot begin yet. The private Redis, `server`, is
+    started again when it has ended or hangs. `patience_s`: how long a lost worker is waited for
+    before the assignment changes, and a Redis that cannot be started again before the cluster
+    ends."""
 
     def __init__(
         self,
@@ -82,7 +71,7 @@ class Recovery:
         self._server = server
         self._patience_s = patience_s
         self._answer_s = ANSWER_TIMEOUT_S if server is None else TRY_S
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._orders: queue.SimpleQueue[LayoutChange | tuple[str, ...] | threading.Event]
         self._orders = queue.SimpleQueue()
@@ -90,32 +79,22 @@ class Recovery:
         self._workers: WorkerGroup | None = None
         self._leases = WorkerLeases(workers)
         self._preparing_at = 0.0  # when the host of a lost worker was last seen to start
-        self._progress = Progress()
+        self._progress = ClusterProgress()
         self._latest_reason = ""
         self._complete_since: float | None = None  # when all ranks had joined this epoch
         self._ever_complete = False
         self._pids = JoinedPids()
         self._assignment = assignment  # of the next epoch, where it differs from `state`
         self._change: LayoutChange | None = None  # once its workers are alive
-        self._state = ClusterState(
+        # The cluster now. Any thread may read it.
+        self.state = ClusterState(
             epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
         )
         with Membership(url, namespace) as shared:
             self._stats = FaultStats(shared.totals())
         self._published_counts = Counter(self._stats.counts)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it watches no more."""
-        return self._stop.is_set()
-
-    @property
-    def state(self) -> ClusterState:
-        """The cluster now. Any thread may read it."""
-        return self._state
-
     def watch(self, workers: WorkerGroup) -> None:
-        """Begin to watch."""
         self._workers = workers
         self._thread.start()
 
@@ -143,24 +122,23 @@ class Recovery:
 
     def stop(self) -> None:
         """Stop watching; harmless when called again."""
-        self._stop.set()
+        self.stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def check(self) -> None:
-        """Raise RankFailed if the cluster was given up."""
-        if (failure := self._state.failure) is not None:
+        if (failure := self.state.failure) is not None:
             raise RankFailed(failure)
 
     def _watch(self) -> None:
         reached, tried_s = time.monotonic(), 0.0
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             began = time.monotonic()
             try:
                 with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
-                    if self._stats.ended(self._state.epoch):
+                    if self._stats.ended(self.state.epoch):
                         self._begin_next_epoch(shared)
-                    while not self._stop.is_set():
+                    while not self.stopped.is_set():
                         reached, tried_s = time.monotonic(), 0.0
                         began = reached
                         self._check_signs(shared)
@@ -177,11 +155,10 @@ class Recovery:
                 if not isinstance(error, PipespecError):
                     log.exception("the recovery fails")
                 self._give_up(f"{type(error).__name__}: {error}")
-            self._stop.wait(LOOK_S)
+            self.stopped.wait(LOOK_S)
 
     def _restart_if_gone(self, server: EmbeddedRedis, tried_s: float) -> None:
-        """Start a private Redis again if it has ended, a signal has stopped it, or it has not
-        answered in so many seconds of trying."""
+        """Start a private Redis again if it has ended, is stopped, or was tried for long."""
         hangs = server.alive()
         if hangs and not server.stopped() and tried_s < ANSWER_TIMEOUT_S:
             return
@@ -194,11 +171,10 @@ class Recovery:
             log.warning("Redis cannot be started: %s", error)
 
     def _check_signs(self, shared: Membership) -> None:
-        """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
         self._take_orders()
         shared.renew_launcher()
-        found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
+        found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self.state.epoch]
         failed = next((each for each in found if each.start_failed), None)
         if failed is not None and not self._ever_complete:
             self._give_up(f"{failed.worker}: {failed.reason}")
@@ -210,7 +186,7 @@ class Recovery:
         ]
         reported = self._workers.deaths
         deaths = [reported.get() for _ in range(reported.qsize())]
-        num_joined = self._pids.update(shared, self._state.epoch, self._assignment)
+        num_joined = self._pids.update(shared, self.state.epoch, self._assignment)
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
             self._progress.new_faults += 1
@@ -228,8 +204,8 @@ class Recovery:
             self._complete_since = time.monotonic()
             self._ever_complete = True
             self._stats.all_ranks_joined(self._complete_since)
-        if self._state.complete != (complete := self._complete_since is not None):
-            self._state = replace(self._state, complete=complete)
+        if self.state.complete != (complete := self._complete_since is not None):
+            self.state = replace(self.state, complete=complete)
         beats = shared.beats(self._leases.workers)
         reasons += [
             (FaultKind.WORKER_SILENT, f"{worker} and its host give no sign of life")
@@ -238,7 +214,7 @@ class Recovery:
         ]
         reasons += suspicions  # last: a cause found by this process is more precise
         working = [beats.get(worker) for worker in self._assignment.everyone]
-        if self._progress.stalls(shared, self._state.epoch, working, complete=self._state.complete):
+        if self._progress.stalls(shared, self.state.epoch, working, complete=self.state.complete):
             stalled = "all ranks wait, though a request is running"
             reasons.append((FaultKind.STEP_STALLED, stalled))
         self._workers.restart_lost_hosts()
@@ -266,7 +242,7 @@ class Recovery:
                 self._change = order
 
     def _make_change(self, shared: Membership, change: LayoutChange) -> None:
-        log.info("epoch %d: %s", self._state.epoch, change.reason)
+        log.info("epoch %d: %s", self.state.epoch, change.reason)
         before, self._assignment = self._assignment, change.assignment
         try:
             self._begin_epoch(shared)
@@ -274,11 +250,10 @@ class Recovery:
             self._assignment = before
             raise
         self._change = None
-        self._state = replace(self._state, away=frozenset())
+        self.state = replace(self.state, away=frozenset())
         change.on_begun()
 
     def _update_counts(self, shared: Membership) -> None:
-        """Check whether sequences grow again after a fault, and store the counts."""
         if self._stats.silent_lengths:
             lengths = shared.lengths(self._stats.silent_lengths)
             self._stats.update_lengths(lengths, time.monotonic())
@@ -289,7 +264,6 @@ class Recovery:
             self._published_counts = Counter(self._stats.counts)
 
     def _newly_silent(self, beats: Mapping[str, bytes]) -> list[str]:
-        """Workers that are lost since the last call."""
         assert self._workers is not None
         now = time.monotonic()
         silent = self._leases.update(beats, self._workers.signs(), now)
@@ -322,27 +296,26 @@ class Recovery:
             if now - self._preparing_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
-        self._state = replace(self._state, away=frozenset(away))
+        self.state = replace(self.state, away=frozenset(away))
         self._record_fault(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
     def _record_fault(self, kind: FaultKind, reason: str) -> None:
-        """Keep the first reason why an epoch must end."""
-        if not self._stats.ended(self._state.epoch):
-            epoch = self._state.epoch
+        if not self._stats.ended(self.state.epoch):
+            epoch = self.state.epoch
             self._stats.record_fault(Fault(epoch, kind, reason, time.monotonic()))
             self._publish_faults()
             log.info("epoch %d: %s", epoch, reason)
 
     def _publish_faults(self) -> None:
-        self._state = replace(self._state, faults=tuple(self._stats.faults))
+        self.state = replace(self.state, faults=tuple(self._stats.faults))
 
     def _begin_next_epoch(self, shared: Membership) -> None:
         self._progress.new_faults += 1
         self._latest_reason = self._stats.faults[-1].reason
-        shared.note_fault(self._state.epoch, self._latest_reason)
+        shared.note_fault(self.state.epoch, self._latest_reason)
         self._give_up_without_progress(shared)
-        if not self._stop.is_set():
+        if not self.stopped.is_set():
             running = [number for number, _ in shared.progress()]
             self._begin_epoch(shared)
             # Not before: until then the last epoch may decide tokens.
@@ -350,9 +323,9 @@ class Recovery:
 
     def _begin_epoch(self, shared: Membership) -> None:
         begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
-        if begun <= self._state.epoch:
+        if begun <= self.state.epoch:
             self._give_up("Redis came back without its data; start the cluster again.")
-        self._state = replace(self._state, epoch=begun, assignment=self._assignment, complete=False)
+        self.state = replace(self.state, epoch=begun, assignment=self._assignment, complete=False)
         self._complete_since = None
         self._pids.begin_epoch()
         log.info("epoch %d begins", begun)
@@ -361,7 +334,7 @@ class Recovery:
         """Give up after too many faults in a row between which no token was decided."""
         since = self._complete_since
         stalled = (
-            self._stats.ended(self._state.epoch)
+            self._stats.ended(self.state.epoch)
             and self._stats.faults[-1].kind is FaultKind.STEP_STALLED
         )
         stable = since is not None and time.monotonic() - since > STABLE_S and not stalled
@@ -369,5 +342,5 @@ class Recovery:
             self._give_up(f"{self._latest_reason}; {MAX_FAULTS} faults without a new token.")
 
     def _give_up(self, reason: str) -> None:
-        self._state = replace(self._state, failure=reason)
-        self._stop.set()
+        self.state = replace(self.state, failure=reason)
+        self.stopped.set()

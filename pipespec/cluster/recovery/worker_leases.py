@@ -1,8 +1,12 @@
-"""Which workers of a cluster are alive, by the signs that they and their hosts give."""
+"""Which workers of a cluster are alive, by their signs, and which have joined its epochs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from pipespec.cluster.deployment.rank_assignment import RankAssignment
+from pipespec.cluster.processes.agent_handle import WorkerDeath
+from pipespec.controller.membership import Membership
 
 # Seconds without a sign after which a worker is lost, and without one in which it alone can give
 # it, from a thread that others of its process may hold up.
@@ -13,18 +17,11 @@ LOOK_S = 0.5
 
 class WorkerLeases:
     """The signs of life of workers, as one process sees them. Pure: callers pass the signs, and the
-    time in seconds of the monotonic clock.
-
-    A sign is a renewed lease (`Membership.beats`), or that the agent of its host has seen the
-    process of the worker (`WorkerGroup.signs`). So a worker is lost if its host is cut off, or its
-    process neither runs nor is started again, but not if its threads are late. Redis expires leases
-    by its wall clock, which may be changed meanwhile; so what counts is how long ago each sign was
-    seen.
-
-    Attributes:
-        alive: workers that have renewed a lease, and are not lost.
-        lost_at: when each other one was lost; not of those that never had a lease.
-    """
+    time of the monotonic clock. A sign is a renewed lease (`Membership.beats`), or that the agent
+    of its host has seen the process of the worker (`WorkerGroup.signs`). So a worker is lost if its
+    host is cut off, or its process neither runs nor is started again, but not if its threads are
+    late. Redis expires leases by its wall clock, so what counts is how long ago each sign was seen
+    here. `alive` have renewed a lease and are not lost; `lost_at`: when each other one was lost."""
 
     def __init__(self, workers: Sequence[str]):
         self.workers = tuple(workers)
@@ -35,7 +32,6 @@ class WorkerLeases:
         self._now = self._looked_at = 0.0  # the time in which this process looked
 
     def watch(self, workers: Sequence[str]) -> None:
-        """Watch these workers from now on, and forget all others."""
         self.workers = tuple(workers)
         self.alive &= set(workers)
         self.lost_at = {each: at for each, at in self.lost_at.items() if each in workers}
@@ -68,3 +64,33 @@ class WorkerLeases:
     def silent_s(self, worker: str, now: float) -> float:
         """For how many seconds a worker has been lost; 0: it is alive, or never was."""
         return now - self.lost_at.get(worker, now)
+
+
+class JoinedPids:
+    """The process ids of the workers that have joined this epoch, `current`, and the last one."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}
+        self._previous: dict[str, int] = {}  # of those that joined the last epoch
+
+    def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
+        joined = shared.attached(epoch)
+        self.current = {
+            worker: joined[rank] for rank, worker in enumerate(assignment.workers) if rank in joined
+        } | {
+            worker: pid
+            for worker, pid in shared.followers(epoch).items()
+            if worker in assignment.everyone
+        }
+        return len(joined)
+
+    def begin_epoch(self) -> None:
+        self._previous, self.current = self.current, {}
+
+    def has_joined(self, death: WorkerDeath) -> bool:
+        """Whether the process that died had joined this epoch."""
+        return death.of(self.current)
+
+    def had_joined(self, death: WorkerDeath) -> bool:
+        """Whether the process that died had joined the last epoch."""
+        return death.of(self._previous)

@@ -31,7 +31,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     needed = {
         "target": config.model.target,
         "draft": config.model.draft if config.proposer.needs_draft else None,
-        "mid": config.model.mid if config.needs_mid else None,
+        "mid": config.model.mid if config.proposer.needs_mid else None,
     }
     absent = {
         kind: path

@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.deployment.replanning import WeightsPending, assignment_of, placement_without
+from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
 from pipespec.cluster.weights.distribution import Distribute
 from pipespec.cluster.weights.local import shares_caches
 from pipespec.errors import PipespecError, RankFailed
@@ -43,8 +42,8 @@ class WeightMoves:
         Raises ConfigError if these workers are too few, WeightsPending before their hosts are
         ready.
         """
-        placement = placement_without(self.deployment, away)
-        found = assignment_of(self.deployment, placement)
+        placement = self.deployment.without(away)
+        found = self.deployment.assignment(placement)
         if all(map(shares_caches, self.deployment.hosts)) or found.encode() in self._done:
             return found
         if self._thread is None or not self._thread.is_alive():

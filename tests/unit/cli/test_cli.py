@@ -61,19 +61,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt-file", "/no/such/file"], "No such file"),
         (["generate", "--prompt-file", "/"], "Is a directory"),
         (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
-        (["generate", "--prompt", "a", "policy.widht=3"], "did you mean policy.width?"),
         (["generate", "policy.width=0", "--json", "--prompt", "a", "--chat"], "policy.width is 0"),
         (["generate", "--prompt", "a", "model.target=/no/such", "model.draft=/no"], "/no/such"),
-        (
-            ["bench", "--concurrency", "0"],
-            "concurrency is 0, but must be a whole number from 1 to 1000000000",
-        ),
         (["bench", "--num-prompts", "few"], "invalid int value: 'few'"),
-        (["bench", "--on", "lab", "--policies", "root"], "--policies and --on cannot be combined"),
-        (
-            ["bench", "--request-rate", "0"],
-            "request_rate is 0.0, but must be a number from 1e-06 to",
-        ),
         (["bench", "--request-rate", "1e30"], "1000000000, or inf"),
         (["bench", "--dataset", "/no/such/file"], "No such file"),
         (["bench", "--output", "/no/such/folder/file"], "the folder of that file is missing"),
@@ -84,28 +74,22 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--on", "lab", "policy=level"], "takes no settings, but got 'policy=level'"),
         (["serve", "--on", "lab", "--name", "b"], "takes no settings, but got '--name'"),
         (["serve", "--port", "70000"], "--port is 70000, but must be a whole number from 0"),
-        (["serve", "--host", "256.1.1.1"], "Nothing can listen at '256.1.1.1', port 8000"),
         (["serve", "--limit", "shutdown_timeout=nan"], "shutdown_timeout is nan"),
         (["serve", "--limit", "max_body_bytes=a"], "max_body_bytes=a is no number"),
         (["serve", "--limit", "patiance=1"], "did you mean patience?"),
         (["serve", "--served-model-name", ""], "--served-model-name is empty"),
         (["serve", "--api-key", "two words "], "An API key is empty"),
         (["serve", "--on", "nobody", "--api-key", ""], "An API key is empty"),
-        (["serve", "--on", "nobody", "--allowed-origins", "evil"], "--allowed-origins is 'evil'"),
-        (["launch", "hosts.yaml"], "`pipespec launch` is now `pipespec up HOSTS.yaml`."),
         (["doctor", "policy=level"], "for the hosts of a hosts file alone"),
         (["doctor", "--gpu", "cpu", "policy=level"], "takes no settings"),
         (["plan", "decode.stop=x"], "takes no setting 'decode.stop=x'"),
-        (["plan", "stage_ms=1:a"], "'1:a' is no time of a stage"),
         (["plan", "stage_ms=8:1,1:2"], "rising numbers from 1"),
-        (["plan", "curve=0.9"], "is not a point of an accuracy curve"),
         (["plan", "spread=1"], "spread of the confidence is 1.0"),
         (["plan", "policy=levle"], "'levle' is not known"),
         (["plan", "--tokens", "99999999999"], "tokens is 99999999999"),
         (["plan", "stages=1000000000"], "stages is 1000000000"),
         (["plan", "policy.width=99999999"], "policy.width is 99999999"),
         (["plan", "curve=1:0.5,999999999:0.9"], "is 999999999"),
-        (["plan", "hop_ms=1e300"], "hop_ms is 1e+300"),
         (["plan", "policy.width=a"], "must be a number"),
     ],
 )
@@ -186,7 +170,7 @@ def test_doctor_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_the_plain_truth_is_labelled(
     flag: str, label: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pipespec.client.single_generation import Result
+    from pipespec.client.answers import Result
 
     for stated in (False, True):
         stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}

@@ -174,14 +174,6 @@ def test_what_lives_is_not_cleared(state: Path) -> None:
     assert not left("lab")
 
 
-def test_a_zombie_has_ended() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
-    owner = replace(Owner.this(), pid=child.pid, created=time.time())
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-    assert owner.gone
-    child.wait()
-
-
 def test_an_entry_from_another_machine_is_taken_at_its_word(state: Path) -> None:
     state.mkdir()
     publish(running(owner=ELSEWHERE))
@@ -229,21 +221,11 @@ def wrong_model(**changes: object) -> str:
     ("text", "why"),
     [
         ("{", "it is not JSON"),
-        ("[" * 100_000, "it is nested too deeply"),
         ("[]", "it must be a JSON object of name, url"),
-        ('{"name": "lab"}', "it must be a JSON object of name, url"),
-        ("\udcff", "it is not UTF-8 text at byte 0"),
         (wrong_model(eos=3), r"served\.eos is 3, but must be a list"),
-        (wrong_model(eos=["1"]), r"served\.eos\[0\] is '1', but must be a whole number"),
-        (wrong_model(eos=[10**4000]) + "0", "it is not JSON"),
         (wrong_model(backend={}), "served.backend must be"),
-        (wrong(owner="x"), "owner is 'x', but must be an object"),
-        (wrong(owner={"pid": True, "created": 1, "machine": ""}), "owner.pid is True"),
         (wrong(owner={"pid": 1}), "owner must be a JSON object of pid, created, machine"),
-        (wrong(started="x"), "started is 'x', but must be a finite number"),
-        (wrong(started=float("nan")), "started is nan"),
         (wrong(started=10**400), "started is 1000"),
-        (wrong(num_ranks=2.5), "num_ranks is 2.5"),
         (wrong(overrides=...), "it must be a JSON object of name, url"),
         (wrong(url=["secret"]), "url must be a text"),
     ],

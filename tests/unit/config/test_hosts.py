@@ -141,6 +141,8 @@ def test_the_examples_are_valid(example):
         ("", "it has no hosts"),
         ("- a\n", "the file is"),
         ("hosts: [\n", "it is not YAML in line"),
+        ("[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("hosts: 0x" + "f" * 9000, "a number of too many digits"),
         ("name: a\nname: b\n", "it is not YAML in line 2"),
         ("hosts: [{address: a, devices: [cpu, cpu], adress: b}]", "unknown setting 'adress'"),
         ("hosts: [{name: a, devices: [cpu, cpu]}]", "hosts[0] has no address"),
@@ -259,12 +261,6 @@ def test_ranks_are_those_that_a_cluster_without_measurements_starts(tmp_path, li
     file.write_text(GROUPS + lines)
     assert load_hosts(file).ranks == ranks
     assert decide(compose([f"cluster={file}"])).workers == ranks
-
-
-def test_a_group_counts_by_its_first_device_and_has_all_of_them(tmp_path):
-    hosts_file = load(tmp_path, GROUPS)
-    assert hosts_file.workers == ("a/0", "a/2", "b/0", "b/1")
-    assert hosts_file.devices_of("a/0") == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize("override", ["cluster.spares=1", "cluster.devices=[cpu]"])

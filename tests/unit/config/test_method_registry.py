@@ -14,7 +14,7 @@ import pytest
 import pipespec
 import pipespec.config.compose as composing
 from pipespec.config import choices
-from pipespec.config.choices import Choice, options, read_choice
+from pipespec.config.choices import Choice
 from pipespec.config.compose import compose
 from pipespec.config.method_registry import (
     default_policy,
@@ -60,11 +60,6 @@ def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             lambda name: tmp_path / name if name == "conf" else resource_dir(name),
         )
     return tmp_path / "conf"
-
-
-def test_every_file_registers_a_class() -> None:
-    assert all(policy_class(name) for name in options("policy"))
-    assert all(read_choice("proposer", name).cls for name in options("proposer"))
 
 
 def test_a_name_without_a_file_is_refused_with_those_that_there_are() -> None:

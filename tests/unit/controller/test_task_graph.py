@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from graphlib import TopologicalSorter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from pipespec.controller.task_graph import (
     step_graph,
     transfer,
 )
-from pipespec.errors import ConfigError
 
 
 @st.composite
@@ -183,23 +181,3 @@ def test_the_join_follows_every_task_of_its_step(layout: Layout) -> None:
 def test_a_task_is_known_by_its_id(kind: TaskKind, rank: int, step: int) -> None:
     task = Task(kind, rank, step)
     assert Task.parse(task.id) == task
-
-
-def test_the_id_is_short() -> None:
-    assert compute(3, 17).id == "c:3:17"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"num_stages": 0}, "0 stages"),
-        ({"num_stages": 2, "sync": "async"}, "'async'"),
-        ({"num_stages": 4, "groups": (2, 1)}, "(2, 1)"),
-        ({"num_stages": 2, "groups": (2, 0)}, "(2, 0)"),
-        ({"num_stages": 2, "groups": ()}, "()"),
-    ],
-)
-def test_a_layout_that_cannot_be_is_refused(arguments: dict, named: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        Layout(**arguments)
-    assert named in str(refusal.value)

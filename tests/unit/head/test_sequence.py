@@ -12,7 +12,7 @@ from pipespec.core import COMMITTED, KIND, LAST_COMMITTED, NODE, PARENT, Request
 from pipespec.head.policies.policy import PipelineState
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import ROOT
-from pipespec.text import StopChecker
+from pipespec.text import FinalText
 
 PROMPT = "tell: "
 LONG = 1000
@@ -40,7 +40,7 @@ def opened(
 ) -> Sequence:
     prompt = tuple(map(ord, PROMPT))
     request = Request(7, prompt, max_new_tokens, eos=tuple(map(ord, eos)), stop=tuple(stop))
-    stops = StopChecker(Letters(), stop, prompt)
+    stops = FinalText(Letters(), prompt, stop).completes
     sequence = Sequence.create(request, stops, context, THEN, tuple(map(ord, answer)))
     sequence.enter_pipeline(NUMBER)
     return sequence

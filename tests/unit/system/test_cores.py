@@ -20,24 +20,18 @@ def test_threads_never_exceed_the_cores_where_there_is_one_for_each_rank(cores, 
 
 
 @pytest.mark.parametrize(
-    ("cores", "stages", "expected"),
+    ("cores", "stages", "has_head", "expected"),
     [
-        (2, 1, CoreShares(1, 2)),
-        (2, 2, CoreShares(1, 1)),
-        (2, 4, CoreShares(1, 1)),
-        (3, 2, CoreShares(1, 1)),
-        (4, 1, CoreShares(1, 3)),
-        (16, 1, CoreShares(3, 13)),
-        (16, 4, CoreShares(1, 3)),
+        (2, 1, True, CoreShares(1, 2)),
+        (2, 2, True, CoreShares(1, 1)),
+        (2, 4, True, CoreShares(1, 1)),
+        (3, 2, True, CoreShares(1, 1)),
+        (4, 1, True, CoreShares(1, 3)),
+        (16, 1, True, CoreShares(3, 13)),
+        (16, 4, True, CoreShares(1, 3)),
+        (8, 0, True, CoreShares(8, 8)),
+        (8, 2, False, CoreShares(1, 4)),
     ],
 )
-def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, expected):
-    assert share_cores(cores, stages, has_head=True) == expected
-
-
-def test_a_host_of_the_head_alone_gives_it_all_cores():
-    assert share_cores(8, 0, has_head=True) == CoreShares(8, 8)
-
-
-def test_stages_without_the_head_take_all_cores():
-    assert share_cores(8, 2, has_head=False).stage == 4
+def test_a_head_has_cores_of_its_own_where_stages_have_two_each(cores, stages, has_head, expected):
+    assert share_cores(cores, stages, has_head=has_head) == expected

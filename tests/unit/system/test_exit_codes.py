@@ -204,15 +204,3 @@ def test_a_reader_that_leaves_a_table_ends_it_quietly() -> None:
             ["bash", "-c", f"{PIPESPEC} {QUICK}"], stdout=out, stderr=subprocess.PIPE, text=True
         )
     assert (answer.returncode, answer.stderr) == (SIGNALLED + signal.SIGPIPE, "")
-
-
-# --- folders ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", ["", "--detach"])
-def test_a_folder_of_cards_that_cannot_be_made_is_one_sentence(flags: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    answer = shell(f"{PIPESPEC} up {flags}", XDG_STATE_HOME=str(tmp_path / "file"))
-    assert answer.returncode == 2
-    assert "set XDG_STATE_HOME to a folder of yours" in answer.stderr
-    assert answer.stderr.count("\n") == 1

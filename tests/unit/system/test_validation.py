@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 
 import pytest
 
-from pipespec.cli.main import main
 from pipespec.system import validation
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
@@ -35,14 +34,6 @@ BAD = [
     ("\udcff", "not UTF-8 text at byte 0"),
     ("{", "not JSON"),
 ]
-
-
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("pipespec: ")
-    assert err.count("\n") == 1
-    return err
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -87,97 +78,6 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 def test_json_that_cannot_be(text: str, why: str) -> None:
     with pytest.raises(Unreadable, match=why):
         parse_json(text.encode(errors="surrogateescape"))
-
-
-@pytest.mark.parametrize(("text", "why"), [*BAD, (f'{{"stages": {DIGITS}}}', "too many digits")])
-@pytest.mark.parametrize("kind", ["profile", "figures"])
-def test_files_on_the_command_line(
-    kind: str, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, hosts_file = tmp_path / "given.json", tmp_path / "two.yaml"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
-    argv = {
-        "profile": ["plan", "--profile", str(file)],
-        "figures": ["plan", "--profile", str(file), str(hosts_file)],
-    }[kind]
-    assert why in refused(capsys, *argv)
-
-
-@pytest.mark.parametrize("command", [["plan", "--profile"], ["generate", "--prompt-file"]])
-def test_a_device_without_an_end_is_not_read_for_ever(
-    command: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "more than" in refused(capsys, *command, "/dev/zero")
-    assert "more than" in refused(capsys, "bench", "--dataset", "/dev/zero")
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        *[(text, why) for text, why in BAD if why != "not JSON"],
-        ("hosts: 0x" + "f" * 9000, "a number of too many digits"),
-        (f"hosts: {DIGITS}", "must be a list"),
-        ("{", "is not YAML"),
-    ],
-)
-def test_hosts_files(
-    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_bytes(text.encode(errors="surrogateescape"))
-    # All commands read it in the same place, two of them by way of the settings.
-    for argv in (["doctor", str(file)], ["up", f"cluster={file}"]):
-        assert why in refused(capsys, *argv)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["bench", "--num-prompts", DIGITS],
-        ["bench", "--concurrency", DIGITS],
-        ["plan", "--tokens", DIGITS],
-        ["plan", f"policy.width=8,{DIGITS}"],
-        ["plan", f"curve={DIGITS}:0.5"],
-        ["plan", f"stage_ms={DIGITS}:5"],
-        ["generate", "--prompt", "a", f"policy.width={DIGITS}"],
-        ["generate", "--prompt", "a", f"cluster.patience_s={'9' * 400}"],
-        ["generate", "--prompt", "a", f"cluster.devices=[cuda:{DIGITS}]"],
-        [
-            "generate",
-            "--prompt",
-            "a",
-            "sampling.temperature=1",
-            f"sampling.logit_bias=['{DIGITS}:1']",
-        ],
-    ],
-)
-def test_numbers_of_very_many_digits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, *argv)
-    assert said.rstrip().endswith("."), "a whole sentence"
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[" * 100_000, "nested too deeply"),
-        ("\udcff", "not UTF-8 text at byte 0"),
-        ("[1]", "must be texts"),
-        (f"[{DIGITS}]", "too many digits"),
-        ('["cluster=a\\u0000.yaml"]', "no file can have that name"),
-        ('["trace=a\\u0000"]', "writes no trace"),
-    ],
-)
-def test_settings_on_standard_input(text: str, why: str) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "pipespec", "up", "-"],
-        input=text.encode(errors="surrogateescape"),
-        capture_output=True,
-    )
-    assert answer.returncode == 2
-    assert why in answer.stderr.decode()
-    assert answer.stderr.count(b"\n") == 1
 
 
 # --- values -----------------------------------------------------------------------------------

@@ -100,27 +100,6 @@ def test_messages_in_any_other_order_are_refused():
             receiver.open(received(sealed[order[in_turn]]))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"secret": "of another cluster"},
-        {"epoch": 4},
-        {"meeting": ("aa", "cc")},
-        {"meeting": ("cc", "bb")},
-        {"meeting": ("bb", "aa")},
-        {"sender": 0},
-        {"receiver": 3},
-        {"sender": 2, "receiver": 1},
-        {"channel": "verdicts"},
-    ],
-    ids=str,
-)
-def test_a_message_of_another_link_is_refused(other):
-    sender, receiver = ends(**other)
-    with pytest.raises(RankFailed, match=REFUSED):
-        receiver.open(received(sender.seal(tensor(bytes(64)))))
-
-
 def test_no_two_links_share_a_key():
     fields = {
         "epoch": (1, 2, 12),

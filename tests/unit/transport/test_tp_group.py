@@ -75,16 +75,17 @@ def test_nccl_adds_up_and_can_be_recorded():
             assert torch.equal(found, torch.full((3, HIDDEN), 5.0))
 
 
-def test_wait_for_a_member_that_ends_fails():
-    def gather(group: TPProcessGroup) -> str:
+@pytest.mark.parametrize("what", ["the others", "the first"])
+def test_wait_for_a_member_that_ends_fails(what: str):
+    def wait(group: TPProcessGroup) -> str:
         if group.rank == 0:
             group.abort()
             return "ended"
-        with pytest.raises(RankFailed, match="Member 1 lost the others of its stage"):
-            group.gather(torch.zeros(2, HIDDEN))
+        with pytest.raises(RankFailed, match=f"Member 1 lost {what} of its stage"):
+            group.receive() if what == "the first" else group.gather(torch.zeros(2, HIDDEN))
         return "told"
 
-    assert together(2, gather) == ["ended", "told"]
+    assert together(2, wait) == ["ended", "told"]
 
 
 @settings(max_examples=10, deadline=None)
@@ -102,18 +103,6 @@ def test_members_hear_what_the_first_one_tells(lengths):
     for heard in together(3, member):
         assert len(heard) == len(told)
         assert all(map(torch.equal, heard, told))
-
-
-def test_wait_for_a_first_member_that_ended_fails():
-    def member(group: TPProcessGroup) -> str:
-        if group.rank == 0:
-            group.abort()
-            return "ended"
-        with pytest.raises(RankFailed, match="Member 1 lost the first of its stage"):
-            group.receive()
-        return "told"
-
-    assert together(2, member) == ["ended", "told"]
 
 
 @settings(max_examples=10, deadline=None)

@@ -171,17 +171,6 @@ def test_a_sender_without_the_secret_is_refused():
         Batch(0, np.zeros((2, NUM_COLUMNS - 1), np.int64)),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int32)),
     ],
-    ids=[
-        "rows",
-        "released",
-        "kept",
-        "states",
-        "opened",
-        "dtype",
-        "hidden shape",
-        "columns",
-        "row type",
-    ],
 )
 def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
     with pytest.raises(AssertionError):

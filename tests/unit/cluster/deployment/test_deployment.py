@@ -11,7 +11,6 @@ from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.checks import require_backend, shared_gpu, without_ggml
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.replanning import assignment_without
 from pipespec.config.compose import compose
 from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError, ModelError
@@ -178,7 +177,7 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
     deployment = decide(compose([f"cluster={file}"]))
     assert deployment.workers == ("box/2", "box/0", "box/3")
     assert deployment.sizes == (1, 2, 1)
-    found = assignment_without(deployment, {"box/3"})
+    found = deployment.assignment(deployment.without({"box/3"}))
     assert found.workers == ("box/2", "box/0") and found.followers == ((), ("box/1",))
     file.write_text(file.read_text().replace("[cpu, cpu]", "[cpu, cpu, cpu]"))
     assert decide(compose([f"cluster={file}"])).sizes == (1, 3, 1), "of four heads"
@@ -199,6 +198,6 @@ def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
 def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -> None:
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
     deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
-    found = assignment_without(deployment, {lost})
+    found = deployment.assignment(deployment.without({lost}))
     assert found.workers == ("local/0", "local/1", "local/5")
     assert found.followers == ((), ("local/2",), ("local/6",))

@@ -8,7 +8,6 @@ import pytest
 
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.replanning import assignment_of
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.join.host_changes import sample_layers, with_hosts, without_host
 from pipespec.config.compose import compose
@@ -33,7 +32,7 @@ def test_a_host_that_joins_gets_layers_and_the_head_stays(deployment: Deployment
     assert after.workers == ("local/0", "local/1", "local/2", "beta/0", "beta/1")
     assert list(map(len, after.layers)) == [4, 4, 4, 4]
     assert after.devices == ("cpu",) * 5
-    assignment = assignment_of(after, after.placement)
+    assignment = after.assignment()
     assert (assignment.joined, assignment.changes) == ((BETA,), 1)
 
 

@@ -17,13 +17,12 @@ from pipespec.config.hosts import Host
 from tests.helpers.waiting import until
 
 JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", restart=True, logs=False)
+Start = Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]]
 PREPARING, REFUSED = '{"preparing": true}', '{"refused": "no room in /tmp"}'
 
 
 @pytest.fixture
-def started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the agent of a host behind SSH; what each agent of it prints before it ends, a line or
     nothing, is given. The last one does not end."""
     monkeypatch.setattr(agent_handle, "_RETRY_S", 0.0)
@@ -64,9 +63,7 @@ def restart(handle: AgentHandle) -> None:
     until(restarted)
 
 
-def test_workers_of_a_lost_host_die_once_however_often_it_is_tried(
-    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
-) -> None:
+def test_workers_of_a_lost_host_die_once_however_often_it_is_tried(started: Start) -> None:
     handle, deaths = started(PREPARING, "", "", "", PREPARING)
     for _ in range(4):
         restart(handle)
@@ -74,9 +71,7 @@ def test_workers_of_a_lost_host_die_once_however_often_it_is_tried(
     assert [deaths.get().worker for _ in range(deaths.qsize())] == ["b/0", "b/1"]
 
 
-def test_a_host_whose_agent_died_while_it_prepared_is_counted_again(
-    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
-) -> None:
+def test_a_host_whose_agent_died_while_it_prepared_is_counted_again(started: Start) -> None:
     """Else a host that always fails while it starts would be tried for ever."""
     handle, deaths = started(PREPARING, PREPARING, PREPARING)
     for _ in range(2):
@@ -85,7 +80,7 @@ def test_a_host_whose_agent_died_while_it_prepared_is_counted_again(
 
 
 def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
-    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
+    started: Start,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handle, deaths = started(PREPARING, REFUSED, REFUSED, PREPARING)
@@ -98,9 +93,7 @@ def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
     ], "it is said once"
 
 
-def test_a_host_that_refuses_at_the_first_start_ends_it(
-    started: Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]],
-) -> None:
+def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
     handle.read_outcome()

@@ -11,7 +11,7 @@ import yaml
 
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.replanning import WeightsPending, assignment_without
+from pipespec.cluster.deployment.rank_assignment import WeightsPending
 from pipespec.cluster.weights.moves import WeightMoves
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.compose import compose
@@ -50,7 +50,7 @@ def test_an_assignment_waits_for_its_weights_and_no_longer(deployment: Deploymen
     ready.set()
     assert moves._thread is not None
     moves._thread.join(60)
-    assert moves.plan({"beta/0"}) == assignment_without(deployment, {"beta/0"})
+    assert moves.plan({"beta/0"}) == deployment.assignment(deployment.without({"beta/0"}))
     (changed,) = asked
     assert [host.name for host in changed.hosts] == ["alpha", "gamma"]
     # The spare has the layers of the host that is gone.
