@@ -55,8 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 def llm(place: Sandbox) -> Iterator[LLM]:
     """A cluster of this process, which many tests use."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.environment.items():
-            patch.setenv(name, value)
+        place.enter(patch)
         with LLM(stages=2, settings=SETTINGS) as llm:
             yield llm
         until(lambda: not place.processes())
@@ -138,8 +137,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
 def test_many_requests_run_at_once_in_an_event_loop(
     place: Sandbox, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
+    place.enter(monkeypatch)
 
     async def story() -> None:
         async with AsyncLLM(stages=2, settings=SETTINGS) as llm:
@@ -166,8 +164,7 @@ def test_an_llm_that_is_dropped_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = Sandbox(tmp_path)
-    for name, value in apart.environment.items():
-        monkeypatch.setenv(name, value)
+    apart.enter(monkeypatch)
     llm = LLM(stages=1, settings=SETTINGS)
     assert apart.processes()
     del llm

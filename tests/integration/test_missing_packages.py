@@ -131,29 +131,6 @@ def test_hosts_file_whose_aliases_explode_is_refused(command, tmp_path):
     )
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("option", ["hop", "draft"])
-def test_plan_refuses_times_that_are_no_numbers(option, value):
-    found = said("plan", f"{option}_ms={value}")
-    assert found == f"{option}_ms is {value}, but must be a number from 0 to 1000000.\n"
-
-
-@pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "cluster.patience_s",
-        "emulate_link.latency_ms",
-        "emulate.scale",
-        "sampling.temperature",
-        "sampling.top_p",
-    ],
-)
-def test_settings_refuse_what_is_no_number(setting, value):
-    with pytest.raises(ConfigError, match=setting):
-        compose(["sampling.temperature=1", f"{setting}={value}"])
-
-
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 def test_attention_for_gpus_is_refused_on_a_cpu(backend):
     settings = ["cluster.devices=[cpu]", f"model.attention={backend}"]
