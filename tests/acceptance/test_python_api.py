@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,7 @@ def expected(model: ModelInfo) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with Sandbox(tmp_path_factory.mktemp("api"), uuid.uuid4().hex) as sandbox:
+    with Sandbox(tmp_path_factory.mktemp("api")) as sandbox:
         yield sandbox
 
 

@@ -342,12 +342,8 @@ def build(model_type: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     `overrides` are config values; `max_shard_size` splits the file.
     """
     max_shard_size = overrides.pop("max_shard_size", "1GB")
-    settings = {**_COMMON, **CONFIGS[model_type], **overrides}
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    _spread(model)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **overrides})
+    return _save(AutoModelForCausalLM, config, folder, seed, max_shard_size)
 
 
 def shared(model_type: str) -> Path:
@@ -397,8 +393,12 @@ def build_multimodal(model_type: str, folder: Path, **overrides: Any) -> Path:
     vision = _VISION | more.get("vision_config", {})
     settings = {"tie_word_embeddings": text.get("tie_word_embeddings", False), **more, **overrides}
     config = AutoConfig.for_model(model_type, text_config=text, **settings, vision_config=vision)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    return _save(AutoModelForImageTextToText, config, folder, 0, max_shard_size)
+
+
+def _save(kind: Any, config: Any, folder: Path, seed: int, max_shard_size: str) -> Path:
+    torch.manual_seed(seed)
+    model = kind.from_config(config)
     _spread(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
