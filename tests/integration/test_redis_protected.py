@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,6 @@ ASKED = {"prompt": (31337, 27182, 16180), "max_new_tokens": 5}
 PROMPT = b"31337"
 ANSWER = b"14142"
 NOT_OURS = "shows a certificate that is not of this cluster"
-
-BUILDS = pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
@@ -220,6 +219,16 @@ def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: st
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
 
 
+@contextmanager
+def asking_again(url: str) -> Iterator[None]:
+    """A client asks before the block and after it, over the connection that broke meanwhile."""
+    epoch_control.begin_epoch(url, "again")
+    with client_of(url, "again", patience=60) as client:
+        first = client.submit(sampling=SamplingParams(), **ASKED)
+        yield
+        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+
+
 # The server ----------------------------------------------------------------------------------
 
 
@@ -228,16 +237,13 @@ def test_a_restarted_server_is_known_by_the_same_certificate(
     server: EmbeddedRedis, number: signal.Signals
 ) -> None:
     url = server.url_at(HOST)
-    epoch_control.begin_epoch(url, "again")
-    with client_of(url, "again", patience=60) as client:
-        first = client.submit(sampling=SamplingParams(), **ASKED)
+    with asking_again(url):
         os.kill(server.pid, number)
         server.restart()
-        assert server.url_at(HOST) == url
-        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+    assert server.url_at(HOST) == url
 
 
-@BUILDS
+@pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
 def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
     with redis_server(with_tls=with_tls):
         with EmbeddedRedis(addresses=[HOST], data=tmp_path) as first:
@@ -252,21 +258,15 @@ def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
 def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
     with EmbeddedRedis(addresses=[HOST]) as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
-        held = [file for file in folder.iterdir() if b"PRIVATE KEY" in _content(file)]
+        files = [file for file in folder.iterdir() if file.is_file()]
+        held = [file for file in files if b"PRIVATE KEY" in file.read_bytes()]
         assert [file.name for file in held] == ["key.pem"]
         assert held[0].stat().st_mode & 0o077 == 0
         assert "PRIVATE" not in server.url_at(HOST)
     assert not folder.exists()
-
-
-def _content(file: Path) -> bytes:
-    return file.read_bytes() if file.is_file() else b""
-
-
-def test_no_certificate_is_made_where_no_other_host_connects() -> None:
     with EmbeddedRedis() as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
-        assert not list(folder.glob("*.pem"))
+        assert not list(folder.glob("*.pem")), "no other host connects"
 
 
 # Certificates of the user (`controller.tls=FOLDER`) ------------------------------------------
@@ -357,12 +357,9 @@ def test_a_proxy_that_ends_or_hangs_is_replaced(
 ) -> None:
     monkeypatch.setattr(tls_proxy, "STOPPED_S", 1.0)
     url, lost = fronted.url_at(HOST), proxy_pid(fronted)
-    epoch_control.begin_epoch(url, "again")
-    with client_of(url, "again", patience=60) as client:
-        first = client.submit(sampling=SamplingParams(), **ASKED)
+    with asking_again(url):
         os.kill(lost, number)
         until(lambda: proxy_pid(fronted) != lost)
-        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
 
 
 def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:
