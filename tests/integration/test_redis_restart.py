@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -275,16 +276,14 @@ def test_waiting_reader_gets_its_events_after_the_restart(
     server: EmbeddedRedis, user: Client
 ) -> None:
     request = ask(user)
-    found: list[object] = []
-    reader = threading.Thread(target=lambda: found.extend(user.events(request)))
-    reader.start()
-    for _ in range(3):
-        server.restart()
-    with head(server) as controller:
-        accept(controller, request, 3, [10])
-        controller.finish(request, "stop")
-    reader.join(60)
-    assert found == [Accepted(3, (10,)), Finished("stop")]
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(list, user.events(request))
+        for _ in range(3):
+            server.restart()
+        with head(server) as controller:
+            accept(controller, request, 3, [10])
+            controller.finish(request, "stop")
+        assert reading.result(60) == [Accepted(3, (10,)), Finished("stop")]
 
 
 def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, user: Client) -> None:
@@ -358,29 +357,21 @@ def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
             ask(user)
 
 
-def test_idle_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:
+def test_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:
+    """Whether it was idle meanwhile or asked while Redis was away."""
     first = ask(user)
     server.restart()
     second = ask(user)
-    server.restart()
+    kill(server)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask, user)
+        server.restart()
+        third = asking.result(60)
     with head(server) as controller:
-        assert queued(controller) == [first, second]
+        assert queued(controller) == [first, second, third]
         controller.report(first, {"rank": 0, "token_ns": []})
     server.restart()
     assert user.reports(first) == [{"rank": 0, "token_ns": []}]
-
-
-def test_a_request_that_comes_while_redis_is_away_waits_for_it(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    kill(server)
-    found: list[int] = []
-    asking = threading.Thread(target=lambda: found.append(ask(user)))
-    asking.start()
-    server.restart()
-    asking.join(60)
-    with head(server) as controller:
-        assert controller.request(found[0]).max_new_tokens == 9
 
 
 class Losing(Between):
