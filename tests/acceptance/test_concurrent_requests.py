@@ -109,6 +109,13 @@ def answers(
     return found
 
 
+def at_rest(running: Running) -> dict[str, int]:
+    """The statistics of a cluster, once no request is running."""
+    where = running.cluster.url, running.cluster.namespace
+    until(lambda: read_status(*where).statistics["running"] == 0)
+    return read_status(*where).statistics
+
+
 def starts_alike(first: Sequence[int], second: Sequence[int]) -> bool:
     """Whether the shorter one is the start of the other."""
     return all(of_first == of_second for of_first, of_second in zip(first, second, strict=False))
@@ -143,24 +150,16 @@ def test_requests_with_a_shared_prefix_get_the_texts_of_the_target(clusters, pro
     asked = [start + prompt[:9] for prompt in prompts[:8]]
     right = cluster.reference(resource_dir("demo") / "target", asked, TOKENS)
 
-    def found_in_kv() -> int:
-        until(lambda: read_status(*where).statistics["running"] == 0)
-        return read_status(*where).statistics["cache_hits"]
-
-    where = running.cluster.url, running.cluster.namespace
-    before = found_in_kv()
+    before = at_rest(running)["cache_hits"]
     assert answers(running, asked) == right
     # Requests do not wait for fewer shared tokens.
-    assert found_in_kv() - before >= (len(asked) - 1) * (len(start) - 15)
+    assert at_rest(running)["cache_hits"] - before >= (len(asked) - 1) * (len(start) - 15)
     turns = [prompt + answer for prompt, answer in zip(asked, right, strict=True)]
     drawn = answers(running, turns, lambda _: SAMPLED)
     assert answers(running, turns, lambda _: SAMPLED) == drawn
     apart = clusters.running(*CROWD, *way, "scheduler.prefix_cache=false")
     assert answers(apart, turns, lambda _: SAMPLED) == drawn
-    until(
-        lambda: read_status(apart.cluster.url, apart.cluster.namespace).statistics["running"] == 0
-    )
-    told = read_status(apart.cluster.url, apart.cluster.namespace).statistics
+    told = at_rest(apart)
     assert told["cache_hits"] == told["kv_slots_retained"] == 0
 
 
@@ -217,19 +216,14 @@ def test_preemption_changes_no_text(clusters, prompts):
     greedy = cluster.reference(resource_dir("demo") / "target", asked[:8], TOKENS)
     drawn = [answers(running, [prompt], lambda _: SAMPLED)[0] for prompt in asked[8:]]
 
-    def statistics() -> dict[str, int]:
-        seen = read_status(running.cluster.url, running.cluster.namespace)
-        assert seen is not None
-        return seen.statistics
-
     # Whether all of them are there before the first have ended is a matter of time.
     for _ in range(5):
         found = answers(running, asked, lambda i: GREEDY if i < 8 else SAMPLED, cancelled=[1])
         for i, (got, full) in enumerate(zip(found, [*greedy, *drawn], strict=True)):
             assert got == full or (i == 1 and starts_alike(got, full))
-        until(lambda: statistics()["running"] == 0)
-        assert statistics()["kv_slots_held"] == 0
-        if statistics()["preemptions"] > 0:
+        statistics = at_rest(running)
+        assert statistics["kv_slots_held"] == 0
+        if statistics["preemptions"] > 0:
             return
     pytest.fail("no request was preempted")
 

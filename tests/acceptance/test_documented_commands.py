@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,36 +39,31 @@ def tried(page: Path) -> list[Block]:
 def cases(*, slow: bool) -> list[object]:
     """The pages that have such blocks; slow ones with the others of their page."""
     return [
-        pytest.param(page, id=block_page)
+        pytest.param(page, id=tried(page)[0].page)
         for page in pages()
         if any(block.slow == slow for block in tried(page))
-        for block_page in [tried(page)[0].page]
     ]
-
-
-@pytest.fixture
-def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
-    with Sandbox(tmp_path) as found:
-        yield found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", cases(slow=False))
-def test_commands_of_a_page_work(page: Path, sandbox: Sandbox) -> None:
-    run = Page(sandbox)
-    for block in tried(page):
-        if not block.slow:
-            run.run(block)
+def test_commands_of_a_page_work(page: Path, tmp_path: Path) -> None:
+    run_all(tmp_path, [block for block in tried(page) if not block.slow])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", cases(slow=True))
-def test_commands_of_a_page_work_slow_ones_too(page: Path, sandbox: Sandbox) -> None:
-    run = Page(sandbox)
-    for block in tried(page):
-        run.run(block)
+def test_commands_of_a_page_work_slow_ones_too(page: Path, tmp_path: Path) -> None:
+    run_all(tmp_path, tried(page))
+
+
+def run_all(folder: Path, found: list[Block]) -> None:
+    with Sandbox(folder) as sandbox:
+        run = Page(sandbox)
+        for block in found:
+            run.run(block)
 
 
 def test_blocks_that_are_not_run_say_why() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.cluster.ranks import rank_components
-from pipespec.errors import ModelError
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.matrix import some_of
@@ -17,28 +21,51 @@ from tools.rig import cluster
 
 NUM_TOKENS = 24
 # The second repeats itself, so that a match is found from the first token on.
-PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4]
+PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4, [9, 1, 1, 2, 50]]
+DEMO = resource_dir("demo")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """Target, draft, the target's answers to PROMPTS, and a file of them."""
-    folder = tmp_path_factory.mktemp("pair")
-    target = models.build("llama", folder / "target")
-    draft = models.build("llama", folder / "draft", num_hidden_layers=1)
-    expected = cluster.reference(target, PROMPTS, NUM_TOKENS)
-    truth = folder / "truth.jsonl"
-    write_truth(truth, PROMPTS, expected)
-    return target, draft, expected, truth
+def folder(tmp_path_factory) -> Path:
+    """A target, a small draft, and a copy of the target as a parallel draft (PARD)."""
+    folder = tmp_path_factory.mktemp("models")
+    models.build("llama", folder / "target")
+    models.build("llama", folder / "draft", num_hidden_layers=1)
+    parallel = {"pard_token": models.VOCAB_SIZE - 1, "pard_tokens": 3}
+    models.build("llama", folder / "parallel", **parallel)
+    return folder
 
 
-def overrides(proposer: str, truth: Path) -> list[str]:
-    """In a cascade the mid-size model is the target of these tests."""
-    return proposer_overrides(proposer, truth=truth, mid=truth.parent / "target")
+@pytest.fixture(scope="module")
+def expected(folder) -> list[list[int]]:
+    """The target's answers to PROMPTS, which are in a file of the folder too."""
+    answers = cluster.reference(folder / "target", PROMPTS, NUM_TOKENS)
+    write_truth(folder / "truth.jsonl", PROMPTS, answers)
+    return answers
 
 
-def requests(num_tokens: int = NUM_TOKENS) -> list[dict]:
-    return [{"prompt": tuple(p), "max_new_tokens": num_tokens} for p in PROMPTS]
+@pytest.fixture
+def proposers(monkeypatch) -> list:
+    """The proposers that clusters make."""
+    made, make = [], rank_components.make_proposer
+
+    def watched(*given):
+        made.append(make(*given))
+        return made[-1]
+
+    monkeypatch.setattr(rank_components, "make_proposer", watched)
+    return made
+
+
+def decoded(deployment, redis, prompts=PROMPTS) -> list[list[int]]:
+    asked = [{"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS} for prompt in prompts]
+    return [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)]
+
+
+def demo_prompts() -> list[list[int]]:
+    lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
+    encode = AutoTokenizer.from_pretrained(DEMO / "target").encode
+    return [encode(json.loads(line)["prompt"])[:64] for line in lines[::15]]
 
 
 @pytest.mark.parametrize(
@@ -46,25 +73,20 @@ def requests(num_tokens: int = NUM_TOKENS) -> list[dict]:
     some_of(PROPOSERS, POLICIES, [1, 3], share=5),
 )
 def test_every_proposer_and_policy_gives_the_text_of_hugging_face(
-    pair, redis, proposer, policy, stages
+    folder, expected, redis, proposer, policy, stages
 ):
-    target, draft, expected, truth = pair
-    deployment = cluster.make_deployment(
-        target, draft, f"cluster.stages={stages}", *POLICIES[policy], *overrides(proposer, truth)
-    )
-    answers = cluster.decode(deployment, redis, requests())
-    assert [tokens for tokens, *_ in answers] == expected
+    """In a cascade the mid-size model is the target."""
+    target = folder / "target"
+    overrides = proposer_overrides(proposer, truth=folder / "truth.jsonl", mid=target)
+    settings = f"cluster.stages={stages}", *POLICIES[policy], *overrides
+    deployment = cluster.make_deployment(target, folder / "draft", *settings)
+    assert decoded(deployment, redis) == expected
 
 
 def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
-    target = resource_dir("demo") / "target"
-    deployment = cluster.make_deployment(
-        target,
-        tmp_path / "nowhere",
-        "proposer=suffix",
-        "model.draft=null",
-        "policy.row_cost=0.0001",
-    )
+    target = DEMO / "target"
+    settings = "proposer=suffix", "model.draft=null", "policy.row_cost=0.0001"
+    deployment = cluster.make_deployment(target, tmp_path / "nowhere", *settings)
     assert deployment.draft is None
     assert rank_components.load_model(deployment, 0) is None
     # The demo target soon repeats itself here.
@@ -84,9 +106,91 @@ def test_suffix_proposer_needs_no_draft_and_hits_repeated_text(redis, tmp_path):
     assert stats["hit_rate"] >= 0.5 * repeats / length
 
 
-def test_proposer_without_a_draft_does_not_open_the_draft_folder(pair):
-    target, _, _, _ = pair
-    deployment = cluster.make_deployment(target, Path("/no/such/draft"), "proposer=suffix")
-    assert deployment.draft is None
+def test_proposer_without_a_draft_does_not_open_the_draft_folder(folder):
+    nowhere = Path("/no/such/draft")
+    assert cluster.make_deployment(folder / "target", nowhere, "proposer=suffix").draft is None
     with pytest.raises(ModelError):
-        cluster.make_deployment(target, Path("/no/such/draft"), "proposer=hybrid")
+        cluster.make_deployment(folder / "target", nowhere, "proposer=hybrid")
+
+
+# --- a mid-size model that scores the tree beside the head ---------------------------------------
+
+
+def cascade(folder, *settings: str):
+    """The mid-size model is the target."""
+    chosen = "proposer=cascade", f"model.mid={folder / 'target'}", "proposer.mid_rows=8"
+    return cluster.make_deployment(folder / "target", folder / "draft", *chosen, *settings)
+
+
+def test_mid_size_model_equal_to_the_target_raises_the_hit_rate(folder, expected, redis):
+    """The small draft alone is wrong nearly everywhere; emulated stages give a pass its time."""
+    chosen = (
+        *(*POLICIES["best_first"], "cluster.stages=3", "policy.row_cost=0.0001"),
+        *("emulate=fixed", "emulate.stage_ms=15"),
+    )
+    asked = [{"prompt": tuple(PROMPTS[0]), "max_new_tokens": NUM_TOKENS}]
+    hits = []
+    for rows in (0, 8):
+        deployment = cascade(folder, *chosen, f"proposer.mid_rows={rows}")
+        ((tokens, _, stats),) = cluster.decode(deployment, redis, asked)
+        assert tokens == expected[0]
+        hits.append(stats["hit_rate"])
+    assert hits[1] > hits[0] + 0.2
+
+
+def test_cascade_of_the_demo_models_gives_the_text_of_the_target(redis):
+    chosen = "proposer=cascade", "cluster.stages=4", "policy.width=16", "model.context=256"
+    deployment = decide(compose([*chosen, "model.dtype=float32"]))
+    prompts = demo_prompts()
+    assert decoded(deployment, redis, prompts) == cluster.reference(
+        DEMO / "target", prompts, NUM_TOKENS
+    )
+
+
+def test_cascade_needs_a_mid_size_model_and_memory_for_it(folder):
+    with pytest.raises(ConfigError, match=r"model\.mid is null"):
+        cascade(folder, "model.mid=null")
+    deployment = cascade(folder, "model.dtype=bfloat16", "cluster.stages=2")
+    more = required_bytes(deployment, 0, mid=True)
+    assert more[WEIGHTS] > required_bytes(deployment, 0)[WEIGHTS] > 0
+    assert more["proposer.mid_rows"] == 8 * models.VOCAB_SIZE * 2
+    ranks = local_ranks(deployment)
+    wanted = sum(required_bytes(deployment, rank).total() for rank in ranks) + more.total()
+    require_memory(deployment, ranks, lambda device: wanted)
+    with pytest.raises(ConfigError, match="GiB on cpu"):
+        require_memory(deployment, ranks, lambda device: wanted - 1)
+
+
+# --- a parallel draft ----------------------------------------------------------------------------
+
+
+def all_free(proposers: list) -> bool:
+    """Whether all KV slots of the drafts are free but those of cached sequences."""
+    runners = [each.proposer.runner for each in proposers]
+    return all(
+        runner.slots.num_slots - runner.slots.num_free <= sum(runner.cached.values())
+        for runner in runners
+    )
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "root"])
+def test_parallel_draft_gives_the_text_of_hugging_face_and_frees_its_kv_slots(
+    folder, expected, redis, proposers, policy
+):
+    settings = "cluster.stages=2", *POLICIES[policy]
+    deployment = cluster.make_deployment(folder / "target", folder / "parallel", *settings)
+    assert deployment.parallel is not None and deployment.parallel.tokens == 3
+    assert decoded(deployment, redis) == expected
+    assert proposers[0].proposer.parallel is not None
+    assert len(proposers) == 1 and all_free(proposers)
+
+
+def test_parallel_draft_of_the_demo_gives_the_text_of_its_target(redis, proposers):
+    settings = "cluster.stages=4", "proposer.rounds=1"
+    deployment = cluster.make_deployment(DEMO / "target", DEMO / "draft_pard", *settings)
+    assert deployment.parallel is not None and deployment.parallel.tokens == 4
+    prompts = demo_prompts()
+    assert decoded(deployment, redis, prompts) == cluster.reference(
+        DEMO / "target", prompts, NUM_TOKENS
+    )
+    assert all_free(proposers)

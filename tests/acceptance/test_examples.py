@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +12,13 @@ import pytest
 
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Sandbox]:
-    with Sandbox(tmp_path, uuid.uuid4().hex) as sandbox:
+    with Sandbox(tmp_path) as sandbox:
         yield sandbox
 
 
@@ -39,21 +38,18 @@ def run(place: Sandbox, name: str, *arguments: str, stdin: str = "") -> str:
     return done.stdout
 
 
-@pytest.mark.long
 def test_generate_prints_each_prompt_with_its_text(place: Sandbox) -> None:
     lines = run(place, "generate.py").splitlines()
     assert lines[0].startswith("Once upon a time|")
     assert lines[-1].endswith(" tokens per step")
 
 
-@pytest.mark.long
 def test_chat_answers_each_question_and_ends_with_an_empty_line(place: Sandbox) -> None:
     out = run(place, "chat.py", stdin="Who is the king?\nAnd his sons?\n\n")
     assert out.count("> ") == 3
     assert all(answer.strip() for answer in out.split("> ")[1:3])
 
 
-@pytest.mark.long
 def test_every_line_of_a_file_is_answered(place: Sandbox, tmp_path: Path) -> None:
     prompts = [f"There were {i} sons and" for i in range(8)]
     file = tmp_path / "prompts.txt"
@@ -62,7 +58,6 @@ def test_every_line_of_a_file_is_answered(place: Sandbox, tmp_path: Path) -> Non
     assert sorted(line.partition("|")[0] for line in out.splitlines()) == prompts
 
 
-@pytest.mark.long
 def test_a_structured_output_fits_its_form(place: Sandbox) -> None:
     out = run(place, "structured_output.py").strip()
     found = json.loads(out.replace("'", '"'))
@@ -70,7 +65,6 @@ def test_a_structured_output_fits_its_form(place: Sandbox) -> None:
     assert found["trade"] in ("king", "miller", "tailor")
 
 
-@pytest.mark.long
 def test_a_policy_of_the_user_decodes_the_same_text(place: Sandbox) -> None:
     own, built_in = run(place, "own_policy.py").splitlines()
     assert own.partition(": ")[2] == built_in.partition(": ")[2]

@@ -69,10 +69,8 @@ def decoded(demo, redis, tokens: int, some: slice, *settings: str) -> list[float
     """Tokens per step of the answers to some of the prompts, which are those of Hugging Face."""
     folder, prompts, expected = demo
     deployment = cluster.make_deployment(folder / "target", folder / "draft", *settings)
-    requests = [
-        {"prompt": tuple(ids), "max_new_tokens": tokens, "eos": deployment.target.eos}
-        for ids in prompts[some]
-    ]
+    asked = {"max_new_tokens": tokens, "eos": deployment.target.eos}
+    requests = [{"prompt": tuple(ids), **asked} for ids in prompts[some]]
     answers = cluster.decode(deployment, redis, requests)
     assert [ids for ids, *_ in answers] == [answer[:tokens] for answer in expected[some]]
     return [stats["tokens_per_step"] for *_, stats in answers]
@@ -119,12 +117,10 @@ def test_chunked_prefill_gives_the_same_text(demo, redis):
     folder, prompts, _ = demo
     prompt = [token for ids in prompts for token in ids][:300]
     (expected,) = cluster.reference(folder / "target", [prompt], 24)
-    deployment = cluster.make_deployment(
-        folder / "target", folder / "draft", "cluster.stages=4", "decode.prefill_chunk=37"
-    )
-    ((tokens, reason, stats),) = cluster.decode(
-        deployment, redis, [{"prompt": tuple(prompt), "max_new_tokens": 24}]
-    )
+    settings = "cluster.stages=4", "decode.prefill_chunk=37"
+    deployment = cluster.make_deployment(folder / "target", folder / "draft", *settings)
+    asked = [{"prompt": tuple(prompt), "max_new_tokens": 24}]
+    ((tokens, reason, stats),) = cluster.decode(deployment, redis, asked)
     assert tokens == expected and reason == "length"
     # Chunks follow one another: the last enters at step 8 and leaves four steps later.
     assert stats["steps"] >= 12
@@ -133,24 +129,17 @@ def test_chunked_prefill_gives_the_same_text(demo, redis):
 @pytest.mark.long
 def test_best_first_decodes_more_tokens_per_step_than_level(demo, redis):
     folder, *_ = demo
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    encode = AutoTokenizer.from_pretrained(folder / "target").encode
     # The target soon repeats itself after the first, and the draft can tell.
-    texts = ("Once upon a time there was a little girl who", "Once upon a time there was a king")
-    easy, story = (tuple(tokenizer.encode(text)) for text in texts)
-    requests = [
-        {"prompt": easy, "max_new_tokens": 112},
-        {"prompt": story, "max_new_tokens": 24},
-    ]
+    lengths = {
+        "Once upon a time there was a little girl who": 112,
+        "Once upon a time there was a king": 24,
+    }
+    requests = [{"prompt": tuple(encode(of)), "max_new_tokens": n} for of, n in lengths.items()]
 
-    def tokens_per_step(*overrides: str) -> list[float]:
-        deployment = cluster.make_deployment(
-            folder / "target",
-            folder / "draft",
-            "cluster.stages=8",
-            "policy.width=32",
-            "policy.children=16",
-            *overrides,
-        )
+    def tokens_per_step(*settings: str) -> list[float]:
+        chosen = "cluster.stages=8", "policy.width=32", "policy.children=16", *settings
+        deployment = cluster.make_deployment(folder / "target", folder / "draft", *chosen)
         return [s["tokens_per_step"] for *_, s in cluster.decode(deployment, redis, requests)]
 
     level = tokens_per_step("policy=level")
@@ -159,31 +148,23 @@ def test_best_first_decodes_more_tokens_per_step_than_level(demo, redis):
     assert best_first[0] > 1.0
 
 
-@pytest.mark.parametrize(
-    ("target_rows", "draft_rows"), [(models.VOCAB_SIZE, 256), (256, models.VOCAB_SIZE)]
-)
-def test_padded_embeddings_change_no_text(tmp_path, redis, target_rows, draft_rows):
-    target = models.build("llama", tmp_path / "target", vocab_size=target_rows)
-    draft = models.build("llama", tmp_path / "draft", vocab_size=draft_rows, num_hidden_layers=1)
-    prompt = [5, 17, 3, 8]
-    (expected,) = cluster.reference(target, [prompt], 20)
-    deployment = cluster.make_deployment(target, draft, "cluster.stages=2")
-    ((tokens, _, _),) = cluster.decode(
-        deployment, redis, [{"prompt": tuple(prompt), "max_new_tokens": 20}]
-    )
-    assert tokens == expected
-
-
-def decodes_as_hugging_face(target, folder, redis, *settings, tokens=16):
+def decodes_as_hugging_face(target, folder, redis, *settings, tokens=16, **of_draft):
     """Two prompts, with a random draft."""
-    draft = models.build("llama", folder / "draft", num_hidden_layers=1)
+    draft = models.build("llama", folder / "draft", num_hidden_layers=1, **of_draft)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
     expected = cluster.reference(target, prompts, tokens)
-    deployment = cluster.make_deployment(target, draft, *settings)
-    answers = cluster.decode(
-        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": tokens} for p in prompts]
-    )
+    asked = [{"prompt": tuple(prompt), "max_new_tokens": tokens} for prompt in prompts]
+    answers = cluster.decode(cluster.make_deployment(target, draft, *settings), redis, asked)
     return [ids for ids, _, _ in answers] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "draft_rows"), [(models.VOCAB_SIZE, 256), (256, models.VOCAB_SIZE)]
+)
+def test_padded_embeddings_change_no_text(tmp_path, redis, rows, draft_rows):
+    target = models.build("llama", tmp_path / "target", vocab_size=rows)
+    settings = "cluster.stages=2", "policy.width=8"
+    assert decodes_as_hugging_face(target, tmp_path, redis, *settings, vocab_size=draft_rows)
 
 
 @pytest.mark.parametrize(
@@ -242,22 +223,10 @@ def test_eight_stages_and_a_draft_share_one_gpu(redis, policy, attention):
 
 def test_request_ends_at_eos_or_at_the_end_of_the_context(demo, redis):
     folder, prompts, expected = demo
-    prompt = tuple(prompts[0])
-    deployment = cluster.make_deployment(
-        folder / "target",
-        folder / "draft",
-        "cluster.stages=2",
-        f"model.context={len(prompt) + 6}",
-    )
-    stop_at = expected[0][3]
-    answers = cluster.decode(
-        deployment,
-        redis,
-        [
-            {"prompt": prompt, "max_new_tokens": 50},
-            {"prompt": prompt, "max_new_tokens": 50, "eos": (stop_at,)},
-        ],
-    )
-    assert answers[0][:2] == (expected[0][:6], "length")
-    first = expected[0].index(stop_at)
-    assert answers[1][:2] == (expected[0][: first + 1], "stop")
+    prompt, stop_at = tuple(prompts[0]), expected[0][3]
+    settings = "cluster.stages=2", f"model.context={len(prompt) + 6}"
+    deployment = cluster.make_deployment(folder / "target", folder / "draft", *settings)
+    asked = {"prompt": prompt, "max_new_tokens": 50}
+    long, stopped = cluster.decode(deployment, redis, [asked, {**asked, "eos": (stop_at,)}])
+    assert long[:2] == (expected[0][:6], "length")
+    assert stopped[:2] == (expected[0][: expected[0].index(stop_at) + 1], "stop")

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,7 @@ def expected(model: ModelInfo) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with Sandbox(tmp_path_factory.mktemp("api"), uuid.uuid4().hex) as sandbox:
+    with Sandbox(tmp_path_factory.mktemp("api")) as sandbox:
         yield sandbox
 
 
@@ -55,8 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
 def llm(place: Sandbox) -> Iterator[LLM]:
     """A cluster of this process, which many tests use."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in place.environment.items():
-            patch.setenv(name, value)
+        place.enter(patch)
         with LLM(stages=2, settings=SETTINGS) as llm:
             yield llm
         until(lambda: not place.processes())
@@ -138,8 +136,7 @@ def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
 def test_many_requests_run_at_once_in_an_event_loop(
     place: Sandbox, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
+    place.enter(monkeypatch)
 
     async def story() -> None:
         async with AsyncLLM(stages=2, settings=SETTINGS) as llm:
@@ -166,8 +163,7 @@ def test_an_llm_that_is_dropped_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = Sandbox(tmp_path)
-    for name, value in apart.environment.items():
-        monkeypatch.setenv(name, value)
+    apart.enter(monkeypatch)
     llm = LLM(stages=1, settings=SETTINGS)
     assert apart.processes()
     del llm

@@ -82,27 +82,15 @@ class RealModel:
         self, settings: tuple[str, ...], stages: int, at_once: int, count: int, tokens: int
     ) -> list[Answer]:
         """Those to the first `count` prompts, greedily decoded."""
-        requests = [
-            {
-                "prompt": tuple(prompt),
-                "max_new_tokens": tokens,
-                "eos": self._eos,
-                "sampling": SamplingParams(logprobs=1),
-            }
-            for prompt in self.prompts[:count]
-        ]
-        deployment = self._deployment(
-            f"cluster.stages={stages}", f"scheduler.max_num_seqs={at_once}", *settings
-        )
+        asked = {"max_new_tokens": tokens, "eos": self._eos, "sampling": SamplingParams(logprobs=1)}
+        requests = [{"prompt": tuple(prompt), **asked} for prompt in self.prompts[:count]]
+        size = f"cluster.stages={stages}", f"scheduler.max_num_seqs={at_once}"
+        deployment = self._deployment(*size, *settings)
         found = []
         for events in cluster.decode_events(deployment, self._redis, requests).values():
             accepted = [event for event in events if isinstance(event, Accepted)]
-            found.append(
-                (
-                    tuple(token for event in accepted for token in event.tokens),
-                    tuple(each for event in accepted for each in event.logprobs),
-                )
-            )
+            answer = tuple(token for event in accepted for token in event.tokens)
+            found.append((answer, tuple(each for event in accepted for each in event.logprobs)))
         return found
 
     def whole_answers(self, stages: int, *settings: str) -> list[Answer]:

@@ -21,12 +21,11 @@ from pipespec.config import choices
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Finished
-from pipespec.controller.rank_controller import Controller
 from pipespec.controller.request_log import RequestLog
 from pipespec.core import PromptLogprobs, SamplingParams, TokenLogprobs
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
-from tests.helpers.log import accept, take
+from tests.helpers.log import accept, head_of, take
 from tests.helpers.proposers import proposer_overrides, write_truth
 from tools.rig import cluster
 from tools.rig.log import events_of, reports_of
@@ -57,6 +56,7 @@ SHAPES = {
     "free": ("cluster.stages=3", "cluster.sync=free", "policy.children=4"),
     "groups": ("cluster.stages=4", "cluster.groups=2", "policy=level", "policy.children=4"),
     "chunks": ("cluster.stages=2", "decode.prefill_chunk=5"),  # the border lies within one
+    "two": ("cluster.stages=2", "policy.children=4"),
     "no speculation": ("cluster.stages=2", "policy=root"),
 }
 
@@ -88,8 +88,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Started]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
-    first = epoch_control.begin_epoch(redis.url, cluster.NAMESPACE)
-    with Controller(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
+    with head_of(redis, cluster.NAMESPACE) as earlier:
         numbers = [earlier.enqueue(**asked.fields) for asked in requests]
         for number, asked in zip(numbers, requests, strict=True):
             take(earlier)
@@ -156,27 +155,21 @@ def begun(expected: Sequence[Sequence[int]]) -> list[Started]:
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape):
-    deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
-    assert resumed(deployment, redis, begun(greedy)) == [
-        Answer(answer, (), "length") for answer in greedy for _ in BORDERS
-    ]
-
-
 @pytest.mark.parametrize(
-    "proposer",
+    ("shape", "proposer"),
     [
-        name if name in ("draft_model", "hybrid") else pytest.param(name, marks=pytest.mark.long)
-        for name in choices.options("proposer")
+        *((shape, "draft_model") for shape in SHAPES),
+        *(
+            pytest.param("two", name, marks=[] if name == "hybrid" else [pytest.mark.long])
+            for name in choices.options("proposer")
+        ),
     ],
 )
-def test_every_proposer_continues_a_resumed_text(tiny, redis, greedy, proposer, tmp_path):
+def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape, proposer, tmp_path):
     truth = tmp_path / "truth.jsonl"
     write_truth(truth, PROMPTS, greedy)
-    overrides = proposer_overrides(proposer, truth=truth, mid=tiny)
-    overrides += ["cluster.stages=2", "policy.children=4"]
-    deployment = cluster.make_deployment(tiny, tiny, *overrides)
+    chosen = proposer_overrides(proposer, truth=truth, mid=tiny)
+    deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape], *chosen)
     assert resumed(deployment, redis, begun(greedy)) == [
         Answer(answer, (), "length") for answer in greedy for _ in BORDERS
     ]

@@ -89,15 +89,9 @@ def test_every_policy_proposer_and_stage_count_samples_the_text_of_a_plain_loop(
 
 @pytest.mark.parametrize(("policy", "width"), some_of(["best_first", "level"], [1, 3, 40]))
 def test_width_does_not_change_a_sampled_text(tiny, redis, expected, policy, width):
-    deployment = cluster.make_deployment(
-        tiny,
-        tiny,
-        f"policy={policy}",
-        f"policy.width={width}",
-        "policy.children=16",
-        "cluster.stages=2",
-    )
-    assert [tokens for tokens, *_ in cluster.decode(deployment, redis, REQUESTS)] == expected
+    settings = f"policy={policy}", f"policy.width={width}", "policy.children=16", "cluster.stages=2"
+    answers = cluster.decode(cluster.make_deployment(tiny, tiny, *settings), redis, REQUESTS)
+    assert [tokens for tokens, *_ in answers] == expected
 
 
 @pytest.mark.parametrize("source", ["draft_model", pytest.param("suffix", marks=pytest.mark.long)])
@@ -106,13 +100,9 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
     for foresight in (True, False):
         if not foresight:
             monkeypatch.setattr(Context, "foreseeable", False)
-        deployment = cluster.make_deployment(
-            tiny,
-            tiny,
-            "cluster.stages=2",
-            "policy.row_cost=0.0001",  # not as measured, so that all that is found is fed
-            f"proposer={source}",
-        )
+        # Row costs are not as measured, so that all that is found is fed.
+        settings = "cluster.stages=2", "policy.row_cost=0.0001", f"proposer={source}"
+        deployment = cluster.make_deployment(tiny, tiny, *settings)
         asked = SamplingParams(0.8, seed=1)
         request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}
         [(tokens, _, statistics)] = cluster.decode(deployment, redis, [request])
@@ -128,24 +118,14 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
 )
 def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance, monkeypatch):
     monkeypatch.setattr(Context, "foreseeable", False)
-    deployment = cluster.make_deployment(
-        tiny,
-        tiny,
-        "cluster.stages=3",
-        f"cluster.sync={sync}",
-        "policy=level",
-        "policy.width=16",
-        "proposer.rounds=1",
-    )
+    level = "policy=level", "policy.width=16", "proposer.rounds=1"
+    settings = "cluster.stages=3", f"cluster.sync={sync}", *level
     asked = SamplingParams(1.5, seed=1)
-    answers = cluster.decode(
-        deployment,
-        redis,
-        [
-            {"prompt": tuple(CASES[0][0]), "max_new_tokens": 40, "sampling": sampling}
-            for sampling in (asked, replace(asked, acceptance=acceptance, top_p=0.9))
-        ],
-    )
+    requests = [
+        {"prompt": tuple(CASES[0][0]), "max_new_tokens": 40, "sampling": sampling}
+        for sampling in (asked, replace(asked, acceptance=acceptance, top_p=0.9))
+    ]
+    answers = cluster.decode(cluster.make_deployment(tiny, tiny, *settings), redis, requests)
     (exact, _, before), (lossy, _, after) = answers
     assert len(exact) == len(lossy) == 40
     assert after["hit_rate"] > before["hit_rate"]

@@ -17,12 +17,11 @@ class Instruction:
     @property
     def exec_form(self) -> list[str] | None:
         """The words of the JSON list that a command is; None if a shell would read it."""
-        text = self.arguments[self.arguments.find("[") :] if "[" in self.arguments else ""
         try:
-            words = json.loads(text)
+            words: list[str] = json.loads("[" + self.arguments.partition("[")[2])
         except ValueError:
             return None
-        return words if all(isinstance(word, str) for word in words) else None
+        return words
 
 
 @dataclass
@@ -37,28 +36,23 @@ class Stage:
         return [each for each in self.instructions if each.name == name]
 
 
-@dataclass(frozen=True)
 class Dockerfile:
     """`arguments` are the ARGs before the first stage, with their defaults."""
 
-    arguments: dict[str, str]
-    stages: list[Stage]
-
-    @classmethod
-    def read(cls, path: Path) -> Dockerfile:
-        arguments: dict[str, str] = {}
-        stages: list[Stage] = []
-        for instruction in _instructions(path.read_text()):
-            if instruction.name == "FROM":
-                base, _, name = instruction.arguments.partition(" AS ")
-                stages.append(Stage(base, name))
-            elif stages:
-                stages[-1].instructions.append(instruction)
+    def __init__(self, path: Path):
+        self.arguments: dict[str, str] = {}
+        self.stages: list[Stage] = []
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        text = "\n".join(line for line in lines if not line.startswith("#"))
+        for line in text.replace("\\\n", " ").splitlines():
+            name, *words = line.split()
+            if name == "FROM":
+                self.stages.append(Stage(words[0], words[2] if "AS" in words else ""))
+            elif self.stages:
+                self.stages[-1].instructions.append(Instruction(name, " ".join(words)))
             else:
-                assert instruction.name == "ARG", f"{instruction.name} before the first FROM"
-                name, _, default = instruction.arguments.partition("=")
-                arguments[name] = default
-        return cls(arguments, stages)
+                assert name == "ARG", f"{name} before the first FROM"
+                self.arguments |= dict([words[0].split("=")])
 
     def stage(self, name: str) -> Stage:
         (found,) = (stage for stage in self.stages if stage.name == name)
@@ -67,10 +61,3 @@ class Dockerfile:
     @property
     def final(self) -> Stage:
         return self.stages[-1]
-
-
-def _instructions(text: str) -> list[Instruction]:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    pairs = (line.strip().partition(" ") for line in joined.splitlines())
-    return [Instruction(name, " ".join(rest.split())) for name, _, rest in pairs]

@@ -17,10 +17,10 @@ line breaks are not compared. Port 8000 is replaced by a free one.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+from markdown_it import MarkdownIt
+from pipespec.controller.listen_address import free_port
 
 from pipespec.config.hosts import load_hosts
 from tests.helpers.sandbox import Sandbox
@@ -37,7 +39,6 @@ ROOT = Path(__file__).parents[2]
 RUN = ("console", "bash", "python")
 PARSED = ("yaml", "json")
 LANGUAGES = (*RUN, *PARSED, "text", "nginx")
-FENCE = re.compile(r"^( *)```(\S*)\s*$")
 MARK = re.compile(r"^<!-- (not run|slow|background|exit|file)(?:: (.*?))? -->$")
 PROMPT = "$ "
 PORT = "8000"  # of `pipespec serve`, unless it is given
@@ -81,41 +82,34 @@ class Command:
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     found: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
     marks: dict[str, str] = {}
-    number = 0
-    while number < len(lines):
-        line = lines[number]
-        if mark := MARK.match(line.strip()):
-            marks[mark[1]] = mark[2] or ""
-        elif fence := FENCE.match(line):
-            indent, language = fence.groups()
-            end = number + 1
-            while end < len(lines) and lines[end].strip() != "```":
-                end += 1
-            assert end < len(lines), f"{page}:{number + 1}: the block has no end"
-            body = "\n".join(each.removeprefix(indent) for each in lines[number + 1 : end])
-            found.append(Block(_name(page), number + 1, language, body + "\n", marks))
-            marks, number = {}, end
-        elif line.strip():
-            assert not marks, f"{page}:{number + 1}: {marks} belongs to no block"
-        number += 1
+    text = page.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for token in MarkdownIt().parse(text):
+        first, end = token.map or (0, 0)
+        place = f"{page}:{first + 1}"
+        if token.type == "html_block":
+            for line in token.content.splitlines():
+                if mark := MARK.match(line.strip()):
+                    marks[mark[1]] = mark[2] or ""
+        elif token.type == "fence":
+            assert lines[end - 1].strip() == "```", f"{place}: the block has no end"
+            found.append(Block(_name(page), first + 1, token.info, token.content, marks))
+            marks = {}
+        elif token.type == "inline":
+            assert not marks, f"{place}: {marks} belongs to no block"
     return found
 
 
 def indented_commands(page: Path) -> list[str]:
     """Commands in blocks without fences, which no test would see."""
-    command = re.compile(r"^    (\$ |pipespec |python |make |pip |\.venv/bin/)")
-    fenced = {
-        number
-        for block in blocks(page)
-        for number in range(block.line, block.line + block.text.count("\n") + 1)
-    }
-    lines = page.read_text(encoding="utf-8").splitlines()
+    command = re.compile(r"(\$ |pipespec |python |make |pip |\.venv/bin/)")
     return [
-        f"{_name(page)}:{number}"
-        for number, line in enumerate(lines, 1)
-        if command.match(line) and number not in fenced
+        f"{_name(page)}:{token.map[0] + 1 + number}"
+        for token in MarkdownIt().parse(page.read_text(encoding="utf-8"))
+        if token.type == "code_block" and token.map
+        for number, line in enumerate(token.content.splitlines())
+        if command.match(line)
     ]
 
 
@@ -186,7 +180,7 @@ class Page:
         self._sandbox = sandbox
         self._folder = sandbox.folder / "checkout"
         self._state = sandbox.folder / "shell"
-        self._port = _free_port()
+        self._port = free_port(["127.0.0.1"])
         self._count = 0
         ignored = shutil.ignore_patterns("__pycache__", "images", "*.svg", "*.png")
         for name in CHECKOUT:
@@ -227,34 +221,32 @@ class Page:
             assert code == expected, f"{said}\nexit code {code}, not {expected}"
             assert printed_as_documented(command.output, printed), f"{said}\nnot {command.output}"
 
-    def _execute(self, command: Command) -> tuple[int, str]:
-        # Into a file: what a command leaves running would keep a pipe open.
-        output = self._state / "output"
-        with output.open("w") as file:
-            code = subprocess.run(
-                ["bash", "-c", self._script(command.text)],
+    def _start_shell(self, command: str, out: Path, err: Path | None) -> subprocess.Popen[bytes]:
+        # Into files: what a command leaves running would keep a pipe open.
+        with out.open("w") as file, (err or Path(os.devnull)).open("w") as errors:
+            return subprocess.Popen(
+                ["bash", "-c", self._script(command)],
                 cwd=self._folder,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=PATIENCE_S,
-            ).returncode
+                stderr=errors if err else subprocess.STDOUT,
+            )
+
+    def _execute(self, command: Command) -> tuple[int, str]:
+        output = self._state / "output"
+        with self._start_shell(command.text, output, None) as process:
+            try:
+                code = process.wait(PATIENCE_S)
+            finally:
+                process.kill()
         return code, output.read_text(errors="replace")
 
     def _start(self, block: Block, command: Command) -> None:
         self._count += 1
         output = self._state / f"background{self._count}"
         errors = output.with_suffix(".errors")
-        with output.open("w") as out, errors.open("w") as err:
-            process = subprocess.Popen(
-                ["bash", "-c", self._script(command.text)],
-                cwd=self._folder,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
+        process = self._start_shell(command.text, output, errors)
         until(lambda: output.stat().st_size > 0 or process.poll() is not None, PATIENCE_S)
         assert process.poll() is None, f"{block.place}: {command.text}\n{errors.read_text()}"
 
@@ -278,13 +270,6 @@ class Page:
         programs = Path(sys.executable).parent
         path = f"{programs}:{environment['PATH']}"
         return environment | {"PATH": path, "COLUMNS": "100", "CURL_HOME": str(self._state)}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def pages() -> list[Path]:

@@ -46,6 +46,8 @@ _COMMON: dict[str, Any] = {
 _WINDOW = 9  # shorter than every test's context
 _ALTERNATE = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+_MIXTURE = {**_EXPERTS, "moe_intermediate_size": 32}
+_SHARING = {**_MIXTURE, "shared_expert_intermediate_size": 32}
 
 _ROUTED = {
     "n_routed_experts": 4,
@@ -90,30 +92,17 @@ _MAMBA = {
 
 # model_type -> what its config sets beyond `_COMMON`
 CONFIGS: dict[str, dict[str, Any]] = {
-    "afmoe": {
-        **_EXPERTS,
-        **_SLIDING,
-        "moe_intermediate_size": 32,
-        "head_dim": 12,
-        "mup_enabled": True,
-    },
+    "afmoe": {**_MIXTURE, **_SLIDING, "head_dim": 12, "mup_enabled": True},
     "apertus": {},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": {**_LATENT, **_ROUTED, "mlp_layer_types": _MIXED},
     "axk2": {**_LATENT, **_ROUTED, **_SPARSE, "mlp_layer_types": _MIXED},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
-    "beam": {
-        **_EXPERTS,
-        **_SLIDING,
-        "moe_intermediate_size": 32,
-        "head_dim": 12,
-        "n_group": 2,
-        "topk_group": 1,
-    },
+    "beam": {**_MIXTURE, **_SLIDING, "head_dim": 12, "n_group": 2, "topk_group": 1},
     "bitnet": {},
     "cohere": {"logit_scale": 0.5},
-    "cohere2": {"logit_scale": 0.5, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "cohere2": {"logit_scale": 0.5, **_SLIDING},
     "cohere2_moe": {
         **_EXPERTS,
         **_SLIDING,
@@ -127,7 +116,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, **_ROUTED, "topk_method": "greedy"},
     "deepseek_v3": {**_LATENT, **_ROUTED},
     "deepseek_v32": {**_LATENT, **_ROUTED, **_SPARSE},
-    "dots1": {**_ROUTED, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "dots1": {**_ROUTED, **_SLIDING},
     "dots3_note_text": {
         **_LATENT,
         **_ROUTED,
@@ -151,8 +140,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_layer_start_index": 1,
     },
-    "exaone4": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
-    "exaone_moe": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "mlp_layer_types": _MIXED},
+    "exaone4": {**_SLIDING},
+    "exaone_moe": {**_MIXTURE, **_SLIDING, "mlp_layer_types": _MIXED},
     "falcon_h1": {
         **_MAMBA,
         "mamba_d_ssm": 96,
@@ -162,19 +151,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "key_multiplier": 0.9,
     },
     "flex_olmo": {**_EXPERTS, "tie_word_embeddings": True},
-    "flint": {
-        **_EXPERTS,
-        **_SLIDING,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "head_dim": 12,
-    },
+    "flint": {**_SHARING, **_SLIDING, "head_dim": 12},
     "gemma": {"head_dim": 16},
     "gemma2": {
         "tie_word_embeddings": False,
         "head_dim": 16,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
+        **_SLIDING,
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 8.0,
         "query_pre_attn_scalar": 12,
@@ -182,8 +164,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "tie_word_embeddings": False,
         "head_dim": 16,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
+        **_SLIDING,
         "query_pre_attn_scalar": 12,
     },
     "gemma4_text": {
@@ -213,12 +194,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "shared"] * (NUM_LAYERS // 2),
     },
     "gpt_neox": {},
-    "gpt_oss": {
-        **_EXPERTS,
-        "head_dim": 16,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
-    },
+    "gpt_oss": {**_EXPERTS, "head_dim": 16, **_SLIDING},
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
@@ -249,44 +225,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
-    "hy_v3": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 12, "mlp_layer_types": _MIXED},
+    "hy_v3": {**_MIXTURE, "head_dim": 12, "mlp_layer_types": _MIXED},
     "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
     "internlm3": {"head_dim": 12},
     "iquestcoder": {"head_dim": 12},
     "jais2": {},
     "jetmoe": {**_EXPERTS, "kv_channels": 12},
-    "kolibri1": {
-        **_EXPERTS,
-        **_SLIDING,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "head_dim": 12,
-    },
+    "kolibri1": {**_SHARING, **_SLIDING, "head_dim": 12},
     "kimi_linear": {
         **_LATENT,
-        **_EXPERTS,
+        **_MIXTURE,
         "layer_types": _HYBRID,
         "mlp_layer_types": _MIXED,
-        "moe_intermediate_size": 32,
         "num_shared_experts": 1,
         "num_expert_group": 1,
         "topk_group": 1,
         "linear_head_dim": 12,
         "linear_num_heads": 4,
     },
-    "laguna": {
-        **_EXPERTS,
-        **_SLIDING,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "head_dim": 12,
-        "mlp_layer_types": _MIXED,
-    },
+    "laguna": {**_SHARING, **_SLIDING, "head_dim": 12, "mlp_layer_types": _MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},
     "lfm2_moe": {
-        **_EXPERTS,
+        **_MIXTURE,
         "layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2),
-        "moe_intermediate_size": 32,
         "num_dense_layers": 1,
     },
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
@@ -311,11 +272,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 32,
         "head_dim": 4,
     },
-    "mellum": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "head_dim": 12},
+    "mellum": {**_MIXTURE, **_SLIDING, "head_dim": 12},
     "mimo_v2_flash": {**_ROUTED, **_SLIDING, "head_dim": 12, "v_head_dim": 8},
     "minicpm3": {**_LATENT, "tie_word_embeddings": False, "scale_emb": 3, "dim_model_base": 48},
     "minimax_m2": {**_EXPERTS, "head_dim": 12},
-    "ministral": {"head_dim": 16, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "ministral": {"head_dim": 16, **_SLIDING},
     "ministral3": {
         "head_dim": 16,
         "rope_parameters": {
@@ -341,41 +302,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "olmo3": {**_SLIDING},
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "olmoe": dict(_EXPERTS),
     "persimmon": {},
     "phi": {},
     "phi3": {"sliding_window": _WINDOW},
     "phimoe": dict(_EXPERTS),
-    "qwen2": {
-        "use_sliding_window": True,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
-        "tie_word_embeddings": True,
-    },
-    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen2": {"use_sliding_window": True, **_SLIDING, "tie_word_embeddings": True},
+    "qwen2_moe": {**_SHARING},
     "qwen3": {"head_dim": 16},
-    "qwen3_5_moe_text": {
-        **_DELTA,
-        **_EXPERTS,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_5_moe_text": {**_DELTA, **_SHARING},
     "qwen3_5_text": dict(_DELTA),
-    "qwen3_next": {
-        **_DELTA,
-        **_EXPERTS,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    },
-    "qwen3_moe": {**_EXPERTS, "head_dim": 16, "moe_intermediate_size": 32},
+    "qwen3_next": {**_DELTA, **_SHARING},
+    "qwen3_moe": {**_MIXTURE, "head_dim": 16},
     "seed_oss": {"head_dim": 16},
     "smollm3": {
         "no_rope_layers": [1, 0] * (NUM_LAYERS // 2),
         "use_sliding_window": True,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
+        **_SLIDING,
     },
     "solar_open": {**_ROUTED, "head_dim": 12},
     "stablelm": {"partial_rotary_factor": 0.5},
@@ -397,12 +342,8 @@ def build(model_type: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     `overrides` are config values; `max_shard_size` splits the file.
     """
     max_shard_size = overrides.pop("max_shard_size", "1GB")
-    settings = {**_COMMON, **CONFIGS[model_type], **overrides}
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    _spread(model)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **overrides})
+    return _save(AutoModelForCausalLM, config, folder, seed, max_shard_size)
 
 
 def shared(model_type: str) -> Path:
@@ -452,8 +393,12 @@ def build_multimodal(model_type: str, folder: Path, **overrides: Any) -> Path:
     vision = _VISION | more.get("vision_config", {})
     settings = {"tie_word_embeddings": text.get("tie_word_embeddings", False), **more, **overrides}
     config = AutoConfig.for_model(model_type, text_config=text, **settings, vision_config=vision)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
+    return _save(AutoModelForImageTextToText, config, folder, 0, max_shard_size)
+
+
+def _save(kind: Any, config: Any, folder: Path, seed: int, max_shard_size: str) -> Path:
+    torch.manual_seed(seed)
+    model = kind.from_config(config)
     _spread(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

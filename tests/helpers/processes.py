@@ -15,14 +15,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Its children; none if it has ended."""
-    try:
-        return process.children()
-    except psutil.NoSuchProcess:
-        return []
-
-
 def command_line(process: psutil.Process) -> str:
     """The words it was started with; "" if it has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pipespec.client import registry
 
@@ -47,6 +48,11 @@ class Sandbox:
             "TMPDIR": str(temporary),
             "PYTHONUNBUFFERED": "1",
         }
+
+    def enter(self, patch: pytest.MonkeyPatch) -> None:
+        """Let this process belong to it."""
+        for name, value in self.environment.items():
+            patch.setenv(name, value)
 
     def start(self, *arguments: str, files: int | None = None) -> subprocess.Popen[str]:
         """Start a command, which may have so many files open."""

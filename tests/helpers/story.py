@@ -34,8 +34,7 @@ class StoryOver(Exception):
 class StoryController:
     """Gives a rank requests, and the verdicts of each step.
 
-    What a rank writes can be read back; tests/integration/test_controller_contract.py checks that
-    it behaves as the controller over Redis does.
+    What a rank writes can be read back.
 
     Args:
         verdicts: those of a step.

@@ -3,7 +3,6 @@ place for commands."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -35,6 +34,12 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the tests that are coroutines and marked `anyio`."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def demo() -> ModelInfo:
     """The demo pair's target, with a short context."""
     return ModelInfo.of(decide(compose(["model.context=100"])))
@@ -54,7 +59,6 @@ def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """A place of one test; commands that run in its process use it too."""
-    place = Sandbox(tmp_path, uuid.uuid4().hex)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    yield place
-    place.kill()
+    with Sandbox(tmp_path) as place:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        yield place

@@ -1,4 +1,5 @@
-"""A client in an event loop: slow readers, cancellation, and a cluster that goes and returns."""
+"""Clients, in an event loop and outside: slow readers, cancellation, and a cluster that goes and
+returns."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pipespec.client import async_client, registry
+from pipespec.client import async_client, registry, sync_client
 from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.async_client import MOST_ENTRIES, attach
 from pipespec.client.model_info import ModelInfo
@@ -22,21 +23,24 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller import async_request_log
+from pipespec.controller.async_request_log import AsyncRedisConnection, AsyncRequestLog
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Event, Finished
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
-from pipespec.errors import ControllerError, RankFailed
+from pipespec.errors import ControllerError, RankFailed, Unreachable
 from pipespec.system.process_identity import since_boot
-from pipespec.timing.stats import Report, empty_report
-from tests.helpers.log import accept, head_of
+from pipespec.timing.stats import empty_report
+from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon
 from tools.rig.log import events_of
 
+pytestmark = pytest.mark.anyio
 NAME, NAMESPACE = "lab", "async-client"
 PROMPT = (5, 6, 7)
+ASKED = {"prompt": PROMPT, "max_new_tokens": 9}
 LONG_S = 60.0
 
 
@@ -87,124 +91,98 @@ async def ask(followed: AsyncAnswer) -> int:
     return await followed.submit(PROMPT, SamplingParams(), max_new_tokens=2000)
 
 
-def test_a_slow_reader_loses_no_event_and_delays_no_other(
+def end(head: Controller, request: int, *tokens: int) -> None:
+    """The head decides these tokens and ends a request; returns when Redis knows."""
+    if tokens:
+        accept(head, request, 3, tokens)
+    head.finish(request, "stop")
+    head.tokens(request)
+
+
+async def test_a_slow_reader_loses_no_event_and_delays_no_other(
     head: Controller, running: RunningCluster
 ) -> None:
-    async def story() -> None:
-        async with attach(running, LONG_S) as client, client.follow() as followed:
-            slow, quick = await ask(followed), None
-            for i in range(1500):
-                accept(head, slow, 3 + i, [i])
-            head.finish(slow, "stop")
-            head.tokens(slow)
-            async with client.follow() as other:
-                # A later request is answered before the slow reader has taken anything.
-                quick = await ask(other)
-                head.finish(quick, "stop")
-                head.tokens(quick)
-                assert await other.next(LONG_S) == [(quick, Finished("stop"))]
-            assert followed.waiting(slow) <= MOST_EVENTS + MOST_ENTRIES
-            received = [event for _, event in await all_of(followed)]
-            assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
-
-    asyncio.run(story())
+    async with attach(running, LONG_S) as client, client.follow() as followed:
+        slow = await ask(followed)
+        for i in range(1500):
+            accept(head, slow, 3 + i, [i])
+        end(head, slow)
+        async with client.follow() as other:
+            # A later request is answered before the slow reader has taken anything.
+            quick = await ask(other)
+            end(head, quick)
+            assert await other.next(LONG_S) == [(quick, Finished("stop"))]
+        assert followed.waiting(slow) <= MOST_EVENTS + MOST_ENTRIES
+        received = [event for _, event in await all_of(followed)]
+        assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
 
 
-def test_request_submitted_during_a_read_is_followed_at_once(
+async def test_request_submitted_during_a_read_is_followed_at_once(
     head: Controller, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_client, "HEARTBEAT_S", LONG_S)
-
-    async def story() -> None:
-        async with attach(running, LONG_S) as client, client.follow() as followed:
-            await ask(followed)
-            for _ in range(3):  # each time the read that waits is another
-                request, began = await ask(followed), time.monotonic()
-                accept(head, request, 3, [20])
-                head.finish(request, "stop")
-                head.tokens(request)
-                received: list[tuple[int, Event]] = []
-                while len(received) < 2:
-                    received += await followed.next(LONG_S)
-                assert received == [(request, Accepted(3, (20,))), (request, Finished("stop"))]
-                assert time.monotonic() - began < LONG_S / 2
-
-    asyncio.run(story())
+    async with attach(running, LONG_S) as client, client.follow() as followed:
+        await ask(followed)
+        for _ in range(3):  # each time the read that waits is another
+            request, began = await ask(followed), time.monotonic()
+            end(head, request, 20)
+            received: list[tuple[int, Event]] = []
+            while len(received) < 2:
+                received += await followed.next(LONG_S)
+            assert received == [(request, Accepted(3, (20,))), (request, Finished("stop"))]
+            assert time.monotonic() - began < LONG_S / 2
 
 
-def test_leaving_cancels_only_requests_that_have_not_finished(
+async def test_leaving_cancels_only_requests_that_have_not_finished(
     head: Controller, running: RunningCluster
 ) -> None:
-    async def story() -> tuple[int, int]:
-        async with attach(running, LONG_S) as client:
-            async with client.follow() as followed:
-                first, second = await ask(followed), await ask(followed)
-                head.finish(first, "stop")
-                head.tokens(first)
-                await followed.next(LONG_S)
-            # And who leaves while the request is on its way.
-            async with client.follow() as followed:
-                begun = asyncio.Event()
-
-                async def ask_too() -> None:
-                    begun.set()
-                    await ask(followed)
-
-                asking = asyncio.ensure_future(ask_too())
-                await begun.wait()
-                asking.cancel()
-                await asyncio.wait([asking])
-            return first, second
-
-    first, second = asyncio.run(story())
+    async with attach(running, LONG_S) as client:
+        async with client.follow() as followed:
+            first, second = await ask(followed), await ask(followed)
+            end(head, first)
+            await followed.next(LONG_S)
+        # And who leaves while the request is on its way.
+        async with client.follow() as followed:
+            asking = asyncio.ensure_future(ask(followed))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
     ends = [events_of(running.url, NAMESPACE, one)[-1] for one in (first, second, second + 1)]
     assert ends == [Finished("stop"), Finished("cancelled"), Finished("cancelled")]
 
 
-def test_leaving_does_not_wait_for_a_cluster_that_is_away(
-    running: RunningCluster,
-) -> None:
-    async def story() -> float:
-        with ExitStack() as ending:
-            redis = ending.enter_context(EmbeddedRedis())
-            here = replace(running, url=redis.url)
-            async with attach(here, 10 * LONG_S) as client:
-                async with client.follow() as followed:
-                    await ask(followed)
-                    ending.close()
-                # Its cancellation finds no Redis, and tries again.
-                await soon(lambda: not client.log._pipe.connected)
-                began = time.monotonic()
-        return time.monotonic() - began
-
-    assert asyncio.run(story()) < 2 * ANSWER_TIMEOUT_S
+async def test_leaving_does_not_wait_for_a_cluster_that_is_away(running: RunningCluster) -> None:
+    with ExitStack() as ending:
+        redis = ending.enter_context(EmbeddedRedis())
+        here = replace(running, url=redis.url)
+        async with attach(here, 10 * LONG_S) as client:
+            async with client.follow() as followed:
+                await ask(followed)
+                ending.close()
+            # Its cancellation finds no Redis, and tries again.
+            await soon(lambda: not client.log._pipe.connected)
+            began = time.monotonic()
+    assert time.monotonic() - began < 2 * ANSWER_TIMEOUT_S
 
 
-def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
+async def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
     head: Controller, running: RunningCluster
 ) -> None:
     gone = replace(running, owner=ended())
-
-    async def story() -> None:
-        async with attach(gone, patience=0.2) as client, client.follow() as followed:
-            await ask(followed)
-            with pytest.raises(
-                RankFailed, match="'lab' on here ended before the request was finished"
-            ):
-                await all_of(followed)
-            assert client.away
-
-    asyncio.run(story())
+    async with attach(gone, patience=0.2) as client, client.follow() as followed:
+        await ask(followed)
+        said = "'lab' on here ended before the request was finished"
+        with pytest.raises(RankFailed, match=said):
+            await all_of(followed)
+        assert client.away
     assert head.tokens(1) == ()
 
 
-def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
+async def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
     server: EmbeddedRedis, head: Controller, running: RunningCluster
 ) -> None:
     """As when another server takes over: it ends the reads that wait."""
-    admin = RedisConnection(server.url)
-
-    async def story() -> None:
+    with closing(RedisConnection(server.url)) as admin:
         async with attach(running, LONG_S) as client, client.follow() as followed:
             request = await ask(followed)
             accept(head, request, 3, [8])
@@ -213,21 +191,14 @@ def test_requests_go_on_when_their_redis_was_a_replica_for_a_while(
             admin.call("REPLICAOF", "127.0.0.1", "1")
             await soon(lambda: client.away)
             admin.call("REPLICAOF", "NO", "ONE")
-            head.finish(request, "stop")
-            head.tokens(request)
+            end(head, request)
             assert await all_of(followed) == [(request, Finished("stop"))]
-
-    try:
-        asyncio.run(story())
-    finally:
-        admin.close()
 
 
 def test_what_ends_the_reader_is_raised_to_all_who_wait(
     server: EmbeddedRedis, running: RunningCluster
 ) -> None:
     """Here an administrator of the user's Redis takes the right to read away."""
-    admin = RedisConnection(server.url)
 
     async def wait(followed: AsyncAnswer) -> None:
         with pytest.raises(ControllerError, match="no permissions"):
@@ -248,116 +219,90 @@ def test_what_ends_the_reader_is_raised_to_all_who_wait(
                 with pytest.raises(ControllerError, match="no permissions"):
                     await ask(followed)
 
-    try:
-        with pytest.raises(ControllerError, match="no permissions"):
-            asyncio.run(story())
-    finally:
-        admin.close()
+    admin = RedisConnection(server.url)
+    with closing(admin), pytest.raises(ControllerError, match="no permissions"):
+        asyncio.run(story())
 
 
-def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(
+async def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(
     running: RunningCluster, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-
-    async def story() -> None:
-        with EmbeddedRedis(data=data) as first, head_of(first, NAMESPACE) as head:
-            gone = replace(running, url=first.url, owner=ended())
-            stack = attach(gone, LONG_S)
-            client = await stack.__aenter__()
-            followed = AsyncAnswer(client)
-            request = await ask(followed)
-            accept(head, request, 3, [8])
-            head.tokens(request)
-            assert await followed.next(LONG_S) == [(request, Accepted(3, (8,)))]
-        with (
-            EmbeddedRedis(data=data) as second,
-            registry.claim(NAME),
-            head_of(second, NAMESPACE) as head,
-        ):
-            again = replace(running, url=second.url)
-            registry.publish(again)
-            accept(head, request, 3, [8, 9])  # decoded again
-            head.finish(request, "stop")
-            head.tokens(request)
-            received = await all_of(followed)
-            assert received == [(request, Accepted(4, (9,))), (request, Finished("stop"))]
-            assert client.running == again
-            await stack.__aexit__(None, None, None)
-
-    asyncio.run(story())
+    with EmbeddedRedis(data=data) as first, head_of(first, NAMESPACE) as head:
+        stack = attach(replace(running, url=first.url, owner=ended()), LONG_S)
+        client = await stack.__aenter__()
+        followed = AsyncAnswer(client)
+        request = await ask(followed)
+        accept(head, request, 3, [8])
+        head.tokens(request)
+        assert await followed.next(LONG_S) == [(request, Accepted(3, (8,)))]
+    with (
+        EmbeddedRedis(data=data) as second,
+        registry.claim(NAME),
+        head_of(second, NAMESPACE) as head,
+    ):
+        again = replace(running, url=second.url)
+        registry.publish(again)
+        end(head, request, 8, 9)  # decoded again
+        received = await all_of(followed)
+        assert received == [(request, Accepted(4, (9,))), (request, Finished("stop"))]
+        assert client.running == again
+        await stack.__aexit__(None, None, None)
 
 
-def test_another_cluster_of_the_same_name_fails_the_requests(
+async def test_another_cluster_of_the_same_name_fails_the_requests(
     head: Controller, running: RunningCluster
 ) -> None:
-    async def story() -> None:
-        gone = replace(running, owner=ended())
-        with EmbeddedRedis() as other, head_of(other, NAMESPACE) as new, registry.claim(NAME):
-            registry.publish(replace(running, url=other.url))
-            async with attach(gone, LONG_S) as client:
-                async with client.follow() as followed:
-                    await ask(followed)
-                    with pytest.raises(RankFailed, match="ended before"):
-                        await all_of(followed)
-                async with client.follow() as followed:
-                    request = await ask(followed)
-                    new.finish(request, "stop")
-                    new.tokens(request)
-                    assert await followed.next(LONG_S) == [(request, Finished("stop"))]
-
-    asyncio.run(story())
+    gone = replace(running, owner=ended())
+    with EmbeddedRedis() as other, head_of(other, NAMESPACE) as new, registry.claim(NAME):
+        registry.publish(replace(running, url=other.url))
+        async with attach(gone, LONG_S) as client:
+            async with client.follow() as followed:
+                await ask(followed)
+                with pytest.raises(RankFailed, match="ended before"):
+                    await all_of(followed)
+            async with client.follow() as followed:
+                request = await ask(followed)
+                end(new, request)
+                assert await followed.next(LONG_S) == [(request, Finished("stop"))]
     assert head.tokens(1) == ()
 
 
-def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(
+async def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(
     head: Controller, running: RunningCluster
 ) -> None:
     """So that they are those of this machine's clock, the way of the first token included."""
     far = replace(running, owner=replace(Owner.this(), machine="elsewhere"), num_ranks=1)
-    now = 0
-
-    async def story() -> list[int]:
-        nonlocal now
-        moved = []
-        async with attach(far, LONG_S, clock=lambda: now) as client:
-            for seen_ns, there_ns in ((1000, 100), (2000, 1500), (9000, 2000)):
-                now = seen_ns
-                async with client.follow() as followed:
-                    request = await ask(followed)
-                    accept(head, request, 3, [8])
-                    head.report(request, {"token_ns": [there_ns]})
-                    head.finish(request, "stop")
-                    await all_of(followed)
-                (report,) = await client.reports(request)
-                moved += report["token_ns"]
-        return moved
-
-    assert asyncio.run(story()) == [1000, 2000, 2500]
-
-
-def test_reports_that_were_lost_are_blank(head: Controller, running: RunningCluster) -> None:
-    """After a fault: the ranks of an earlier epoch have taken theirs along."""
-
-    async def story() -> list[Report]:
-        async with attach(replace(running, epoch=0, num_ranks=2), LONG_S) as client:
+    now, moved = [0], []
+    async with attach(far, LONG_S, clock=lambda: now[0]) as client:
+        for now[0], there_ns in ((1000, 100), (2000, 1500), (9000, 2000)):
             async with client.follow() as followed:
                 request = await ask(followed)
-                head.report(request, {"token_ns": [5]})
-                head.finish(request, "stop")
+                head.report(request, {"token_ns": [there_ns]})
+                end(head, request, 8)
                 await all_of(followed)
-            return await client.reports(request)
+            (report,) = await client.reports(request)
+            moved += report["token_ns"]
+    assert moved == [1000, 2000, 2500]
 
-    own, lost = asyncio.run(story())
+
+async def test_reports_that_were_lost_are_blank(head: Controller, running: RunningCluster) -> None:
+    """After a fault: the ranks of an earlier epoch have taken theirs along."""
+    async with attach(replace(running, epoch=0, num_ranks=2), LONG_S) as client:
+        async with client.follow() as followed:
+            request = await ask(followed)
+            head.report(request, {"token_ns": [5]})
+            end(head, request)
+            await all_of(followed)
+        own, lost = await client.reports(request)
     assert own["token_ns"] == [5]
     assert lost == empty_report(1)
 
 
-async def end_while_room_is_made() -> None:
-    """The cluster ends while the client reads on for a reader who was slow."""
-
+async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
     class EndingClient:
         async def wake(self) -> None:
+            """There is room again."""
             answer.fail(2, RankFailed("the cluster ended"))
 
     answer = AsyncAnswer(EndingClient())  # type: ignore[arg-type]
@@ -370,59 +315,113 @@ async def end_while_room_is_made() -> None:
         await answer.next()
 
 
-def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
-    asyncio.run(end_while_room_is_made())
-
-
-async def end_between_two_reads() -> list[int]:
-    """The cluster ends while the reader of its only request is busy; the tokens that were read."""
+async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
     answer = AsyncAnswer(None)  # type: ignore[arg-type]
     answer.expect(1)
     answer.push(1, Accepted(0, (5,)))
-    read: list[int] = []
-    while len(answer):
-        for _, event in await answer.next():
-            assert isinstance(event, Accepted)
-            read += event.tokens
-        answer.fail(1, RankFailed("the cluster ended"))
-    return read
-
-
-def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
+    assert await answer.next() == [(1, Accepted(0, (5,)))]
+    answer.fail(1, RankFailed("the cluster ended"))  # while the reader is busy
+    assert len(answer) == 1
     with pytest.raises(RankFailed, match="the cluster ended"):
-        asyncio.run(end_between_two_reads())
+        await answer.next()
+
+
+# --- callers that block -----------------------------------------------------------------------
+
+
+def test_events_of_all_requests_arrive_as_they_happen(
+    head: Controller, running: RunningCluster
+) -> None:
+    with sync_client.connected(running, LONG_S) as client, client.follow() as answers:
+        began = time.monotonic()
+        assert answers.next(0.05) == [], "the whole timeout is waited also for no request"
+        assert 0.05 <= time.monotonic() - began < 2
+        first, second = (head.enqueue(**ASKED) for _ in range(2))
+        answers.add(first)
+        assert answers.next(0.01) == []
+        answers.add(second)
+        for request in (second, first):
+            accept(head, request, 3, [request])
+            assert answers.next(LONG_S) == [(request, Accepted(3, (request,)))]
+        end(head, second)
+        assert answers.next(LONG_S) == [(second, Finished("stop"))]
+        assert len(answers) == 1
+        head.finish(first, "length")
+        assert answers.next() == [(first, Finished("length"))]
+
+
+def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
+    head: Controller, running: RunningCluster
+) -> None:
+    known = head.enqueue(**ASKED)
+    end(head, known)
+    with sync_client.connected(running, LONG_S) as client, client.follow() as answers:
+        with client.follow() as unknown:
+            unknown.add(99)
+            answers.add(known)
+            with pytest.raises(RankFailed, match="ended before the request was finished"):
+                unknown.next(LONG_S)
+        assert answers.next(LONG_S) == [(known, Finished("stop"))]
+
+
+# --- the connection ---------------------------------------------------------------------------
+
+
+async def test_a_call_cancelled_halfway_does_not_disturb_the_next(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    log = AsyncRequestLog(server.url, namespace=NAMESPACE, patience=LONG_S)
+    first = await log.enqueue(**ASKED)
+    for turns in range(1, 20):  # of the loop, before it is cancelled
+        asking = asyncio.ensure_future(log.look())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+    second = await log.enqueue(**ASKED)
+    assert second == first + 1
+    taken = take(head)
+    assert taken is not None
+    assert taken.id == first
+    await log.close()
+
+
+async def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that hangs does, or what stands before it: the greeting is not answered either."""
+    monkeypatch.setattr(async_request_log, "ANSWER_TIMEOUT_S", 0.2)
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
+    port = silent.sockets[0].getsockname()[1]
+    connection = AsyncRedisConnection(f"redis://:secret@127.0.0.1:{port}/0")
+    with pytest.raises(Unreachable, match=r"did not answer within 0\.2 seconds"):
+        await asyncio.wait_for(connection.call("PING"), LONG_S)
+    assert not connection.connected
+    silent.close()
 
 
 # --- conversations ----------------------------------------------------------------------------
 
 
-def test_conversations_are_kept_within_a_bound(
+async def test_conversations_are_kept_within_a_bound(
     server: EmbeddedRedis, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_request_log, "MAX_CONVERSATION_BYTES", 100)
-
-    async def run() -> None:
-        async with attach(running, patience=LONG_S) as client:
-            assert await client.log.conversation("one") is None
-            await client.log.keep_conversation("one", b"a" * 40)
-            await client.log.keep_conversation("one", b"lost reply")  # sent again, kept once
-            await client.log.keep_conversation("two", b"b" * 40)
-            assert await client.log.conversation("one") == b"a" * 40
-            await client.log.keep_conversation("three", b"c" * 90)
-            await client.log.keep_conversation("four", b"d" * 101)
-            found = [
-                await client.log.conversation(name) for name in ("one", "two", "three", "four")
-            ]
-            assert found == [None, None, b"c" * 90, None]
-
-    asyncio.run(run())
+    async with attach(running, patience=LONG_S) as client:
+        log = client.log
+        assert await log.conversation("one") is None
+        await log.keep_conversation("one", b"a" * 40)
+        await log.keep_conversation("one", b"lost reply")  # sent again, kept once
+        await log.keep_conversation("two", b"b" * 40)
+        assert await log.conversation("one") == b"a" * 40
+        await log.keep_conversation("three", b"c" * 90)
+        await log.keep_conversation("four", b"d" * 101)
+        found = [await log.conversation(name) for name in ("one", "two", "three", "four")]
+        assert found == [None, None, b"c" * 90, None]
     keys = RedisKeys(NAMESPACE)
-    pipe = RedisConnection(server.url)
-    try:
+    with closing(RedisConnection(server.url)) as pipe:
         assert pipe.call("GET", keys.conversation_bytes) == b"90"
         assert pipe.call("LRANGE", keys.conversation_order, 0, -1) == [b"90 three"]
         names = (keys.conversation_bytes, keys.conversation_order, f"{keys.conversations}:three")
         for name in names:
             assert 0 < pipe.call("TTL", name) <= async_request_log.KEEP_CONVERSATION_S
-    finally:
-        pipe.close()

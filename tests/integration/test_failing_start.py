@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import yaml
 
 from pipespec.system.folders import resource_dir
 from pipespec.system.versions import own_version
-from tests.helpers.processes import children_of, command_line, is_alive
+from tests.helpers.processes import command_line, is_alive
 from tests.helpers.waiting import until
 from tools.rig.testbed import Testbed, missing
 
@@ -36,14 +37,6 @@ FAULTY = "c"  # the last stage
 def bed() -> Iterator[Testbed]:
     with Testbed(hosts=3) as bed:
         yield bed
-
-
-@pytest.fixture
-def temporary(tmp_path: Path) -> Path:
-    """The temporary folder of the faulty host."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    return folder
 
 
 def generate(
@@ -78,22 +71,16 @@ def limit_s() -> float:
     return LIMIT_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
-def raised(temporary: Path) -> Callable[[psutil.Process], bool]:
-    """A worker has left the record of its exception."""
-    return lambda _: any(temporary.glob("*/raised-*.json"))
-
-
 def hung_up() -> Callable[[psutil.Process], bool]:
     """The connection to the host, which was there, has ended."""
     seen: list[psutil.Process] = []
 
     def ended(command: psutil.Process) -> bool:
-        if not seen:
-            seen.extend(
-                child
-                for child in children_of(command)
-                if "10.77.0.3" in (line := command_line(child)) and "ssh" in line.split()[0]
-            )
+        with suppress(psutil.NoSuchProcess):
+            for child in [] if seen else command.children():
+                line = command_line(child)
+                if "10.77.0.3" in line and "ssh" in line.split()[0]:
+                    seen.append(child)
         return bool(seen) and not is_alive(seen[0].pid)
 
     return ended
@@ -106,13 +93,14 @@ def without(package: str, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path, temporary):
+def test_missing_shard_on_one_host_is_named_with_that_host(bed, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
     target = tmp_path / "target"
     shutil.copytree(resource_dir("demo") / "target", target)
     (target / "model.safetensors").unlink()
     entry = {"target": str(target), "env": {"TMPDIR": str(temporary)}}
 
-    said, seconds = generate(bed, entry, raised(temporary))
+    said, seconds = generate(bed, entry, lambda _: any(temporary.glob("*/raised-*.json")))
 
     assert said == (
         f"pipespec: c/0 on host c (exit code 1): ModelError: {target} holds no model.safetensors; "

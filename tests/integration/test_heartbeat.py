@@ -7,12 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
 
-import pipespec.cluster.ranks.heartbeat
+from pipespec.cluster.ranks import heartbeat as heartbeat_module
 from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -55,20 +56,10 @@ def kill(server: EmbeddedRedis) -> None:
 
 
 @contextmanager
-def waiting_for(heartbeat: Heartbeat, after: int) -> Iterator[list[object]]:
-    """What `next` brings a thread that waits while the block runs; filled at its end."""
-    found: list[object] = []
-
-    def wait() -> None:
-        try:
-            found.append(heartbeat.next(after))
-        except Unreachable as error:
-            found.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    yield found
-    thread.join(PATIENCE_S)
+def waiting_for(heartbeat: Heartbeat, after: int) -> Iterator[Future[Epoch]]:
+    """What `next` brings a thread that waits while the block runs."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(heartbeat.next, after)
 
 
 class RecordingLink:
@@ -94,7 +85,7 @@ def test_each_new_epoch_wakes_waiting_workers(server: EmbeddedRedis) -> None:
         for number in (1, 2, 3):
             with waiting_for(heartbeat, number - 1) as found:
                 begin(server, f"plan {number}")
-            assert found == [Epoch(number, f"plan {number}")]
+            assert found.result() == Epoch(number, f"plan {number}")
         heartbeat.check(3)
         with pytest.raises(StaleEpoch, match="Epoch 2 is over"):
             heartbeat.check(2)
@@ -103,9 +94,7 @@ def test_each_new_epoch_wakes_waiting_workers(server: EmbeddedRedis) -> None:
 # Aborting ------------------------------------------------------------------------------------
 
 
-def test_links_are_aborted_once_when_the_epoch_ends(
-    server: EmbeddedRedis,
-) -> None:
+def test_links_are_aborted_once_when_the_epoch_ends(server: EmbeddedRedis) -> None:
     begin(server)
     link = RecordingLink()
     with beating(server) as heartbeat:
@@ -149,19 +138,13 @@ def test_block_does_not_end_while_its_links_are_aborted(server: EmbeddedRedis) -
 def test_an_epoch_that_is_over_is_not_guarded(server: EmbeddedRedis) -> None:
     begin(server)
     link = RecordingLink()
-    entered = False
     with beating(server) as heartbeat:
-        epoch = heartbeat.next(0).number
         begin(server)
-        heartbeat.next(epoch)
-        with (
-            pytest.raises(StaleEpoch, match="a newer one has begun"),
-            heartbeat.aborting(epoch, link.abort),
-        ):
-            entered = True
+        heartbeat.next(1)
+        with pytest.raises(StaleEpoch, match="a newer one has begun"):
+            heartbeat.aborting(1, link.abort).__enter__()
         begin(server)
         heartbeat.next(2)
-    assert not entered
     assert link.callers == []
 
 
@@ -182,7 +165,7 @@ def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a Redis of the user's, whose launcher was killed."""
-    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "LAUNCHER_S", 0.2)
+    monkeypatch.setattr(heartbeat_module, "LAUNCHER_S", 0.2)
     epoch = begin(server)
     with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         shared.renew_launcher()
@@ -195,7 +178,7 @@ def test_a_worker_ends_when_its_launcher_has_though_redis_lives_on(
 def test_a_worker_lives_as_long_as_its_launcher(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "LAUNCHER_S", 0.5)
+    monkeypatch.setattr(heartbeat_module, "LAUNCHER_S", 0.5)
     epoch = begin(server)
     with by_hand(server) as heartbeat, Membership(server.url, NAMESPACE) as shared:
         end = time.monotonic() + 1.5
@@ -207,7 +190,7 @@ def test_a_worker_lives_as_long_as_its_launcher(
 def test_a_worker_that_gloo_does_not_release_is_killed(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "RELEASE_S", 0.2)
+    monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.2)
     begin(server)
     killed = threading.Event()
     with (
@@ -223,7 +206,7 @@ def test_a_worker_that_computes_when_its_links_are_aborted_is_left_alone(
     server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It finds out when it uses them next, which may take seconds."""
-    monkeypatch.setattr(pipespec.cluster.ranks.heartbeat, "RELEASE_S", 0.0)
+    monkeypatch.setattr(heartbeat_module, "RELEASE_S", 0.0)
     begin(server)
     killed, link = threading.Event(), RecordingLink()
     with (
@@ -280,9 +263,6 @@ def test_suspicion_without_redis_raises_nothing(server: EmbeddedRedis) -> None:
     with beating(server) as heartbeat:
         kill(server)
         heartbeat.suspect(4, "The link to rank 2 broke.")
-    server.restart()
-    with Membership(server.url, NAMESPACE) as shared:
-        assert shared.suspicions(0.1) == []
 
 
 # A Redis that goes away -----------------------------------------------------------------------
@@ -299,12 +279,9 @@ def test_a_redis_that_comes_back_is_reached_again(server: EmbeddedRedis) -> None
                 server.restart()
                 heartbeat.check(number - 1)  # an epoch outlives its Redis
                 begin(server, f"plan {number}")
-            assert found == [Epoch(number, f"plan {number}")]
-        with (
-            Membership(server.url, NAMESPACE) as shared,
-            closing(RedisConnection(server.url)) as pipe,
-        ):
-            pipe.call("DEL", RedisKeys(NAMESPACE).lease(WORKER))
+            assert found.result() == Epoch(number, f"plan {number}")
+        with Membership(server.url, NAMESPACE) as shared:
+            RedisConnection(server.url).call("DEL", RedisKeys(NAMESPACE).lease(WORKER))
             until(lambda: shared.alive([WORKER]))
 
 
@@ -315,7 +292,7 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> 
         epoch = heartbeat.next(0).number
         with waiting_for(heartbeat, epoch) as found:
             kill(server)
-        assert len(found) == 1 and isinstance(found[0], Unreachable)
+        assert isinstance(found.exception(), Unreachable)
         with pytest.raises(Unreachable, match=r"Redis at .* refused the connection"):
             heartbeat.next(epoch)
         with pytest.raises(Unreachable):

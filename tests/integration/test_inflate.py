@@ -101,14 +101,8 @@ def test_pipespec_decodes_an_inflated_target(tmp_path):
     grow(demo / "target", tmp_path / "out", (192, 20, 400))
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out").encode("Once upon a time there was")
     expected = cluster.reference(demo / "target", [prompt], 24)
-    deployment = cluster.make_deployment(
-        tmp_path / "out",
-        demo / "draft",
-        "cluster.stages=3",
-        "policy.width=8",
-        "policy.row_cost=0.0001",
-        "proposer.rounds=1",
-    )
+    settings = "cluster.stages=3", "policy.width=8", "policy.row_cost=0.0001", "proposer.rounds=1"
+    deployment = cluster.make_deployment(tmp_path / "out", demo / "draft", *settings)
     with EmbeddedRedis() as server:
         request = {"prompt": tuple(prompt), "max_new_tokens": 24}
         ((tokens, _, stats),) = cluster.decode(deployment, server, [request])

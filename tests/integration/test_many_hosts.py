@@ -12,12 +12,11 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.system.network_interfaces import LOOPBACK
-from tests.helpers.driver import PATIENCE, Driver, leftovers
 from tests.helpers.listening import Listening, assert_private, listening, visit
 from tests.helpers.redis_tls import captured
 from tests.helpers.waiting import until
 from tools.rig.cluster import reference
-from tools.rig.driver import PROMPT
+from tools.rig.driver import PATIENCE_S, PROMPT, Driver, leftovers
 from tools.rig.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
@@ -87,7 +86,7 @@ def test_unauthenticated_connections_from_the_network_are_rejected(cluster, text
         "besides Redis, only what links two hosts can be reached"
     )
     ruined = tmp_path / "ruined"
-    told = visit(reachable, ruined, lambda argv: bed.run("c", argv, timeout=PATIENCE))
+    told = visit(reachable, ruined, lambda argv: bed.run("c", argv, timeout=PATIENCE_S))
     said = {bytes.fromhex(word) for words in told.values() for word in words if "Err" not in word}
     # At most an alert of TLS, from Redis; gloo has nothing to say.
     assert all(word == b"" or word.startswith(TLS_ALERT) for word in said)

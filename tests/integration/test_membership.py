@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
-from typing import TypeVar
 
 import pytest
 import torch
@@ -43,7 +41,6 @@ PATIENCE_S = 20.0
 SHORT_S = 0.03
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
 names = count()
-T = TypeVar("T")
 
 
 class Life:
@@ -69,16 +66,6 @@ class Life:
 def life(server: EmbeddedRedis) -> Iterator[Life]:
     with ExitStack() as stack:
         yield Life(server.url, stack)
-
-
-def during(wait: Callable[[], T], act: Callable[[], object]) -> T:
-    """What `wait` returns while another thread waits for it and this one acts."""
-    found: list[T] = []
-    waiter = threading.Thread(target=lambda: found.append(wait()))
-    waiter.start()
-    act()
-    waiter.join(2 * PATIENCE_S)
-    return found[0]
 
 
 # Epochs ---------------------------------------------------------------------------------------
@@ -141,10 +128,10 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
     assert shared.attached(epoch) == dict.fromkeys((0, 2), os.getpid())
     assert shared.await_attached(epoch, 3, SHORT_S) == 2
     assert shared.await_attached(epoch, 2, 0) == 2
-    joined = during(
-        lambda: shared.await_attached(epoch, 3, PATIENCE_S), lambda: life.rank(epoch, 1)
-    )
-    assert joined == 3
+    with ThreadPoolExecutor(1) as waiter:
+        waiting = waiter.submit(shared.await_attached, epoch, 3, PATIENCE_S)
+        life.rank(epoch, 1)
+        assert waiting.result() == 3
     later = life.begin()
     assert shared.attached(later) == shared.attached(epoch) == {}
     with pytest.raises(StaleEpoch):
@@ -261,12 +248,11 @@ def test_a_rank_that_waits_for_others_notices_that_its_epoch_is_over(life: Life)
         heartbeat.next(0)
         store = RendezvousStore(table, lambda: heartbeat.check(epoch))
 
-        def meet() -> Exception:
-            with pytest.raises(StaleEpoch) as caught:
-                TPProcessGroup(store, 0, 2)  # nobody else comes
-            return caught.value
-
-        assert "is over" in str(during(meet, life.begin))
+        with ThreadPoolExecutor(1) as waiter:
+            waiting = waiter.submit(TPProcessGroup, store, 0, 2)  # nobody else comes
+            life.begin()
+            with pytest.raises(StaleEpoch, match="is over"):
+                waiting.result()
 
 
 def test_rank_without_peers_says_that_it_found_none(life: Life) -> None:
@@ -356,13 +342,18 @@ def recovery_of(
     patience_s: float = PATIENCE_S,
 ) -> Recovery:
     return Recovery(
-        life.url,
-        life.namespace,
-        ASSIGNMENT,
+        *(life.url, life.namespace, ASSIGNMENT),
         workers=ASSIGNMENT.everyone,
         replan=replan,
         patience_s=patience_s,
     )
+
+
+def renewed(shared: Membership, workers: Iterable[str] = ASSIGNMENT.everyone) -> bool:
+    """These workers give a sign of life."""
+    for worker in workers:
+        shared.renew(worker, os.getpid())
+    return True
 
 
 def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
@@ -374,12 +365,9 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
         life.rank(first, 0)
         life.rank(first, 1)
         processes.deaths.put(WorkerDeath("m/1", "an earlier life", os.getpid() + 1))
-        end = time.monotonic() + PATIENCE_S
-        while not processes.deaths.empty():
-            assert time.monotonic() < end
+        until(processes.deaths.empty)
         processes.deaths.put(WorkerDeath("m/1", "this life", os.getpid()))
-        while recovery.state.epoch == first:
-            assert time.monotonic() < end
+        until(lambda: recovery.state.epoch > first)
     assert [fault.reason for fault in recovery.state.faults] == ["m/1 ended (this life)"]
 
 
@@ -426,22 +414,16 @@ def test_another_layout_begins_once_its_workers_live_and_counts_as_no_fault(life
         change = LayoutChange(wider, "n joins", lambda: begun.append(recovery.state.epoch))
         recovery.watch_workers(wider.everyone)
         recovery.change(change)
-
-        def renewed(*workers: str) -> int:
-            for worker in workers:
-                shared.renew(worker, os.getpid())
-            return processes.checks
-
         checks = processes.checks
-        until(lambda: renewed("m/0", "m/1") > checks + 3)
+        until(lambda: renewed(shared) and processes.checks > checks + 3)
         assert recovery.state.epoch == first
-        until(lambda: renewed(*wider.everyone) and begun)
+        until(lambda: renewed(shared, wider.everyone) and begun)
         assert begun == [recovery.state.epoch] == [first + 1]
         assert recovery.state.assignment == wider
         assert not recovery.state.complete
         for rank in range(3):
             life.rank(first + 1, rank)
-        until(lambda: renewed(*wider.everyone) and recovery.state.complete)
+        until(lambda: renewed(shared, wider.everyone) and recovery.state.complete)
         assert recovery.state.faults == ()
     assert "recoveries" not in shared.totals()
 
@@ -453,17 +435,12 @@ def test_a_layout_that_was_dropped_has_begun_by_then_or_never_does(life: Life) -
     with recovery_of(life) as recovery:
         recovery.watch(processes)
 
-        def renewed() -> int:
-            for worker in ASSIGNMENT.everyone:
-                shared.renew(worker, os.getpid())
-            return processes.checks
-
         def checked_again() -> None:
-            checks = renewed()
-            until(lambda: renewed() > checks + 2)
+            checks = processes.checks
+            until(lambda: renewed(shared) and processes.checks > checks + 2)
 
         checked_again()
-        for changes in range(1, 11):
+        for changes in range(1, 6):
             other = RankAssignment(ASSIGNMENT.workers, ASSIGNMENT.layers, changes=changes)
             recovery.change(LayoutChange(other, "", lambda: begun.append(recovery.state.epoch)))
             recovery.drop_change()
@@ -489,13 +466,7 @@ def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
         monkeypatch.setattr(epoch_control, "begin_epoch", lose_once)
         recovery.watch(Processes())
         recovery.change(LayoutChange(other, "", lambda: begun.append(recovery.state.assignment)))
-
-        def renewed() -> bool:
-            for worker in other.everyone:
-                shared.renew(worker, os.getpid())
-            return bool(begun)
-
-        until(renewed)
+        until(lambda: renewed(shared) and begun)
         assert begun == [recovery.state.assignment] == [other]
         assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
 

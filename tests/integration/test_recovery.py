@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -78,18 +78,22 @@ def ask(
 def pid_of(running: Running, rank: int) -> int:
     """The process of a rank's worker, once it lives: an earlier test may have ended another."""
     worker = running.cluster.deployment.workers[rank]
-    end = time.monotonic() + PATIENCE_S
     with Membership(running.cluster.url, running.cluster.namespace) as shared:
-        while not is_alive(pid := shared.alive([worker]).get(worker, 0)):
-            assert time.monotonic() < end, f"{worker} did not come back"
-            time.sleep(0.05)
-    return pid
+        pid = lambda: shared.alive([worker]).get(worker, 0)  # noqa: E731
+        until(lambda: is_alive(pid()), PATIENCE_S, f"{worker} did not come back")
+        return pid()
 
 
 def await_another(running: Running, rank: int, pid: int) -> None:
     """Wait until another process than `pid` has a rank: on a busy machine an answer may be whole
     before its reader has caused the fault."""
     until(lambda: pid_of(running, rank) != pid, PATIENCE_S, f"rank {rank} was not replaced")
+
+
+def to_redis(running: Running, *command: str | int) -> Any:
+    """What the cluster's Redis replies."""
+    with closing(RedisConnection(running.cluster.url)) as pipe:
+        return pipe.call(*command)
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +164,9 @@ def test_rank_that_hangs_when_the_clock_of_redis_is_set_back_is_replaced(struck,
 
     def hang() -> None:
         os.kill(pid, signal.SIGSTOP)
-        pipe = RedisConnection(struck.cluster.url)
         # As if its lease had been given an hour later.
         lease = RedisKeys(struck.cluster.namespace).lease(struck.cluster.deployment.workers[2])
-        assert pipe.call("PEXPIRE", lease, 3_600_000)
-        pipe.close()
+        assert to_redis(struck, "PEXPIRE", lease, 3_600_000)
 
     assert ask(struck, at=EARLY, fault=hang) == greedy
     await_another(struck, 2, pid)
@@ -175,15 +177,8 @@ def test_leases_that_run_out_early_end_no_epoch(struck, greedy):
     pids = [pid_of(struck, rank) for rank in range(STAGES + 1)]
     faults = len(struck.cluster.faults)
 
-    def expire() -> None:
-        pipe = RedisConnection(struck.cluster.url)
-        pipe.call(
-            "DEL",
-            *map(RedisKeys(struck.cluster.namespace).lease, struck.cluster.deployment.workers),
-        )
-        pipe.close()
-
-    assert ask(struck, at=EARLY, fault=expire) == greedy
+    leases = map(RedisKeys(struck.cluster.namespace).lease, struck.cluster.deployment.workers)
+    assert ask(struck, at=EARLY, fault=lambda: to_redis(struck, "DEL", *leases)) == greedy
     assert len(struck.cluster.faults) == faults
     assert [pid_of(struck, rank) for rank in range(STAGES + 1)] == pids
 
@@ -222,13 +217,8 @@ def test_text_is_unchanged_when_redis_cannot_be_started_again_at_once(
     "command", ["SCRIPT FLUSH", "CLIENT KILL TYPE normal SKIPME yes"], ids=lambda each: each[:6]
 )
 def test_text_is_the_same_when_redis_loses_its_scripts_or_connections(struck, greedy, command):
-    def strike() -> None:
-        pipe = RedisConnection(struck.cluster.url)
-        pipe.call(*command.split())
-        pipe.close()
-
-    assert ask(struck, at=EARLY, fault=strike) == greedy
-    strike()  # while no request is in flight
+    assert ask(struck, at=EARLY, fault=lambda: to_redis(struck, *command.split())) == greedy
+    to_redis(struck, *command.split())  # while no request is in flight
     assert ask(struck) == greedy
 
 
@@ -256,6 +246,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
             os.kill(supervisor, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_cluster_ends_with_one_sentence_if_redis_can_never_be_started_again(
     clusters, monkeypatch: pytest.MonkeyPatch
 ):

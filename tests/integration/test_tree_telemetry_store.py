@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 
 import pytest
 
@@ -18,31 +18,27 @@ from pipespec.controller.rank_controller import (
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.telemetry_store import WATCH_S, TelemetryReader
-from pipespec.core import SamplingParams
 from pipespec.errors import StaleEpoch
 from tests.helpers.log import accept, head_of, take
 
-
-def watching(
-    server: EmbeddedRedis,
-    namespace: str,
-    request: int | None,
-    story: Callable[[TelemetryReader], Awaitable[None]],
-) -> None:
-    async def run() -> None:
-        watch = TelemetryReader(server.url, namespace=namespace, request=request)
-        try:
-            await story(watch)
-        finally:
-            await watch.close()
-
-    asyncio.run(run())
+pytestmark = pytest.mark.anyio
 
 
-def test_head_publishes_steps_once_a_watcher_is_known(
+@asynccontextmanager
+async def watching(
+    server: EmbeddedRedis, namespace: str, request: int | None
+) -> AsyncIterator[TelemetryReader]:
+    watch = TelemetryReader(server.url, namespace=namespace, request=request)
+    try:
+        yield watch
+    finally:
+        await watch.close()
+
+
+async def test_head_publishes_steps_once_a_watcher_is_known(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    async def story(watch: TelemetryReader) -> None:
+    async with watching(server, namespace, 7) as watch:
         head.publish_step({"step": b"before"})
         head.watched_requests([])  # a reply, so that it was done
         assert head.watched_requests([6, 7]) is None
@@ -57,26 +53,20 @@ def test_head_publishes_steps_once_a_watcher_is_known(
         assert all(fields[b"7"] == b"tree\xff" and int(fields[b"epoch"]) > 0 for fields in came)
         assert await watch.next(0.0) == []
 
-    watching(server, namespace, 7, story)
 
-
-def test_published_steps_and_watchers_expire(
+async def test_published_steps_and_watchers_expire(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    async def story(watch: TelemetryReader) -> None:
+    async with watching(server, namespace, None) as watch:
         await watch.next(0.0)
         for _ in range(MAX_PUBLISHED_STEPS + 9):
             head.publish_step({"step": b""})
         assert head.watched_requests([]) == set()
-        keys, pipe = RedisKeys(namespace), RedisConnection(server.url)
-        try:
+        keys = RedisKeys(namespace)
+        with closing(RedisConnection(server.url)) as pipe:
             assert pipe.call("XLEN", keys.published_steps) == MAX_PUBLISHED_STEPS
             assert 0 < pipe.call("TTL", keys.published_steps) <= KEEP_PUBLISHED_S
             assert 0 < pipe.call("TTL", keys.watched) <= WATCH_S
-        finally:
-            pipe.close()
-
-    watching(server, namespace, None, story)
 
 
 def test_a_head_of_an_old_epoch_shows_nothing(
@@ -86,36 +76,28 @@ def test_a_head_of_an_old_epoch_shows_nothing(
         head.publish_step({"step": b""})
         head.watched_requests([])  # errors come with a later reply, unless Redis was quick
 
-    with head_of(server, namespace):
+    with head_of(server, namespace), closing(RedisConnection(server.url)) as pipe:
         with pytest.raises(StaleEpoch):
             show()
-        pipe = RedisConnection(server.url)
-        try:
-            assert not pipe.call("EXISTS", RedisKeys(namespace).published_steps)
-        finally:
-            pipe.close()
+        assert not pipe.call("EXISTS", RedisKeys(namespace).published_steps)
 
 
-def test_unfinished_requests_are_listed_by_how_far_they_are(
+async def test_unfinished_requests_are_listed_by_how_far_they_are(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    async def look(most: int) -> list[Unfinished]:
-        log = AsyncRequestLog(server.url, namespace=namespace, patience=0.0)
-        try:
-            return await log.unfinished(most)
-        finally:
-            await log.close()
-
-    asked = {"max_new_tokens": 9, "sampling": SamplingParams(), "stop": (), "eos": ()}
-    first, second = (head.enqueue(prompt=prompt, **asked) for prompt in ((1, 2, 3), (4, 5)))
-    urgent = head.enqueue(prompt=(6,), priority=-1, **asked)
+    first, second = (
+        head.enqueue(prompt=prompt, max_new_tokens=9) for prompt in ((1, 2, 3), (4, 5))
+    )
+    urgent = head.enqueue(prompt=(6,), priority=-1, max_new_tokens=9)
+    log = AsyncRequestLog(server.url, namespace=namespace, patience=0.0)
     waiting = [Unfinished(urgent, False, 1, 1), Unfinished(first, False, 3, 3)]
-    assert asyncio.run(look(2)) == waiting
+    assert await log.unfinished(2) == waiting
     assert take(head) is not None
     accept(head, urgent, 1, (7, 8))
     head.tokens(urgent)
-    assert asyncio.run(look(10)) == [
+    assert await log.unfinished(10) == [
         Unfinished(urgent, True, 3, 1),
         Unfinished(first, False, 3, 3),
         Unfinished(second, False, 2, 2),
     ]
+    await log.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client import answers, registry
-from pipespec.client.answers import Result
+from pipespec.client import registry
+from pipespec.client.answers import Result, ask
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings
 from pipespec.client.sync_client import attach
@@ -26,6 +25,7 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import RankFailed
 from pipespec.extras.bench.dataset import load
+from pipespec.extras.bench.reference import TRUTH_MARGIN, record_reference
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.imports import slow_imports
@@ -50,21 +50,21 @@ SETTINGS = (
     "policy.row_cost=0.0001",  # speculates, however long that takes
     f"decode.max_new_tokens={NUM_TOKENS}",
 )
+BENCHMARKS = {"tales": [PROMPTS[0], "Once upon", PROMPTS[1]], "sums": [PROMPTS[2]]}
+BENCH_TOKENS, CUT = 8, 9
+BENCH = [f"decode.max_new_tokens={BENCH_TOKENS}", "decode.ignore_eos=true"]
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     """A place where a cluster is up, until a test kills it."""
-    place = Sandbox(tmp_path_factory.mktemp("up"), uuid.uuid4().hex)
-    try:
+    with Sandbox(tmp_path_factory.mktemp("up")) as place:
         code, out, err = place.run("up", "--detach", "--json", "--name", NAME, *SETTINGS)
         assert (code, err) == (0, "")
         told = json.loads(out)
         assert (told["name"], told["num_ranks"], told["context"]) == (NAME, 3, 2048)
         yield place
-    finally:
-        place.kill()
 
 
 @pytest.fixture
@@ -72,33 +72,6 @@ def up(running: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
     """The running cluster, for commands of this process too."""
     monkeypatch.setenv("XDG_STATE_HOME", str(running.folder))
     return running
-
-
-@pytest.fixture(scope="module")
-def foreign() -> Iterator[EmbeddedRedis]:
-    """The user's own Redis."""
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, foreign: EmbeddedRedis) -> Iterator[Sandbox]:
-    """A place where a cluster is up with the user's Redis, told through standard input."""
-    place = Sandbox(tmp_path_factory.mktemp("served"), uuid.uuid4().hex)
-    try:
-        settings = "\n".join([*SETTINGS, f"controller.url={foreign.url}"])
-        code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
-        assert (code, err) == (0, "")
-        yield place
-    finally:
-        place.kill()
-
-
-@pytest.fixture
-def guest(served: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    """That cluster, for commands of this process too."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(served.folder))
-    return served
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +92,7 @@ def ask_on(
     """What a running cluster answers."""
     chosen = RequestSettings.on(running, settings)
     with attach(running) as client:
-        return answers.ask(client, chosen, running.served.encode(prompt), on_text)[0]
+        return ask(client, chosen, running.served.encode(prompt), on_text)[0]
 
 
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -216,48 +189,49 @@ def test_a_request_chooses_its_length_and_its_sampling(
     assert f"{NUM_TOKENS} tokens after" in err
 
 
-@pytest.mark.usefixtures("up")
-def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    cut, num_tokens = 9, 8
-    prompts = {
-        "tales": [
-            "Once upon a time there was a king who",
-            "Once upon",
-            "The little girl ran out of the house and down to the river, where",
-        ],
-        "sums": ["Tom has three apples and buys four more. How many"],
-    }
-    data, file = tmp_path / "data", tmp_path / "figures.json"
-    data.mkdir()
-    for name, texts in prompts.items():
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one file per benchmark."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, texts in BENCHMARKS.items():
         lines = [
             json.dumps({"id": f"{name}/{i}", "benchmark": name, "prompt": text})
             for i, text in enumerate(texts)
         ]
-        (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(data: Path) -> dict[str, tuple[list[int], list[int]]]:
+    """The cut prompt of every sample and the target's answer to it, by Hugging Face."""
     folder = resource_dir("demo") / "target"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = load(data)
-    ids = [tokenizer.encode(sample.prompt)[:cut] for sample in samples]
-    answers = cluster.reference(folder, ids, num_tokens)
-    told = zip(samples, ids, answers, strict=True)
-    expected = {sample.id: (prompt, answer) for sample, prompt, answer in told}
+    ids = [tokenizer.encode(sample.prompt)[:CUT] for sample in samples]
+    told = zip(samples, ids, cluster.reference(folder, ids, BENCH_TOKENS), strict=True)
+    return {sample.id: (prompt, answer) for sample, prompt, answer in told}
 
-    own = ["--dataset", str(data), "--concurrency", "3", "--prompt-tokens", str(cut)]
-    length = [f"decode.max_new_tokens={num_tokens}", "decode.ignore_eos=true"]
-    bench = ["bench", "--on", NAME]
+
+@pytest.mark.usefixtures("up")
+def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
+    data: Path,
+    answers: dict[str, tuple[list[int], list[int]]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "figures.json"
+    own = ["--dataset", str(data), "--concurrency", "3", "--prompt-tokens", str(CUT)]
     capfd.readouterr()  # what Hugging Face has said
-    assert main([*bench, "--json", "--output", str(file), *own, *length]) == 0
+    assert main(["bench", "--on", NAME, "--json", "--output", str(file), *own, *BENCH]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     figures = json.loads(out)
     assert (figures["completed"], figures["max_concurrency"]) == (4, 3)
     assert (figures["max_concurrent_requests"], figures["request_rate"]) == (3, "inf")
-    assert figures["settings"] == [*SETTINGS, *length]
-    assert figures["total_output_tokens"] == 4 * num_tokens
-    assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in expected.values())
+    assert figures["settings"] == [*SETTINGS, *BENCH]
+    assert figures["total_output_tokens"] == 4 * BENCH_TOKENS
+    assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in answers.values())
     assert (figures["emulated"], figures["synthetic"], figures["lossy"]) == (False, False, False)
     for name in (
         "duration", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms",
@@ -274,11 +248,47 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     stored = json.loads(file.read_text())
     requests = stored.pop("requests")
     assert stored == figures
-    assert {r["id"]: (r["prompt_ids"], r["token_ids"]) for r in requests} == expected
+    assert {r["id"]: (r["prompt_ids"], r["token_ids"]) for r in requests} == answers
     for request in requests:
-        assert len(request["token_ms"]) == num_tokens
+        assert len(request["token_ms"]) == BENCH_TOKENS
         assert request["token_ms"] == sorted(request["token_ms"])
         assert request["ttft_ms"] == request["token_ms"][0] > 0
+
+
+@pytest.mark.long
+def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_results(
+    data: Path,
+    answers: dict[str, tuple[list[int], list[int]]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    truth = tmp_path / "truth.jsonl"
+    synthetic = ["proposer=synthetic", f"proposer.truth={truth}", "proposer.curve=['1:1.0']"]
+    settings = ["cluster.stages=2", *BENCH, "policy.width=4", "policy.children=4", *synthetic]
+    record_reference(load(data), truth, *settings, prompt_tokens=CUT)
+    texts = [json.loads(line) for line in truth.read_text().splitlines()]
+    assert len(texts) == 4
+    for prompt, answer in answers.values():
+        (text,) = (text for text in texts if text[: len(prompt) + BENCH_TOKENS] == prompt + answer)
+        assert len(text) == len(prompt) + BENCH_TOKENS + TRUTH_MARGIN
+    capfd.readouterr()
+    own = ["--dataset", str(data), "--prompt-tokens", str(CUT), "--num-prompts", "2"]
+    assert main(["bench", *own, *settings]) == 0
+    out, _ = capfd.readouterr()
+    assert "2 requests, 1 at once, 16 tokens" in out
+    assert out.count("SYNTHETIC") == 4
+    assert "EMULATED" not in out
+    assert "LOSSY" not in out
+
+
+def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--dataset", str(data), "model.context=9"]) == 2
+    err = capsys.readouterr().err
+    assert "'sums/0' has" in err
+    assert "the context holds 9" in err
+    assert "--prompt-tokens N" in err
 
 
 @pytest.mark.usefixtures("up")
@@ -379,27 +389,30 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
 
 @pytest.mark.long
 def test_down_fails_what_is_open_with_one_sentence(
-    guest: Sandbox, foreign: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+    place: Sandbox, redis: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last test of that cluster; its Redis goes on, and is left as it was."""
-    assert all("password" not in " ".join(process.cmdline()) for process in guest.processes())
-    assert "password" not in guest.log(NAME)
-    reader = guest.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
+    """The cluster uses the user's Redis, told through standard input; it is left as it was."""
+    settings = "\n".join([*SETTINGS, f"controller.url={redis.url}"])
+    code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
+    assert (code, err) == (0, "")
+    assert all("password" not in " ".join(process.cmdline()) for process in place.processes())
+    assert "password" not in place.log(NAME)
+    reader = place.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
     assert reader.stdout is not None
     assert reader.stdout.read(1)
-    waiting = guest.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
+    waiting = place.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
     until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
     assert status(capsys)[0]["open"] == 1
-    assert guest.run("down") == (0, f"{NAME} has ended.\n", "")
+    assert place.run("down") == (0, f"{NAME} has ended.\n", "")
     for user in (reader, waiting):
         _, err = user.communicate(timeout=ENDING_S)
         assert user.returncode == 1
         assert err.count("\n") == 1
         assert "The cluster 'lab' on" in err
         assert "ended before the request was finished" in err
-    assert guest.processes() == []
-    assert guest.files() == []
-    pipe = RedisConnection(foreign.url)
+    assert place.processes() == []
+    assert place.files() == []
+    pipe = RedisConnection(redis.url)
     assert pipe.call("DBSIZE") == 0
     pipe.close()
 

@@ -16,7 +16,7 @@ from pipespec.server.options import ServerOptions
 from tests.helpers.dockerfile import Dockerfile
 
 ROOT = Path(__file__).parents[2]
-DOCKERFILE = Dockerfile.read(ROOT / "Dockerfile")
+DOCKERFILE = Dockerfile(ROOT / "Dockerfile")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 CUDA: dict[str, Any] = yaml.safe_load((ROOT / "launch" / "docker" / "cuda.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,8 @@ NAMESPACE = "test"
 
 
 def make_deployment(target: Path, draft: Path, *overrides: str) -> Deployment:
-    return decide(
-        compose(
-            [
-                f"model.target={target}",
-                f"model.draft={draft}",
-                "cluster.devices=[cpu]",
-                *overrides,
-            ]
-        )
-    )
+    models = f"model.target={target}", f"model.draft={draft}"
+    return decide(compose([*models, "cluster.devices=[cpu]", *overrides]))
 
 
 def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
@@ -71,11 +63,8 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
             # Wakes every rank that waits for a verdict.
             epoch_control.begin_epoch(server.url, NAMESPACE)
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(deployment.num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(deployment.num_ranks) as threads:
+        list(threads.map(rank, range(deployment.num_ranks)))
     if errors:
         raise errors[0]
 

@@ -1,40 +1,98 @@
-"""A cluster in its own process, controlled through standard input and output.
+"""A cluster over the hosts of a test bed, in a process on its first host, and requests to it.
 
     python -m tools.rig.driver OVERRIDE ...
 
-Each input line is a JSON object: {"settings": [...], "prompt": text} decodes the prompt with
-further `decode.*` and `sampling.*` settings; with "at" it pauses after so many tokens, until the
-next line. {"settle": epoch} waits until all ranks are in that epoch or a later one.
-
-Each output line is one: {"ready": workers}, {"log": worker, "line": ...}, {"settled": epoch,
-"ranks": workers}, {"at": tokens, "epoch": number, "ranks": workers, "pids": by worker, "redis":
-pid} or {"tokens": [...], "events": [[seconds, base, tokens, epoch], ...], "gap_s": the longest wait
-between two events, "faults": [...]}. Seconds are those of the machine's monotonic clock; a base is
-a position in the answer. The end of standard input ends the cluster.
+is that process. Each line of its input is {"settings": [...], "at": N}: the prompt is decoded with
+these `decode.*` and `sampling.*` settings; with "at" it pauses after so many tokens, until the next
+line. Each line of its output is one of {"ready": workers}, {"log": worker, "line": ...}, {"at":
+tokens so far} and {"tokens": [...]}. The end of its input ends the cluster.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
-import time
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pipespec.client.local_cluster import running
 from pipespec.client.sync_client import Client
 from pipespec.cluster.decide import decide
-from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
-from pipespec.controller.membership import Membership
-from pipespec.errors import RankFailed, Unreachable
+from tools.rig.testbed import Testbed
 
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120
 PROMPT = "Once upon a time there was a king who had three sons and"
-POLL_S = 0.1
 
 _sending = threading.Lock()
+
+
+class Driver:
+    """A cluster over the hosts of a test bed, started from host a, whose first worker is the head.
+
+    `devices` are so many of each host; `settings` are further ones.
+    """
+
+    def __init__(self, bed: Testbed, devices: Mapping[str, int], *settings: str):
+        self.bed = bed
+        hosts_file = bed.hosts_file(devices=devices, draft="a/0")
+        chosen = [f"cluster={hosts_file}", "decode.ignore_eos=true", "model.context=256", *settings]
+        self.process = bed.popen(
+            "a",
+            [sys.executable, "-m", "tools.rig.driver", *chosen],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.hear("ready")
+
+    def hear(self, what: str) -> dict[str, Any]:
+        """The next message that has this field."""
+        assert self.process.stdout is not None
+        heard = []
+        for line in self.process.stdout:
+            message: dict[str, Any] = json.loads(line)
+            if what in message:
+                return message
+            heard.append(line)
+        raise AssertionError("the cluster ended: " + "".join(heard[-20:]))
+
+    def say(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, settings: list[str], at: int = 0) -> list[int]:
+        """The answer; with `at` nothing, once so many tokens have come."""
+        self.say({"settings": settings, "at": at})
+        return [] if at and self.hear("at") else self.hear("tokens")["tokens"]
+
+    def end(self) -> int:
+        """Its exit code."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(PATIENCE_S)
+
+
+def leftovers(bed: Testbed, host: str, *others: bytes) -> list[int]:
+    """Processes in a host that are not its SSH server: Python's, or those of the others' names."""
+    found = []
+    for pid in set(bed.processes(host)) - bed.servers:
+        with suppress(FileNotFoundError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if any(name in line for name in (b"python", *others)):
+                found.append(pid)
+    return found
+
+
+# --- in the cluster's process ------------------------------------------------------------------
 
 
 def send(message: dict[str, Any]) -> None:
@@ -42,57 +100,19 @@ def send(message: dict[str, Any]) -> None:
         print(json.dumps(message), flush=True)
 
 
-def pids(cluster: ClusterSession) -> dict[str, int]:
-    workers = [*cluster.deployment.workers, *cluster.deployment.spares]
-    with Membership(cluster.url, cluster.namespace) as shared:
-        return shared.alive(workers)
-
-
-def ranks(cluster: ClusterSession) -> tuple[str, ...]:
-    """The workers of the ranks of this epoch."""
-    return cluster.state.assignment.workers
-
-
-def settle(cluster: ClusterSession, epoch: int) -> dict[str, Any]:
-    while cluster.poll():
-        with suppress(Unreachable), Membership(cluster.url, cluster.namespace) as shared:
-            workers, now = ranks(cluster), cluster.epoch
-            joined = shared.await_attached(now, len(workers), POLL_S)
-            whole = joined == len(workers) == len(shared.alive(workers))
-            if whole and now == cluster.epoch >= epoch:
-                return {"settled": now, "ranks": workers}
-        time.sleep(POLL_S)
-    raise RankFailed("The ranks ended.")
-
-
-def answer(cluster: ClusterSession, client: Client, message: dict[str, Any]) -> dict[str, Any]:
-    config = compose(message.get("settings", []))
-    prompt = client.served.encode(message.get("prompt", PROMPT))
-    request = client.submit(
-        prompt, config.sampling.params(0), max_new_tokens=config.decode.max_new_tokens
-    )
+def answer(client: Client, settings: list[str], at: int) -> list[int]:
+    """The tokens of an answer."""
+    config = compose(settings)
+    prompt, length = client.served.encode(PROMPT), config.decode.max_new_tokens
+    request = client.submit(prompt, config.sampling.params(0), max_new_tokens=length)
     tokens: list[int] = []
-    events: list[tuple[float, int, int, int]] = []
-    before, gap = time.monotonic(), 0.0
     for event in client.events(request):
-        now = time.monotonic()
-        gap, before = max(gap, now - before), now
-        if not isinstance(event, Accepted):
-            continue
-        events.append((now, event.base - len(prompt), len(event.tokens), cluster.epoch))
-        tokens += event.tokens
-        if len(tokens) - len(event.tokens) < message.get("at", 0) <= len(tokens):
-            server = cluster.redis.server
-            state = {"at": len(tokens), "epoch": cluster.epoch, "ranks": ranks(cluster)}
-            send({**state, "pids": pids(cluster), "redis": server.pid})
-            sys.stdin.readline()
-            before = time.monotonic()
-    return {
-        "tokens": tokens,
-        "events": events,
-        "gap_s": gap,
-        "faults": [fault.reason for fault in cluster.faults],
-    }
+        if isinstance(event, Accepted):
+            before, tokens = len(tokens), [*tokens, *event.tokens]
+            if before < at <= len(tokens):
+                send({"at": len(tokens)})
+                sys.stdin.readline()
+    return tokens
 
 
 def main() -> None:
@@ -101,11 +121,7 @@ def main() -> None:
     with running(deployment, on_log=on_log) as (cluster, client):
         send({"ready": cluster.deployment.workers})
         for line in sys.stdin:
-            message = json.loads(line)
-            if "settle" in message:
-                send(settle(cluster, message["settle"]))
-            else:
-                send(answer(cluster, client, message))
+            send({"tokens": answer(client, **json.loads(line))})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ number: nothing here is shared with what reads them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,22 +41,17 @@ class Fp8Kind:
     def scales(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Scales as they are stored, and one for each weight."""
         out, inputs = weight.shape
-        if self.shape == "tensor":
-            scale = (weight.abs().max().clamp(min=LEAST) / LARGEST).to(self.dtype)
-            return scale.reshape(()), scale.float().expand(out, inputs)
-        if self.shape == "channel":
-            scale = (weight.abs().amax(1, keepdim=True).clamp(min=LEAST) / LARGEST).to(self.dtype)
-            return scale, scale.float().expand(out, inputs)
-        height, width = self.block
+        blocks = {"tensor": (out, inputs), "channel": (1, inputs), "block": self.block}
+        height, width = blocks[self.shape]
         stored = torch.zeros(-(-out // height), -(-inputs // width))
         each = torch.zeros(out, inputs)
-        for i in range(len(stored)):
-            for j in range(stored.shape[1]):
-                rows, columns = (slice(k * n, (k + 1) * n) for k, n in ((i, height), (j, width)))
-                most = weight[rows, columns].abs().max().clamp(min=LEAST)
-                stored[i, j] = (most / LARGEST).to(self.dtype)
-                each[rows, columns] = stored[i, j]
-        return stored.to(self.dtype), each
+        for i, j in itertools.product(*map(range, stored.shape)):
+            rows, columns = (slice(k * n, (k + 1) * n) for k, n in ((i, height), (j, width)))
+            most = weight[rows, columns].abs().max().clamp(min=LEAST)
+            stored[i, j] = (most / LARGEST).to(self.dtype)
+            each[rows, columns] = stored[i, j]
+        stored = stored.to(self.dtype)
+        return stored.reshape(()) if self.shape == "tensor" else stored, each
 
 
 def _compressed(strategy: str, **more: Any) -> dict[str, Any]:

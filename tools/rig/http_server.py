@@ -11,9 +11,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
@@ -51,7 +53,18 @@ class HttpServer:
         `environment`: variables that its processes have besides this one's."""
         self._before = os.environ.get(STATE_VARIABLE)
         os.environ[STATE_VARIABLE] = str(folder)
-        self.process = start(folder, settings, bed, environment)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "pipespec", "serve"]
+        command += ["--json", "--port", "0", "--name", NAME, *settings]
+        popen = subprocess.Popen if bed is None else partial(bed.popen, bed.hosts[0])
+        self.process = popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path, **environment},
+            start_new_session=True,  # Ctrl-C is for us
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -69,34 +82,6 @@ class HttpServer:
             del os.environ[STATE_VARIABLE]
         else:
             os.environ[STATE_VARIABLE] = self._before
-
-
-def start(
-    folder: Path,
-    settings: Sequence[str],
-    bed: Testbed | None,
-    environment: Mapping[str, str] = NO_ENVIRONMENT,
-) -> subprocess.Popen[str]:
-    """The process; the first line that it prints is its URL."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pipespec", "serve"]
-    command += ["--json", "--port", "0", "--name", NAME, *settings]
-    options: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "text": True,
-        "env": {
-            **os.environ,
-            STATE_VARIABLE: str(folder),
-            "TMPDIR": str(folder),
-            "PYTHONPATH": path,
-        }
-        | dict(environment),
-        "start_new_session": True,  # Ctrl-C is for us
-    }
-    if bed is None:
-        return subprocess.Popen(command, **options)
-    return bed.popen(bed.hosts[0], command, **options)
 
 
 class ServerAddress:
@@ -139,10 +124,7 @@ def rank_pids(running: RunningCluster) -> dict[int, int]:
 
 def redis_pid(running: RunningCluster) -> int:
     """The process id of a cluster's Redis."""
-    pipe = RedisConnection(running.url)
-    try:
+    with closing(RedisConnection(running.url)) as pipe:
         found: bytes = pipe.call("INFO", "server")
-    finally:
-        pipe.close()
     (line,) = [line for line in found.decode().splitlines() if line.startswith("process_id:")]
     return int(line.partition(":")[2])

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -110,11 +111,10 @@ class Command:
 
 @dataclass
 class Answer:
-    """An answer of so many tokens, and the longest time between two of them."""
+    """An answer of so many tokens."""
 
     length: int
     tokens: list[int] = field(default_factory=list)
-    longest_s: float = 0.0
 
 
 class JoinableCluster:
@@ -122,20 +122,10 @@ class JoinableCluster:
 
     def __init__(self, bed: Testbed, models: Path, *settings: str) -> None:
         self.bed, self.models = bed, models
-        self.up = Command(
-            bed,
-            "a",
-            "up",
-            "--invite",
-            "--at",
-            bed.address("a"),
-            f"model.target={models / 'target'}",
-            f"model.draft={models / 'draft'}",
-            "cluster.stages=2",
-            "cluster.devices=[cpu]",
-            "model.context=256",
-            *settings,
-        )
+        where = (f"model.target={models / 'target'}", f"model.draft={models / 'draft'}")
+        size = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=256")
+        command = ("up", "--invite", "--at", bed.address("a"))
+        self.up = Command(bed, "a", *command, *where, *size, *settings)
 
     def __enter__(self) -> Self:
         try:
@@ -193,41 +183,32 @@ class JoinableCluster:
         until the block ends, and once more, so that some are always in their middles."""
         answers: list[Answer] = []
         over = threading.Event()
-        failures: list[BaseException] = []
 
         def ask(length: int) -> None:
-            try:
-                with connected(self.running, PATIENCE_S) as client:
-                    prompt = client.served.encode(PROMPT)
-                    last = False
-                    while not last:
-                        last = over.is_set()
-                        request = client.submit(prompt, greedy, max_new_tokens=length)
-                        answer, before = Answer(length), None
-                        for event in client.events(request):
-                            if isinstance(event, Accepted):
-                                assert event.base == len(prompt) + len(answer.tokens)
-                                now = time.monotonic()
-                                if before is not None:
-                                    answer.longest_s = max(answer.longest_s, now - before)
-                                before = now
-                                answer.tokens += event.tokens
-                        answers.append(answer)
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failures.append(error)
+            with connected(self.running, PATIENCE_S) as client:
+                prompt = client.served.encode(PROMPT)
+                last = False
+                while not last:
+                    last = over.is_set()
+                    request = client.submit(prompt, greedy, max_new_tokens=length)
+                    answer = Answer(length)
+                    for event in client.events(request):
+                        if isinstance(event, Accepted):
+                            assert event.base == len(prompt) + len(answer.tokens)
+                            answer.tokens += event.tokens
+                    answers.append(answer)
 
         greedy = compose(["sampling.temperature=0"]).sampling.params(0)
-        with ExitStack() as stack:
-            # The threads are in the namespace in which they begin.
+        with ThreadPoolExecutor(len(lengths)) as threads:
+            # They are in the namespace in which they begin.
             with relay.entered(self.bed.namespaces["a"]):
-                for length in lengths:
-                    thread = threading.Thread(target=ask, args=(length,))
-                    thread.start()
-                    stack.callback(thread.join)
-            stack.callback(over.set)
-            yield answers
-        if failures:
-            raise failures[0]
+                asking = [threads.submit(ask, length) for length in lengths]
+            try:
+                yield answers
+            finally:
+                over.set()
+            for each in asking:
+                each.result()
 
     def _home(self, host: str) -> Path:
         return self.bed.folder / f"home-{host}"
