@@ -30,7 +30,7 @@ from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.transport.wire import Wire

@@ -28,7 +28,7 @@ from pipespec.config.compose import compose
 from pipespec.core import Batch
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.slice.runner import SliceRunner
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.placement.slices import split_evenly
 from tools.inflate import Shape, read_config
 from tools.rig.launch import launch

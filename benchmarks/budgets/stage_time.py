@@ -37,8 +37,8 @@ from pipespec.core import Verdict
 from pipespec.engine.attention.select import ATTENTIONS, AUTO
 from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
 from pipespec.errors import ConfigError
+from pipespec.head.proposer import ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelProposer
-from pipespec.head.proposers.proposer import ProposalRequest
 from pipespec.head.tree import ROOT
 from pipespec.system.folders import resource_dir
 from tools.inflate import Shape, read_config

@@ -19,7 +19,7 @@ from pipespec.engine.slice.kv_allocator import KVSlotAllocator
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.head.tree import Tree
 from tools.inflate import Shape
 

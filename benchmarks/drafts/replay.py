@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.common.run_options import DATA
 from pipespec.core import NODE, SEQUENCE, Batch, Request, SamplingParams, Verdict
 from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.head.proposers.proposer import Proposer
+from pipespec.head.proposer import Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence as TreeSequence

@@ -26,7 +26,7 @@ ROWS = (1, 64)
 def emulated(name: str, stages: int) -> Machine:
     """A machine of conf/emulate/, whose file says where its times are from."""
     quiet = ("model=demo", "proposer=suffix", "cluster.devices=[cpu]")
-    machine = compose([*quiet, f"emulate={name}", f"cluster.stages={stages}"]).clock
+    machine = compose([*quiet, f"emulate={name}", f"cluster.stages={stages}"]).emulate
     assert isinstance(machine, EmulatedMachine)
     curves = machine.curves * stages if len(machine.curves) == 1 else machine.curves
     return Machine(curves, draft_ms=machine.draft)

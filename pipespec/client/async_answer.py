@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pipespec.controller.log_records import Event, Finished
 from pipespec.core import SamplingParams
-
-if TYPE_CHECKING:
-    from pipespec.client.async_client import AsyncClient
 
 # From so many events of one request that wait here for a slow reader on no more are read; the log
 # keeps them.
 MOST_EVENTS = 256
 
 
+class Sender(Protocol):
+    """What the requests of one user need of the client of all."""
+
+    async def submit_for(
+        self, followed: AsyncAnswer, prompt: Sequence[int], **asked: Any
+    ) -> int: ...
+    async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None: ...
+    async def wake(self) -> None: ...
+    def leave(self, request: int) -> None: ...
+
+
 class AsyncAnswer:
     """Requests of one user, whose events are received as they come. For one task."""
 
-    def __init__(self, client: AsyncClient):
+    def __init__(self, client: Sender):
         self._client = client
         self._open: dict[int, int] = {}  # events that wait here, of each that has not finished
         self._events: list[tuple[int, Event]] = []

@@ -19,7 +19,7 @@ from pipespec.system.folders import resource_dir
 # Of which class those of a group are, where others may add to it.
 BASES = {
     "policy": "pipespec.head.policies.policy.SpeculationPolicy",
-    "proposer": "pipespec.head.proposers.proposer.ProposerConfig",
+    "proposer": "pipespec.head.proposer.ProposerConfig",
     "emulate": "pipespec.timing.clock.StepClock",
     "emulate_link": "pipespec.transport.transport.LinkDelay",
 }

@@ -20,7 +20,7 @@ from pipespec.transport.transport_settings import TransportConfig
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.head.policies.policy import SpeculationPolicy
-    from pipespec.head.proposers.proposer import ProposerConfig
+    from pipespec.head.proposer import ProposerConfig
     from pipespec.timing.clock import StepClock
     from pipespec.transport.transport import LinkDelay
 

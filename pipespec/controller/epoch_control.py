@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipespec.controller.log_records import FAILED
-from pipespec.controller.lua_scripts import evalsha, load
+from pipespec.controller.lua_scripts import evalsha
 from pipespec.controller.rank_controller import KEEP_STALE_S
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
@@ -30,7 +30,7 @@ def begin_epoch(
     )
     arguments = (keys.epochs, KEEP_STALE_S, assignment, most_failed, FAILED, KEEP_FINISHED_S)
     with RedisConnection(url) as pipe:
-        load(pipe)
+        pipe.load_scripts()
         begun: int = pipe.call(*evalsha("new_epoch", names, *arguments))
         return begun
 

@@ -23,7 +23,7 @@ from pipespec.errors import (
 from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:  # it looks up here what errors mean
-    from pipespec.controller.redis_connection import RedisConnection
+    pass
 
 
 # The one table of codes: the first word of an error that a transition replies.
@@ -90,12 +90,6 @@ def resolve(path: Path) -> str:
         return text(path.parent / "includes" / f"{name}.lua")
 
     return text(path)
-
-
-def load(pipe: RedisConnection) -> None:
-    for script in load_scripts().values():
-        pipe.send("SCRIPT", "LOAD", script.source)
-    pipe.flush()
 
 
 def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipespec.controller.cluster_status import numbers
-from pipespec.controller.lua_scripts import evalsha, load
+from pipespec.controller.lua_scripts import evalsha
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisClient
 
 # How long a lease lasts. That one has run out is no fault.
@@ -127,7 +127,7 @@ class Membership(RedisClient):
 
     def follow(self, epoch: int, worker: str) -> None:
         """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
-        load(self._pipe)
+        self._pipe.load_scripts()
         keys = self._keys.joining(epoch, self._keys.followers(epoch))
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
@@ -197,7 +197,7 @@ class LinkAddressTable(RedisClient):
         super().__init__(url, namespace)
         self._table = (self._keys.epoch, self._keys.link_addresses(epoch))
         self._epoch = epoch
-        load(self._pipe)
+        self._pipe.load_scripts()
 
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         found: list[bytes | None] = self._pipe.call("HMGET", self._table[-1], *names)

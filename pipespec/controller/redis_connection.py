@@ -20,7 +20,7 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from pipespec.controller.lua_scripts import WritesRefused, translate
+from pipespec.controller.lua_scripts import WritesRefused, load_scripts, translate
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
@@ -90,6 +90,11 @@ class RedisConnection:
         """Reads the replies that have come. Raises what the first error among them means."""
         while self._owed and self.readable():
             self.read()
+
+    def load_scripts(self) -> None:
+        for script in load_scripts().values():
+            self.send("SCRIPT", "LOAD", script.source)
+        self.flush()
 
     def flush(self) -> None:
         """Waits until every command is answered. Raises what the first error means."""

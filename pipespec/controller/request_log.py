@@ -16,7 +16,7 @@ from pipespec.controller.log_records import (
     pack_logprobs,
     pack_request,
 )
-from pipespec.controller.lua_scripts import evalsha, load
+from pipespec.controller.lua_scripts import evalsha
 from pipespec.controller.redis_connection import RedisClient
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import PromptLogprobs, Request
@@ -37,7 +37,7 @@ class RequestLog(RedisClient):
     def __init__(self, url: str, *, namespace: str, epoch: int):
         super().__init__(url, namespace)
         self._epoch = epoch
-        load(self._pipe)
+        self._pipe.load_scripts()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

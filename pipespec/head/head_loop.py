@@ -19,7 +19,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import GRAMMAR, Batch, Request, Verdict
-from pipespec.head.proposers.proposer import Proposal, Proposer
+from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.send_timing import SendTiming

@@ -29,7 +29,7 @@ from pipespec.head.policies.policy import (
     TargetBatch,
     has_time_for_round,
 )
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.refill import worthwhile_refill
 from pipespec.head.row_budget import target_batch
 from pipespec.head.row_plan import RowPlan, plan_rows

@@ -11,7 +11,7 @@ import numpy as np
 from pipespec.core import STEP_TOKENS, Verdict
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import SpeculationPolicy
-from pipespec.head.proposers.proposer import ProposalRequest
+from pipespec.head.proposer import ProposalRequest
 from pipespec.head.sequence import Sequence
 from pipespec.head.structured_output import LookAhead
 

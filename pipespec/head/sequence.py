@@ -23,7 +23,7 @@ from pipespec.core import (
 )
 from pipespec.head.policies.policy import PipelineState
 from pipespec.head.prefix_cache import NO_TEXT, TextKey
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.wire_format import pack

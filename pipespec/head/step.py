@@ -6,7 +6,7 @@ import collections.abc
 from typing import Protocol
 
 from pipespec.core import Batch
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import Sequence

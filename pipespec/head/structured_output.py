@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.tree import Tree
 from pipespec.sampling.grammar import GrammarFailed, Matcher, allows, only_token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -15,9 +15,6 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
 from pipespec.server.reply_format import ReplyFormat
 from pipespec.server.request_schema import Refused, RequestBody
-
-if TYPE_CHECKING:
-    from pipespec.server.openai_serving import OpenAIServing
 
 # Fields of ours that no dialect but OpenAI's has, and that mean the same in every one.
 OWN_FIELDS = frozenset(
@@ -121,10 +118,10 @@ class Dialect:
         routes: those that take a body, by their paths.
         errors: how errors are written, by the beginning of the path.
         public_routes: need no key and no cluster, and so are there while it loads.
-        mount: adds further routes to a server whose cluster is ready.
+        mount: adds further routes to a server whose cluster is ready, with its `OpenAIServing`.
     """
 
     routes: Mapping[str, BodyRoute] = field(default_factory=dict)
     errors: Mapping[str, ErrorFormat] = field(default_factory=dict)
     public_routes: Sequence[BaseRoute] = ()
-    mount: Callable[[FastAPI, OpenAIServing], None] | None = None
+    mount: Callable[[FastAPI, Any], None] | None = None

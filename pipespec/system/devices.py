@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pipespec.errors import ConfigError
 
 DRIVER = "libcuda.so.1"
+GIB = 2**30
 
 
 def num_cuda() -> int:
@@ -51,6 +54,20 @@ def _torch_built_for() -> tuple[str | None, str]:
         if found:
             return kind, found[1]
     return None, ""
+
+
+def cuda_figures() -> Iterator[dict[str, Any]]:
+    """Names and memory of the CUDA devices."""
+    import torch
+
+    for index in range(num_cuda()):
+        free, total = torch.cuda.mem_get_info(index)
+        yield {
+            "name": f"cuda:{index}",
+            "model": torch.cuda.get_device_name(index),
+            "memory_gib": round(total / GIB, 1),
+            "free_gib": round(free / GIB, 1),
+        }
 
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:

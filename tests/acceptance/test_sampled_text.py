@@ -14,7 +14,7 @@ import pytest
 
 from pipespec.config import choices
 from pipespec.core import RELAXED, STRICT, SamplingParams
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from tests.helpers import models
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import proposer_overrides, write_truth

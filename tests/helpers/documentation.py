@@ -29,9 +29,9 @@ from pathlib import Path
 
 import yaml
 from markdown_it import MarkdownIt
-from pipespec.controller.listen_address import free_port
 
 from pipespec.config.hosts import load_hosts
+from pipespec.controller.tls_proxy import free_port
 from tests.helpers.sandbox import Sandbox
 from tests.helpers.waiting import until
 

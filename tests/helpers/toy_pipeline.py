@@ -20,9 +20,9 @@ from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.head.proposer import Proposal
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
-from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence

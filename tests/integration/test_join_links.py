@@ -23,7 +23,7 @@ from pipespec.cli.invite import JoinOptions, ask_for_invitation
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
-from pipespec.cluster.host_link import join_server, joined_host, loop, programs
+from pipespec.cluster.host_link import failures, join_server, joined_host, loop, programs
 from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
@@ -310,10 +310,10 @@ def test_a_program_ends_with_its_connection(
 ) -> None:
     (host, session, _), (program, errors) = joined, talking
     broken(session)
-    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == failures.NO_CONNECTION
     assert program.stdout.read() == b""
     errors.seek(0)
-    error = programs.failure(session.host, "m", program.wait(), errors.read())
+    error = failures.failure(session.host, "m", program.wait(), errors.read())
     assert str(error).startswith("beta: the connection was lost; run `pipespec join` there again")
     until(lambda: not host._running, PATIENCE_S)
 
@@ -329,7 +329,7 @@ def test_a_silent_host_is_found(
     loop.soon(host._connection.set_keepalive, 0)  # this side does not look
     loop.soon(host._connection._transport.pause_reading)
     began = time.monotonic()
-    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == failures.NO_CONNECTION
     assert time.monotonic() - began < join_server.SILENCE_S + 3
     errors.seek(0)
     assert b"not responding" in errors.read()

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.ggml import library
 from pipespec.errors import ConfigError
 from pipespec.transport.transport_settings import NCCL
-
-if TYPE_CHECKING:
-    from pipespec.cluster.deployment.deployment import Deployment
-
-
-def quantization_of(name: str) -> str:
-    """The entry of `model.` that says how the weights of the model of that name are held."""
-    return "quantization" if name == "target" else f"{name}_quantization"
 
 
 def require_attention(deployment: Deployment) -> None:

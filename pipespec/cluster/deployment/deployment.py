@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipespec.cluster.deployment.checks import quantization_of
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import Host
 from pipespec.config.schema import KEPT_STATES, Config
@@ -15,6 +14,11 @@ from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.placement.slices import Placement, remaining
+
+
+def quantization_of(name: str) -> str:
+    """The entry of `model.` that says how the weights of the model of that name are held."""
+    return "quantization" if name == "target" else f"{name}_quantization"
 
 
 @dataclass(frozen=True)

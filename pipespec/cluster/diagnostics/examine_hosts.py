@@ -22,7 +22,7 @@ from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import PROTOCOL, Link, Listening
-from pipespec.cluster.host_link import programs
+from pipespec.cluster.host_link import failures, programs
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
@@ -158,10 +158,10 @@ class _Probe:
                         return answer["value"]
         late.cancel()
         if time.monotonic() - began >= timeout:
-            raise programs.late(self._host, "the probe", timeout)
+            raise failures.late(self._host, "the probe", timeout)
         code = self._end()
         self._stderr.seek(0)
-        raise programs.failure(self._host, MODULE, code, self._stderr.read())
+        raise failures.failure(self._host, MODULE, code, self._stderr.read())
 
     def close_input(self) -> None:
         assert self._process.stdin is not None

@@ -8,7 +8,7 @@ variable of a host: secrets go through standard input.
 
 A program that is started here should end when its standard input ends, which is how it notices
 that the launcher has ended. If the link is cut instead, the program counts as ended after
-`NOTICED_AFTER` seconds, and on the other host it must notice that by itself.
+`failures.NOTICED_AFTER` seconds, and on the other host it must notice that by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from pipespec.cluster.host_link import loop
+from pipespec.cluster.host_link.failures import ALIVE_COUNT, failure, late
 from pipespec.config.hosts import PYTHON, Host
 from pipespec.errors import HostFailed
 
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
     from pipespec.cluster.host_link.remote_program import RemoteProgram
 
     Program: TypeAlias = subprocess.Popen[bytes] | RemoteProgram
-
-ALIVE_COUNT = 3  # that many unanswered questions, one a second, end a connection
-NOTICED_AFTER = ALIVE_COUNT + 1  # seconds
-
-NO_CONNECTION = 255  # as ssh says it; any other exit code is the remote program's
-NOT_EXECUTABLE = 126
-NOT_FOUND = 127
 
 
 def local_command(host: Host, words: Sequence[str]) -> list[str]:
@@ -117,40 +111,6 @@ def ask_hosts(
     from pipespec.cluster.host_link.remote_program import answers
 
     return loop.call(answers(asked, words, timeout, on_answer))
-
-
-def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
-    """The error for `module`, which has ended with `returncode` on the host."""
-    line = _last_line(stderr)
-    if returncode == NO_CONNECTION and host.has_joined:
-        line += "; run `pipespec join` there again, with a new token"
-    if returncode == NO_CONNECTION and not host.local:
-        return HostFailed(f"{host.name}: {line}")
-    if returncode in (NOT_EXECUTABLE, NOT_FOUND):
-        return HostFailed(
-            f"{host.name}: {line or 'python not found'}; set `python` of the host, "
-            f"now {host.python}"
-        )
-    if "No module named" in line:
-        return HostFailed(
-            f"{host.name}: {line}; install pipespec there, or set `python` of the host to the "
-            "environment that has it"
-        )
-    ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
-    return HostFailed(f"{host.name}: {module} ended with {ended}: {line or 'without a message'}")
-
-
-def late(host: Host, module: str, timeout: float) -> HostFailed:
-    """The error for `module`, which has not ended in time."""
-    return HostFailed(
-        f"{host.name}: {module} did not answer within {timeout:g} s; check the load of the host "
-        "and the link to it"
-    )
-
-
-def _last_line(stderr: bytes) -> str:
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines()]
-    return next((line.rstrip(".") for line in reversed(lines) if line), "")
 
 
 def _cannot_run(host: Host, program: str, error: OSError | ValueError) -> HostFailed:

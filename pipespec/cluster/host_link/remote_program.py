@@ -27,7 +27,7 @@ from pipespec.cluster.host_link.connection import (
     reason_of,
     run_command,
 )
-from pipespec.cluster.host_link.programs import ALIVE_COUNT, NO_CONNECTION, failure, late
+from pipespec.cluster.host_link.failures import ALIVE_COUNT, NO_CONNECTION, failure, late
 from pipespec.config.hosts import Host
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from pipespec.cluster.deployment import memory
-from pipespec.cluster.deployment.checks import quantization_of
-from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.deployment import Deployment, quantization_of
 from pipespec.config.schema import STATE_INTERVAL, Config
 from pipespec.core import Request
 from pipespec.engine.attention.select import AUTO, SDPA
@@ -28,11 +27,11 @@ from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
 from pipespec.head.kept_states import KeptStates
+from pipespec.head.proposer import Proposer
 from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
-from pipespec.head.proposers.proposer import Proposer
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import StopCheck
 from pipespec.placement.rank_needs import draft_slots

@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar
 
-from pipespec.cluster.host_link import programs
+from pipespec.cluster.host_link import failures, programs
 from pipespec.cluster.weights.host import ALIVE_S, lines_of
 from pipespec.cluster.weights.local import shares_caches
 from pipespec.cluster.weights.plan import Block
@@ -108,7 +108,7 @@ class Peer:
         except subprocess.TimeoutExpired:
             return None
         self._errors.seek(0)
-        return programs.failure(self.host, MODULE, code, self._errors.read())
+        return failures.failure(self.host, MODULE, code, self._errors.read())
 
     def note(self, has: Sequence[tuple[str, str, int, str | None]]) -> None:
         """These blocks are here, with their hashes."""

@@ -21,13 +21,13 @@ from pipespec.engine.formats.fill_in_parts import row_parts
 from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import MatrixPacking, unfit
 from pipespec.engine.formats.safetensors_headers import Tensor
+from pipespec.engine.formats.stored import StoredTensors
 from pipespec.engine.formats.tp_cuts import CutUnits
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
-    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 # Formats in memory, and the kinds of their blocks (`gguf_blocks`).
 MXFP4, NVFP4 = "mxfp4", "nvfp4"
@@ -114,7 +114,7 @@ class Fp4Packing(MatrixPacking):
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> BlockWeights:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> BlockWeights:
         rows, columns = part
         pairs = files.read(name + PACKED, rows, per(columns, 2))
         scales = files.read(name + SCALE, rows, per(columns, self.group))
@@ -162,13 +162,13 @@ class Mxfp4Packing(MatrixPacking):
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
 
-    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> Mxfp4Experts:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Mxfp4Experts:
         """See `MatrixPacking`; as a whole."""
         assert part == WHOLE, "no tensor-parallel plan divides transposed stacks"
         return Mxfp4Experts(files.read(name + BLOCKS), files.read(name + SCALES))
 
     def readers(
-        self, name: str, shape: tuple[int, ...], files: SafetensorsFolder
+        self, name: str, shape: tuple[int, ...], files: StoredTensors
     ) -> dict[str, Callable[[Part], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
 

@@ -24,6 +24,7 @@ from pipespec.engine.formats.matrix_packing import (
 )
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.formats.safetensors_headers import Tensor
+from pipespec.engine.formats.stored import StoredTensors
 from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
@@ -31,7 +32,6 @@ from pipespec.system.validation import Unreadable, typed
 if TYPE_CHECKING:  # headers are read without them
     import torch
 
-    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 FP8, FBGEMM = "fp8", "fbgemm_fp8"
 FLOAT_QUANTIZED = "float-quantized"
@@ -169,7 +169,7 @@ class Fp8Packing(MatrixPacking):
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
 
-    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> Fp8Weights:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp8Weights:
         rows, columns = part
         codes = files.read(name + WEIGHT, rows, columns)
         of_scales = next(name + each for each in SCALES if files.shape(name + each) is not None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.formats.gguf_blocks import BlockWeights
-from pipespec.engine.formats.packing import BLOCK, GROUPED_KIND
+from pipespec.engine.formats.matrix_packing import BLOCK, GROUPED_KIND
 from pipespec.errors import ModelError, PackedMatmulError
 
 # The largest error of a scale, relative to it: half the distance of two numbers of float16.

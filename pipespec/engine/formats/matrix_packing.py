@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
-from pipespec.engine.formats.stored import KeptLayer
+from pipespec.engine.formats.stored import KeptLayer, StoredTensors
 from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 
-if TYPE_CHECKING:  # it imports this module
-    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
-
 WEIGHT = ".weight"
+# Types of ggml's blocks that packed integers of 4 and 8 bits can become, and weights of a block.
+GROUPED_KIND, WIDE_KIND = "Q4_1", "Q8_0"
+BLOCK = 32
 # Tensors that belong to packed matrices and are not needed once these are unpacked.
 _LEFT_OVER = (
     *("_scale", "_scales", "_scale_inv", "_scale_ub", "_zero_point", "_g_idx"),
@@ -74,12 +74,12 @@ class MatrixPacking(ABC):
         """Bytes of a matrix that stays as it is."""
 
     @abstractmethod
-    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> Any:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Any:
         """Read a matrix or a part of it, of whole `units`; its `dense()` are the weights. Nothing
         else is read."""
 
     def readers(
-        self, name: str, shape: tuple[int, ...], files: SafetensorsFolder
+        self, name: str, shape: tuple[int, ...], files: StoredTensors
     ) -> dict[str, Callable[[Part], Any]]:
         """Read parts of what can stay as it is: the matrix, or each of several that are stored
         together."""

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.lazy import WHOLE, Part, per
 from pipespec.engine.formats.matrix_packing import (
+    BLOCK,
+    GROUPED_KIND,
+    WIDE_KIND,
     MatrixPacking,
     unfit,
     unsupported,
 )
 from pipespec.engine.formats.safetensors_headers import Tensor
+from pipespec.engine.formats.stored import StoredTensors
 from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
@@ -27,14 +31,11 @@ if TYPE_CHECKING:  # headers are read without them
     import torch
 
     from pipespec.engine.formats.groups import GroupedWeights
-    from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 # The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become,
 # and bytes of a weight.
 PACKED_INT4, PACKED_INT8 = "int4", "integers"
-GROUPED_KIND, WIDE_KIND = "Q4_1", "Q8_0"
 _KEPT = {4: (PACKED_INT4, GROUPED_KIND, 20 / 32), 8: (PACKED_INT8, WIDE_KIND, 34 / 32)}
-BLOCK = 32  # weights of a block of both kinds
 # Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
 INT4_GROUP_SIZES = (32, 64, 128)
 INT4_OUT_MULTIPLE = 16
@@ -152,7 +153,7 @@ class Packing(MatrixPacking):
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
 
-    def read(self, name: str, files: SafetensorsFolder, part: Part = WHOLE) -> GroupedWeights:
+    def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> GroupedWeights:
         import torch
 
         from pipespec.engine.formats.groups import GroupedWeights

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from pipespec.engine.formats.lazy import Part
+
+
+class StoredTensors(Protocol):
+    """The tensors of safetensors files, by name."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    def read(self, name: str, *index: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)

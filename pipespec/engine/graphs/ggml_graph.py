@@ -97,6 +97,12 @@ class _Planned:
     num_bytes: int
 
 
+# Rows of the batch that tests ggml's graph, and the largest difference from Transformers' pass,
+# relative to the length of the results: both round rows to 8 bits in every product, one of another
+# row by rounding errors.
+GGML_ROWS, GGML_TOLERANCE = 5, 0.05
+
+
 class NotOfThePattern(Exception):
     """The modules of a slice are not those that a graph can be made of."""
 
@@ -358,3 +364,25 @@ def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, in
         segments.append((segment.rows, first, own, segment.mask[:, order]))
         first = own + len(order)
     return np.concatenate(slots), segments
+
+
+def use_ggml(model: Any) -> None:
+    """Compute all layers as one graph of ggml, if they are of its pattern."""
+    if model.device.type != "cpu" or model.dtype != torch.float32 or model.parallel.size > 1:
+        return
+    if library.load() is None:
+        model.refused.append(library.why_not())
+        return
+    try:
+        graph = SliceGraph(model, model.base, model.attentions)
+    except NotOfThePattern:
+        return
+    inputs, positions, plan = model.example_batch(GGML_ROWS)
+    expected = model.forward(inputs, positions, plan)
+    off = float((graph.forward(inputs, plan) - expected).norm() / expected.norm())
+    if off <= GGML_TOLERANCE:
+        model.of_ggml, model.attention = graph, "ggml"
+    else:
+        model.refused.append(
+            f"ggml computes the layers one by one, as its graph of all is off by {off:.3f}."
+        )

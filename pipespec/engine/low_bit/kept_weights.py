@@ -6,11 +6,12 @@ differ from those of dequantised weights, so all stages of a cluster must use th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.formats.fill_in_parts import row_parts
@@ -19,7 +20,14 @@ from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.formats.stored import KeptMatrix
 from pipespec.engine.ggml import library as ggml
-from pipespec.engine.low_bit.experts import PLAIN, GgmlExperts, replace_experts
+from pipespec.engine.low_bit.experts import (
+    MIXTURE,
+    PLAIN,
+    STACKS,
+    ExpertStack,
+    GgmlExperts,
+    use_loop,
+)
 from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
 from pipespec.engine.low_bit.kept_linear import DequantisedLinear, Int4Linear, KeptLinear
 from pipespec.errors import ModelError, PackedMatmulError
@@ -29,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GgmlLayer = GgmlLinear | GgmlEmbedding | GgmlExperts
+# The matrix of an expert in the files: its layer, its number, its name.
+_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
+# Experts of a layer that the files have together, as gpt-oss's, and the number of one.
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)\.(\d+)$")
 # The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02
 # A row must be the same in batches of these sizes.
@@ -94,7 +106,80 @@ def replace(
         elif GgmlEmbedding.can_replace(plain):
             setattr(model.get_submodule(parent), child, GgmlEmbedding(name, plain))
             _untie(model, name)
-    replace_experts(model, names, make, parts)
+    _replace_experts(model, names, make, parts)
+
+
+def _replace_experts(
+    model: nn.Module, names: Iterable[str], make: LayerMaker, parts: Mapping[str, Part]
+) -> None:
+    """Let the mixtures of a model have their experts, of these names in the files, in what `make`
+    makes. A stack of which none is named stays as it is; `parts` as in `replace`.
+    Raises ModelError if a mixture is of another form."""
+    by_layer: dict[int, dict[tuple[int, str], str]] = {}
+    stacked: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        if (found := _EXPERT.search(name)) is not None:
+            by_layer.setdefault(int(found[1]), {})[int(found[2]), found[3]] = name
+        elif (found := _STACKED.search(name)) is not None:
+            stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
+    for path, module in list(model.named_modules()):
+        if (found := MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
+            _replace_stacks(module, by_layer[int(found[1])], path, make, parts)
+        elif path in stacked:
+            _replace_transposed(module, stacked[path], make)
+
+
+def _replace_transposed(
+    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: LayerMaker
+) -> None:
+    """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
+    for stack, sources in stacks.items():
+        _, inputs, out = getattr(module, stack).shape
+        delattr(module, stack)
+        setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
+    use_loop(module)
+
+
+def _replace_stacks(
+    module: nn.Module,
+    held: Mapping[tuple[int, str], str],
+    path: str,
+    make: LayerMaker,
+    parts: Mapping[str, Part],
+) -> None:
+    for stack, of_parts in STACKS.items():
+        if not any((0, name) in held for names in of_parts for name in names):
+            continue
+        plain = getattr(module, stack, None)
+        if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
+            raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
+        if not plain.numel():
+            continue
+        count, out, inputs = plain.shape
+        delattr(module, stack)
+        sources = [
+            [held[expert, _name(held, expert, names, path)] for names in of_parts]
+            for expert in range(count)
+        ]
+        found = _stack(sources, out // len(of_parts), inputs, make)
+        for layer in found.modules():
+            layer.part = parts.get(f"{path}.{stack}", WHOLE)  # type: ignore[assignment]
+        setattr(module, stack, found)
+    use_loop(module)
+
+
+def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: LayerMaker) -> nn.Module:
+    """The experts of a layer, of the names of the matrices `[out, inputs]` of each."""
+    whole = make.experts(sources, out, inputs)
+    return whole or ExpertStack([make.layer(n, out, inputs) for n in names] for names in sources)
+
+
+def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
+    """Which of these names the files have."""
+    for name in names:
+        if (expert, name) in held:
+            return name
+    raise ModelError(f"{path}.{expert} has no packed {names[0]}; {PLAIN}")
 
 
 def _untie(model: Any, embedding: str) -> None:

@@ -23,7 +23,7 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.checkpoint.building import lock
 from pipespec.engine.formats.architectures import num_layers_of, require_supported
 from pipespec.engine.formats.quantization import GGML_FORMATS, KEPT_FORMATS
-from pipespec.engine.graphs.ggml_graph import SliceGraph
+from pipespec.engine.graphs.ggml_graph import SliceGraph, use_ggml
 from pipespec.engine.graphs.graphs import Compute, SliceGraphs
 from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.low_bit.expert_counts import ExpertCounts
@@ -32,7 +32,7 @@ from pipespec.engine.low_bit.kept_weights import weight_bytes
 from pipespec.engine.low_bit.row_blocks import make_batch_invariant
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
-from pipespec.engine.slice import loading, speedups
+from pipespec.engine.slice import loading
 from pipespec.engine.slice.slicing import ComputedBase, drop_placeholders, sliced_class
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
 from pipespec.engine.tensor_parallel.tp_member import WholeSlice
@@ -166,7 +166,7 @@ class ModelSlice:
             kv_dtype=kv_dtype,
         )
         if made.any_attention and quantization in GGML_FORMATS:
-            speedups.use_ggml(made)
+            use_ggml(made)
         return made
 
     @classmethod

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from pipespec.engine.attention import select
-from pipespec.engine.ggml import library
-from pipespec.engine.graphs.ggml_graph import NotOfThePattern, SliceGraph
+from pipespec.engine.graphs.ggml_graph import use_ggml
 from pipespec.engine.graphs.graphs import CaptureFunction, Compute, capture_cuda_graph
 from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.precision import name_of
@@ -33,10 +32,6 @@ LEAST_RUNS, MOST_RUNS, LEAST_S = 5, 50, 0.3
 # Rows of the batches that test a compiled slice, and the allowed error, in roundings of the largest
 # value: fused operations round less often.
 COMPILED_ROWS, ROUNDINGS = (1, 17, 40), 64
-# Rows of the batch that tests ggml's graph, and the largest difference from Transformers' pass,
-# relative to the length of the results: both round rows to 8 bits in every product, one of another
-# row by rounding errors.
-GGML_ROWS, GGML_TOLERANCE = 5, 0.05
 
 
 def autotune(
@@ -188,25 +183,3 @@ def use_fastest_products(model: ModelSlice, room: float = math.inf) -> None:
     model.products = cpu_products.use_fastest(whole, room - model.num_kv_bytes)
     if model.products == cpu_products.GGML and model.any_attention:
         use_ggml(model)
-
-
-def use_ggml(model: ModelSlice) -> None:
-    """Compute all layers as one graph of ggml, if they are of its pattern."""
-    if model.device.type != "cpu" or model.dtype != torch.float32 or model.parallel.size > 1:
-        return
-    if library.load() is None:
-        model.refused.append(library.why_not())
-        return
-    try:
-        graph = SliceGraph(model, model.base, model.attentions)
-    except NotOfThePattern:
-        return
-    inputs, positions, plan = model.example_batch(GGML_ROWS)
-    expected = model.forward(inputs, positions, plan)
-    off = float((graph.forward(inputs, plan) - expected).norm() / expected.norm())
-    if off <= GGML_TOLERANCE:
-        model.of_ggml, model.attention = graph, "ggml"
-    else:
-        model.refused.append(
-            f"ggml computes the layers one by one, as its graph of all is off by {off:.3f}."
-        )

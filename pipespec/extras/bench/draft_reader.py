@@ -15,7 +15,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.figures import RequestResult
 from pipespec.extras.plan.recorded_draft import MISSED, DraftRecord, TextRecord
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.system.devices import num_cuda
 
 # Rows of a text that the draft computes at once.

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.arguments import finish, list_of, overrides
-from pipespec.console.terminal import progress, show, table_of, write
+from pipespec.console.terminal import progress, show, write
 from pipespec.errors import ConfigError
 from pipespec.extras.commands import plan_hosts
+from pipespec.extras.commands.plan_hosts import RANGE, SHOWN, SPREAD, predictions_table
 from pipespec.limits import MAX_COUNT, check_whole, suggest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pipespec.console.arguments import Commands
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, Layout, Prediction
@@ -28,16 +27,11 @@ TRIED: dict[str, Sequence[Any]] = {
     "policy.children": (8,),
     "proposer.rounds": (1, 3, "auto"),
 }
-SHOWN = 16  # predictions in the table
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
 # (`rank_needs.slots_by_setting`).
 BATCHES = 2
-# ASSUMED accuracies of a smaller model of the same family, from a poor one to a good one; the
-# shares of 32 and 8 candidates are SpecPipe's (Fig. 7) of a 1B and an 8B.
-RANGE = (("1:0.6", "32:0.97"), ("1:0.74", "32:0.99"), ("1:0.85", "8:0.99"))
-SPREAD = 0.8
 # On GPUs of which only the names are known, layouts that take at most so much longer are as fast.
 EQUAL = 0.05
 # The draft's best so many are what the estimate of a layout counts as proposed.
@@ -277,30 +271,6 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
     layouts = [each.layout() for each in clusters]
     return Plan(layouts, [method], usual, EQUAL, {"target": asdict(shape)}, more)
-
-
-def predictions_table(predictions: Sequence[Prediction], advised: Prediction | None) -> Table:
-    """The fastest, and what the advised one does with each benchmark of a recorded draft."""
-    headings = ("layout", "policy", "width", "top-k", "rounds", "tok/step", "±", "rows", "TBT")
-    table = table_of("", *(f"{heading} " for heading in (*headings, "gain")), left=2)
-    for column in table.columns[2:]:
-        column.no_wrap = True
-    for p in predictions[:SHOWN]:
-        sizes = [str(each) for each in (p.width, p.children, p.rounds)]
-        figures = (f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}")
-        times = (f"{p.tbt_ms:.1f}", f"{p.speedup:.2f}")
-        style = "bold" if p is advised else None
-        table.add_row(f"{p.layout} ", f"{p.policy} ", *sizes, *figures, *times, style=style)
-    texts = advised.texts if advised is not None else ()
-    for benchmark in dict.fromkeys(text.benchmark for text in texts):
-        own = [text for text in texts if text.benchmark == benchmark]
-        tokens = sum(text.tokens for text in own)
-        steps = sum(text.tokens / text.tokens_per_step for text in own)
-        tbt_ms = sum(text.tbt_ms * text.tokens for text in own) / tokens
-        table.add_row(
-            benchmark, "(recommended) ", *[""] * 3, f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}"
-        )
-    return table
 
 
 def _advice(

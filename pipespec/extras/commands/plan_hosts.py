@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
-    from pipespec.extras.plan.advice import Division
+    from pipespec.extras.plan.advice import Division, Prediction
     from pipespec.extras.plan.pipeline_times import Machine
     from pipespec.placement.host_figures import Figures, ModelSizes
     from pipespec.placement.slices import Placement
+
+
+SHOWN = 16  # predictions in the table
+# ASSUMED accuracies of a smaller model of the same family, from a poor one to a good one; the
+# shares of 32 and 8 candidates are SpecPipe's (Fig. 7) of a 1B and an 8B.
+RANGE = (("1:0.6", "32:0.97"), ("1:0.74", "32:0.99"), ("1:0.85", "8:0.99"))
+SPREAD = 0.8
 
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -143,7 +150,6 @@ def _divided(
     arguments: argparse.Namespace, hosts_file: HostsFile, figures: Figures, config: Config
 ) -> tuple[dict[str, Any], list[Any]]:
     """The divisions of a host's devices, the fastest first, by their measured times."""
-    from pipespec.extras.commands.plan import RANGE, SPREAD, predictions_table
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, divisions, predict_all
     from pipespec.head.policies.policy import AUTO
@@ -255,3 +261,27 @@ def grouped(devices: Sequence[str], sizes: Sequence[int]) -> list[str | list[str
 
 def flow(value: Any) -> str:
     return f"[{', '.join(map(flow, value))}]" if isinstance(value, list) else str(value)
+
+
+def predictions_table(predictions: Sequence[Prediction], advised: Prediction | None) -> Table:
+    """The fastest, and what the advised one does with each benchmark of a recorded draft."""
+    headings = ("layout", "policy", "width", "top-k", "rounds", "tok/step", "±", "rows", "TBT")
+    table = table_of("", *(f"{heading} " for heading in (*headings, "gain")), left=2)
+    for column in table.columns[2:]:
+        column.no_wrap = True
+    for p in predictions[:SHOWN]:
+        sizes = [str(each) for each in (p.width, p.children, p.rounds)]
+        figures = (f"{p.tokens_per_step:.2f}", f"{p.error:.2f}", f"{p.rows_per_step:.1f}")
+        times = (f"{p.tbt_ms:.1f}", f"{p.speedup:.2f}")
+        style = "bold" if p is advised else None
+        table.add_row(f"{p.layout} ", f"{p.policy} ", *sizes, *figures, *times, style=style)
+    texts = advised.texts if advised is not None else ()
+    for benchmark in dict.fromkeys(text.benchmark for text in texts):
+        own = [text for text in texts if text.benchmark == benchmark]
+        tokens = sum(text.tokens for text in own)
+        steps = sum(text.tokens / text.tokens_per_step for text in own)
+        tbt_ms = sum(text.tbt_ms * text.tokens for text in own) / tokens
+        table.add_row(
+            benchmark, "(recommended) ", *[""] * 3, f"{tokens / steps:.2f}", "", "", f"{tbt_ms:.1f}"
+        )
+    return table

@@ -13,12 +13,13 @@ from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.formats.fp8 import FP8, Fp8Weights
 from pipespec.engine.formats.groups import GroupedWeights
-from pipespec.engine.formats.packing import GROUPED_KIND, PACKED_INT4
+from pipespec.engine.formats.matrix_packing import GROUPED_KIND
+from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, capture_head, compile_slice
-from pipespec.extras.device_check import machine_check
+from pipespec.system.devices import cuda_figures
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.versions import package_version
 
@@ -72,7 +73,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
         "cuda": torch.version.cuda or "not in this torch",
-        "devices": list(machine_check.cuda_devices()) if device.type == "cuda" else [],
+        "devices": list(cuda_figures()) if device.type == "cuda" else [],
     }
     for each in found["devices"]:
         properties = torch.cuda.get_device_properties(each["name"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import PipespecError
-from pipespec.system.devices import num_cuda
+from pipespec.system.devices import cuda_figures
 from pipespec.system.versions import package_version
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def check_machine() -> dict[str, Any]:
         except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
             problems.append(f"{name} cannot be imported ({error}); install pipespec again.")
     if not any(problem.startswith("torch ") for problem in problems):
-        findings["devices"] += cuda_devices()
+        findings["devices"] += cuda_figures()
         cuda = len(findings["devices"]) > 1
         findings["attention"] = {n: _usable(why) for n, why in attention_faults(cuda).items()}
         findings["transport"] = _transports(cuda)
@@ -69,20 +68,6 @@ def _processor() -> dict[str, Any]:
         "memory_gib": round(memory.total / GIB, 1),
         "free_gib": round(memory.available / GIB, 1),
     }
-
-
-def cuda_devices() -> Iterator[dict[str, Any]]:
-    """Names and memory of the CUDA devices."""
-    import torch
-
-    for index in range(num_cuda()):
-        free, total = torch.cuda.mem_get_info(index)
-        yield {
-            "name": f"cuda:{index}",
-            "model": torch.cuda.get_device_name(index),
-            "memory_gib": round(total / GIB, 1),
-            "free_gib": round(free / GIB, 1),
-        }
 
 
 def _usable(why_not: str | None = None) -> dict[str, Any]:

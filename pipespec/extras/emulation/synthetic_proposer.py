@@ -16,8 +16,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
-from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
-from pipespec.head.proposers.proposer import (
+from pipespec.head.proposer import (
     Context,
     Encode,
     Proposal,
@@ -25,6 +24,7 @@ from pipespec.head.proposers.proposer import (
     Proposer,
     ProposerConfig,
 )
+from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting

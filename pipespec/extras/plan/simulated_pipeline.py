@@ -13,8 +13,8 @@ from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.extras.emulation.synthetic_proposer import DrawnDraft, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
-from pipespec.head.proposers.proposer import Proposal, Proposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence as HeadSequence

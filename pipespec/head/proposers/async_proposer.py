@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.core import Verdict
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
+from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.system.device_copy import make_current
 from pipespec.timing.clock import REAL_TIME, StepClock, monotonic_ns
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
+from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.node_records import NodeRecords
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
 
 # Probabilities are limited to [LEAST, 1 - LEAST].
 LEAST = 1e-9

@@ -22,10 +22,10 @@ import numpy as np
 from pipespec.core import Verdict
 from pipespec.head.paths import NOT_IN_TREE
 from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.node_records import drop_pruned
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.row_budget import RequestCandidates, split_expansion
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree

@@ -12,11 +12,7 @@ import numpy as np
 from pipespec.core import Batch, Verdict
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
-from pipespec.head.proposers.calibration import CalibratedProposer
-from pipespec.head.proposers.draft_texts import DraftTexts
-from pipespec.head.proposers.foresight_confidence import ForesightConfidence
-from pipespec.head.proposers.parallel import ParallelDraft, best_paths
-from pipespec.head.proposers.proposer import (
+from pipespec.head.proposer import (
     Context,
     Encode,
     Proposal,
@@ -24,6 +20,10 @@ from pipespec.head.proposers.proposer import (
     Proposer,
     ProposerConfig,
 )
+from pipespec.head.proposers.calibration import CalibratedProposer
+from pipespec.head.proposers.draft_texts import DraftTexts
+from pipespec.head.proposers.foresight_confidence import ForesightConfidence
+from pipespec.head.proposers.parallel import ParallelDraft, best_paths
 from pipespec.head.tree import ROOT
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.system.device_copy import to_device, to_host

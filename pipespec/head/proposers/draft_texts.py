@@ -8,7 +8,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.head.kept_states import KeptStates
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 
 if TYPE_CHECKING:  # the runner imports models, which reading settings does not need
     from pipespec.engine.slice.runner import SliceRunner

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from pathlib import Path
 
-from pipespec.head.proposers.proposer import Encode
+from pipespec.head.proposer import Encode
 from pipespec.head.proposers.suffix_automaton import FollowCounts, SuffixAutomaton
 from pipespec.system.validation import Unreadable, read_text
 

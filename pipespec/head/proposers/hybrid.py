@@ -17,9 +17,7 @@ import numpy as np
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.policies.policy import AUTO
-from pipespec.head.proposers.calibration import CalibratedProposer, from_odds, log_odds
-from pipespec.head.proposers.node_records import NodeRecords
-from pipespec.head.proposers.proposer import (
+from pipespec.head.proposer import (
     ROUNDS,
     Context,
     Encode,
@@ -28,6 +26,8 @@ from pipespec.head.proposers.proposer import (
     Proposer,
     TokenProbabilities,
 )
+from pipespec.head.proposers.calibration import CalibratedProposer, from_odds, log_odds
+from pipespec.head.proposers.node_records import NodeRecords
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.settings import setting
 

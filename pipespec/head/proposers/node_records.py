@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from pipespec.core import Verdict
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.head.tree import Tree
 
 Record = TypeVar("Record")

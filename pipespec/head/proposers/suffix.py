@@ -17,10 +17,7 @@ import numpy as np
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.paths import DraftPaths
-from pipespec.head.proposers.calibration import CalibratedProposer
-from pipespec.head.proposers.history import AnswerHistory, MatchAccuracy, read_corpus
-from pipespec.head.proposers.node_records import drop_pruned
-from pipespec.head.proposers.proposer import (
+from pipespec.head.proposer import (
     ROUNDS,
     Context,
     Encode,
@@ -30,6 +27,9 @@ from pipespec.head.proposers.proposer import (
     ProposerConfig,
     TokenProbabilities,
 )
+from pipespec.head.proposers.calibration import CalibratedProposer
+from pipespec.head.proposers.history import AnswerHistory, MatchAccuracy, read_corpus
+from pipespec.head.proposers.node_records import drop_pruned
 from pipespec.head.proposers.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
 from pipespec.head.tree import ROOT, Tree
 from pipespec.settings import setting

@@ -38,8 +38,8 @@ from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.proposer import ProposerConfig
 from pipespec.head.proposers.draft_model import DraftModelConfig
-from pipespec.head.proposers.proposer import ProposerConfig
 from pipespec.sampling.params import SamplingConfig
 from pipespec.settings import about
 from pipespec.system.folders import resource_dir

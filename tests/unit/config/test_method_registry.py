@@ -74,7 +74,7 @@ def test_a_name_without_a_file_is_refused_with_those_that_there_are() -> None:
         ("policy", "pipespec.head.policies.level.Beam", "cannot be imported (module 'pipespec."),
         ("policy", "pipespec.head.policies.level.AFTER", "is no dataclass; correct"),
         ("policy", "pipespec.config.cluster.ClusterConfig", "is no SpeculationPolicy; correct"),
-        ("proposer", "pipespec.head.proposers.proposer.ProposerConfig", "does not define"),
+        ("proposer", "pipespec.head.proposer.ProposerConfig", "does not define"),
         ("proposer", "pipespec.head.policies.level.Level", "is no ProposerConfig; correct"),
     ],
 )

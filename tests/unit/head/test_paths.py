@@ -13,7 +13,7 @@ from pipespec.core import Request, Verdict
 from pipespec.head.paths import DraftPaths
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.tree import ROOT, Tree

@@ -25,7 +25,7 @@ from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.proposer import Proposal
 from pipespec.head.structured_output import GrammarGuide, add_ahead, masked_proposal
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.grammar import unpack_mask

@@ -15,7 +15,7 @@ from pipespec.core import NODE, NUM_COLUMNS, Batch, SamplingParams, SequenceStar
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.sampling.wire_format import pack
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.timing.stats import merge_periods

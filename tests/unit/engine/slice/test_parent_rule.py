@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipespec.core import COMMITTED, DRAFT, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
 from pipespec.engine.slice.parent_rule import DROPPED, Lineage, LiveNodes
-from pipespec.head.proposers.proposer import Context
+from pipespec.head.proposer import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.verifier import AcceptedPath
 

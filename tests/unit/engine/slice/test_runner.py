@@ -8,8 +8,8 @@ from pipespec.core import NODE, PARENT, Batch, SamplingParams, SequenceStart, Ve
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import OutOfSlots
+from pipespec.head.proposer import Context
 from pipespec.head.proposers.parallel import ParallelDraft
-from pipespec.head.proposers.proposer import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.wire_format import pack

@@ -10,8 +10,8 @@ import pytest
 
 from pipespec.core import Verdict
 from pipespec.extras.emulation.machine import EmulatedMachine
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.async_proposer import AsyncProposer, AsyncResult
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.tree import ROOT, Tree
 
 

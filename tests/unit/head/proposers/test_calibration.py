@@ -7,8 +7,8 @@ import pytest
 
 from pipespec.core import Verdict
 from pipespec.head.paths import DraftPaths
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.tree import ROOT, Tree
 
 TEXT = 0

@@ -12,9 +12,9 @@ from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProp
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.async_proposer import AsyncResult
 from pipespec.head.proposers.cascade import CascadeProposer
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import Sequence

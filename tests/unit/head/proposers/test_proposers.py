@@ -20,9 +20,9 @@ from pipespec.extras.emulation.synthetic_proposer import (
     SyntheticProposer,
     read_truth,
 )
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.hybrid import HybridConfig, HybridProposer
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.suffix import SuffixConfig
 from pipespec.head.tree import ROOT, Tree
 from tests.helpers.trees import check_tree

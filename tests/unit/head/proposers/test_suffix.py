@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import SamplingParams, Verdict
+from pipespec.head.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.history import AnswerHistory, read_corpus
-from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.proposers.suffix import CHUNK, SuffixProposer
 from pipespec.head.proposers.suffix_automaton import SuffixAutomaton
 from pipespec.head.tree import ROOT, Tree

@@ -1,7 +1,7 @@
 """The interface of a proposer, which proposes draft tokens as children of tree nodes.
 
 A proposer does not see the pipeline and decides nothing: a wrong draft token costs speed alone. A
-new proposer is one file beside this one, with a `Proposer` and its `ProposerConfig`, and one
+new proposer is one file in `proposers/`, with a `Proposer` and its `ProposerConfig`, and one
 file in `conf/proposer/`.
 """
 
