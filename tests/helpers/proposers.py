@@ -35,7 +35,7 @@ def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
     if "truth" in needed:
         overrides.append(f"proposer.truth={truth}")
     config = compose([*overrides, f"model.mid={mid}"]).proposer
-    if config.proposer.needs_mid:
+    if config.needs_mid:
         overrides.append(f"model.mid={mid}")
     if not config.needs_draft:
         overrides.append("model.draft=null")
