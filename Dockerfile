@@ -29,6 +29,7 @@ COPY constraints.txt ./
 RUN /opt/pipespec/bin/pip install --no-cache-dir --index-url "$TORCH_INDEX" \
     "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
+COPY benchmarks/data benchmarks/data
 COPY conf conf
 COPY demo demo
 COPY lua lua
