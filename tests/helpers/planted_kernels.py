@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.engine.attention import kernels, triton_backend
-from tools.gpu_code import matrix, pretended_driver
+from tools.gpu_code import matrix
 
 
 def plant(before: str, after: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,5 +22,5 @@ def plant(before: str, after: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert spec is not None and spec.loader is not None
     changed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(changed)
-    for user in (triton_backend, pretended_driver, matrix):
+    for user in (triton_backend, matrix):
         monkeypatch.setattr(user, "kernels", changed)

@@ -6,21 +6,26 @@ Cases that make the same constants at compile time are compiled once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, causal_plan
 from pipespec.engine.attention.triton_backend import SHARED_KIB, Capability, TritonBackend
-from tools.gpu_code.pretended_driver import pretended_gpu
 
 NUM_SLOTS = 64
+KERNELS = ("store", "attend", "merge")
 
 
 class Case(NamedTuple):
@@ -125,6 +130,38 @@ def source_of(variant: Variant) -> tuple[JITFunction, dict[str, str], dict[Any, 
     signature, constants, attributes = json.loads(variant.arguments)
     unlisted = ({tuple(path): each for path, each in part} for part in (constants, attributes))
     return (getattr(kernels, variant.kernel), signature, *unlisted)
+
+
+@contextmanager
+def pretended_gpu(capability: Capability) -> Iterator[None]:
+    """Within, our own code launches kernels, and Triton prepares them for such a GPU in place of
+    running them."""
+    before = {name: getattr(kernels, name) for name in KERNELS}
+    arch = 10 * capability[0] + capability[1]
+    asked = {
+        "get_current_target": lambda: GPUTarget("cuda", arch, 32),
+        "get_current_device": lambda: arch,  # Triton keeps what it compiled by device
+        "get_current_stream": lambda _device: 0,
+    }
+    triton.runtime.driver.set_active(SimpleNamespace(**asked))
+    for name, function in before.items():
+        setattr(kernels, name, _Kernel(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(kernels, name, function)
+        triton.runtime.driver._active = None
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Stands in for a kernel: `kernel[grid](...)`."""
+
+    function: JITFunction
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self.function.run, grid=grid, warmup=True)
 
 
 def _listed(by_path: dict[tuple[int, ...], Any]) -> list[tuple[tuple[int, ...], Any]]:
