@@ -23,6 +23,7 @@ from pipespec.config.schema import RunConfig
 from pipespec.settings import about, kinds
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import alternatives
+from tools.docs.stored_results import table
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 INTRODUCTION = """\
@@ -142,15 +143,13 @@ def section(group: str) -> str:
     choices = [read_choice(group, name) for name in sorted_options(group)]
     purpose = GROUPS.get(group) or (choices[0].cls.__doc__ or "").partition("\n\n")[0]
     lines = [f"## {group}", "", " ".join(purpose.split()), ""]
-    lines += table(
-        CHOICE,
-        (
-            [code(c.name) + " (default)" * (c.name == usual), comment(c), changes(c)]
-            for c in choices
-        ),
+    cells = (
+        [code(c.name) + " (default)" * (c.name == usual), comment(c), changes(c)] for c in choices
     )
+    lines.append(table(CHOICE, cells))
     rows = [row for row in settings_of(choices) if not (row.experimental or row.instrument)]
-    lines += table(SETTING, (row.cells(len(choices)) for row in rows))
+    if rows:
+        lines.append(table(SETTING, (row.cells(len(choices)) for row in rows)))
     return "\n".join(lines)
 
 
@@ -158,7 +157,7 @@ def last() -> str:
     """The settings without a group."""
     rows = [row(entry, RunConfig, entry.name, None) for entry in fields(RunConfig)]
     lines = table(SETTING, (each.cells(1) for each in rows))
-    return "\n".join(["## Settings without a group", "", *lines])
+    return "\n".join(["## Settings without a group", "", lines])
 
 
 def settings_of(choices: Sequence[Choice]) -> list[Row]:
@@ -203,15 +202,6 @@ def comment(choice: Choice) -> str:
     lines = file.read_text(encoding="utf-8").splitlines()
     text = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
     return text if text.endswith(".") else f"{text}."
-
-
-def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A Markdown table with an empty line behind it; without rows it is left out."""
-    body = [[cell.replace("|", r"\|") for cell in each] for each in rows]
-    if not body:
-        return []
-    lines = [head, ["---"] * len(head), *body]
-    return [f"| {' | '.join(line)} |" for line in lines] + [""]
 
 
 def shown(value: str) -> str:

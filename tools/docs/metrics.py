@@ -5,17 +5,14 @@ python -m tools.docs.metrics
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-
 from prometheus_client import Metric
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metrics import OURS, VLLM, RequestMetrics, cluster_metrics
+from tools.docs.stored_results import ROOT, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
@@ -26,17 +23,6 @@ labels `model_name` and `engine` besides those listed. Where the last column say
 is also exported under vLLM's prefix, `vllm:` in place of `pipespec_`, so that dashboards for vLLM
 work. [Monitoring](monitoring.md) says what to watch and how to read them.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the reference: a metric's name under our prefix, and whether vLLM has it too."""
-
-    name: str
-    kind: str
-    labels: tuple[str, ...]
-    text: str
-    vllm: bool
 
 
 def sample_status() -> ClusterStatus:
@@ -52,47 +38,29 @@ def sample_status() -> ClusterStatus:
     return ClusterStatus(1, 2, 1, 0, 0, None, state, counts, {}, computing, assignment)
 
 
-def request_rows() -> Iterable[Row]:
-    """The metrics of one server's own requests, exported under both prefixes."""
-    for metric in RequestMetrics().collect():
-        yield _row(metric, vllm=True)
-
-
-def cluster_rows() -> Iterable[Row]:
-    """The metrics of the whole cluster."""
-    found = {metric.name: metric for metric in cluster_metrics(sample_status(), {})}
-    for name, metric in found.items():
-        if name.startswith(OURS):
-            metric.name = name.removeprefix(OURS)
-            yield _row(metric, vllm=VLLM + metric.name in found)
-
-
-def _row(metric: Metric, *, vllm: bool) -> Row:
+def cells(metric: Metric, *, vllm: bool) -> list[str]:
+    """The line of a metric; `vllm`: it is exported under vLLM's prefix too."""
     labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
-    suffix = "_total" if metric.type == "counter" else ""
-    name = OURS + metric.name + suffix
-    return Row(name, metric.type, tuple(sorted(labels)), metric.documentation, vllm)
+    name = OURS + metric.name + ("_total" if metric.type == "counter" else "")
+    listed = ", ".join(f"`{label}`" for label in sorted(labels))
+    return [f"`{name}`", metric.type, listed, metric.documentation, "yes" if vllm else ""]
 
 
 def page() -> str:
     """The text of docs/metrics.md."""
-    parts = [HEAD]
+    found = {metric.name: metric for metric in cluster_metrics(sample_status(), {})}
+    of_cluster = []
+    for name, metric in found.items():
+        if name.startswith(OURS):
+            metric.name = name.removeprefix(OURS)
+            of_cluster.append(cells(metric, vllm=VLLM + metric.name in found))
     sections = {
-        "Requests to this server": request_rows(),
-        "The whole cluster": cluster_rows(),
+        "Requests to this server": [cells(each, vllm=True) for each in RequestMetrics().collect()],
+        "The whole cluster": of_cluster,
     }
-    for title, rows in sections.items():
-        lines = [
-            f"\n## {title}\n",
-            "| metric | type | labels | meaning | vLLM |",
-            "|---|---|---|---|---|",
-        ]
-        for row in rows:
-            labels = ", ".join(f"`{label}`" for label in row.labels)
-            also = "yes" if row.vllm else ""
-            lines.append(f"| `{row.name}` | {row.kind} | {labels} | {row.text} | {also} |")
-        parts.append("\n".join(lines) + "\n")
-    return "".join(parts)
+    headings = ("metric", "type", "labels", "meaning", "vLLM")
+    tables = (f"\n## {title}\n\n{table(headings, rows)}" for title, rows in sections.items())
+    return HEAD + "".join(tables)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ def result(name: str) -> dict[str, Any]:
 
 def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:
     """The only row of a result with these values."""
-    found = [each for each in stored["rows"] if values.items() <= each.items()]
+    found: list[dict[str, Any]] = [x for x in stored["rows"] if values.items() <= x.items()]
     assert len(found) == 1, f"{len(found)} rows have {values}"
-    chosen: dict[str, Any] = found[0]
-    return chosen
+    return found[0]
 
 
 def origin(stored: Mapping[str, Any]) -> str:
     """Hardware, commit and date of a result."""
-    return f"{hardware(stored)}, {stored['commit']}, {stored['date']}"
+    hardware = stored["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
+    return f"{hardware}, {stored['commit']}, {stored['date']}"
 
 
 def command_today(stored: Mapping[str, Any]) -> str:
@@ -66,21 +66,10 @@ def command_today(stored: Mapping[str, Any]) -> str:
     return command
 
 
-def short_command(stored: Mapping[str, Any]) -> str:
-    """The same without the files that it writes."""
-    return WRITTEN.sub("", command_today(stored))
-
-
-def hardware(stored: Mapping[str, Any]) -> str:
-    """Of a result, for a page."""
-    named: str = stored["hardware"]
-    return named.replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
-
-
 def source(name: str) -> str:
     """Where a figure comes from: file, command, hardware, commit and date."""
     stored = result(name)
-    return f"`{name}.json`: `{short_command(stored)}`; {origin(stored)}"
+    return f"`{name}.json`: `{WRITTEN.sub('', command_today(stored))}`; {origin(stored)}"
 
 
 def command_of(stored: Mapping[str, Any]) -> str:
@@ -90,7 +79,7 @@ def command_of(stored: Mapping[str, Any]) -> str:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [" | ".join(cells) for cells in (headings, *rows)]
+    lines = [" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (headings, *rows)]
     first, *others = [f"| {line} |" for line in lines]
     return "\n".join([first, "|" + "---|" * len(headings), *others]) + "\n"
 
