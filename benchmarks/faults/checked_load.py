@@ -18,13 +18,14 @@ from http import HTTPStatus
 from typing import Any
 
 from benchmarks.faults.fault_injector import ENDING, POLL_S, Fault, FaultInjector
+from pipespec.client import registry
 from pipespec.client.async_client import AsyncClient, attach
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted, Finished, failure_of
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_json_schema
 from pipespec.errors import PipespecError, Unreachable
-from tools.rig.http_server import NAME, ServerAddress, ServerFailed, find_cluster
+from tools.rig.http_server import NAME, ServerAddress, ServerFailed
 from tools.rig.http_streams import Stream, open_stream
 from tools.rig.schemas import SCHEMAS
 
@@ -290,7 +291,7 @@ async def inject_all(
         on_result: called after each fault.
     """
     now = await asyncio.to_thread(injector.settle, 0)
-    async with attach(find_cluster(NAME), patience_s) as client:
+    async with attach(registry.find(NAME), patience_s) as client:
         load = CheckedLoad(address, client, tokens, patience_s)
         await load.record_expected()
         on_start(load)
@@ -339,7 +340,7 @@ async def inject_one(
 def last_fault() -> str:
     """Why the last epoch ended."""
     with suppress(Unreachable):
-        running = find_cluster(NAME)
+        running = registry.find(NAME)
         if overview := read_status(running.url, running.namespace):
             # Without the details that a library adds, such as its own source files.
             return (overview.last_fault or "").partition(": [")[0]

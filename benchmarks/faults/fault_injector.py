@@ -13,6 +13,7 @@ from itertools import combinations
 
 import psutil
 
+from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.errors import ConfigError, Unreachable
@@ -21,7 +22,6 @@ from tools.rig.http_server import (
     NAME,
     ServerFailed,
     current_epoch,
-    find_cluster,
     rank_pids,
     redis_pid,
 )
@@ -121,7 +121,7 @@ class FaultInjector:
 
     def inject(self, fault: Fault) -> bool:
         """Cause a fault; False if its target did not exist. A cut lasts until `mend`."""
-        running = find_cluster(NAME)
+        running = registry.find(NAME)
         if fault.kind in RANK_SIGNALS:
             pid = rank_pids(running).get(int(fault.target))
             return send_signal(pid, RANK_SIGNALS[fault.kind])
@@ -162,7 +162,7 @@ class FaultInjector:
         deadline = time.monotonic() + self._patience_s
         while time.monotonic() < deadline:
             with suppress(ConfigError, Unreachable):  # it recovers
-                running = find_cluster(NAME)
+                running = registry.find(NAME)
                 if current_epoch(running) > after and len(rank_pids(running)) == running.num_ranks:
                     return current_epoch(running)
             time.sleep(POLL_S)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.membership import Membership
@@ -102,11 +101,6 @@ class ServerAddress:
 
 
 # --- its cluster -------------------------------------------------------------------------------
-
-
-def find_cluster(name: str = NAME) -> RunningCluster:
-    """The registry's entry of a cluster."""
-    return registry.find(name)
 
 
 def current_epoch(running: RunningCluster) -> int:
