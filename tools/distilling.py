@@ -73,31 +73,22 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
     return student
 
 
-def distillation_loss(
-    draft: PreTrainedModel, ids: Tensor, target_logits: Tensor, top1_weight: float
-) -> Tensor:
-    """KL(target || draft), plus cross entropy to the target's greedy choice.
-
-    The second term is what verification rewards: a draft token is accepted when it is the target's
-    arg-max. It enters late, when the draft already knows the distribution.
-    """
-    wanted = target_logits.flatten(0, 1).float()
-    logits = draft(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-    kl = F.kl_div(
-        F.log_softmax(logits, -1), F.log_softmax(wanted, -1), reduction="batchmean", log_target=True
-    )
-    return kl + top1_weight * F.cross_entropy(logits, wanted.argmax(-1))
-
-
 def to_learn_from(
     target: PreTrainedModel, student: PreTrainedModel
 ) -> Callable[[Tensor, float], Tensor]:
-    """The loss of a student on windows `[rows, length]`, for `tools.training.train`."""
+    """The loss of a student on windows `[rows, length]`, for `tools.training.train`.
+
+    KL(target || student), plus cross entropy to the target's greedy choice, which is what
+    verification rewards. That enters late, when the student already knows the distribution.
+    """
 
     def loss_of(ids: Tensor, progress: float) -> Tensor:
         with torch.no_grad():
-            wanted = target(input_ids=ids, use_cache=False).logits
-        return distillation_loss(student, ids, wanted, max(0.0, (progress - 0.5) / 0.5))
+            wanted = target(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+        logits = student(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+        ours, theirs = F.log_softmax(logits, -1), F.log_softmax(wanted, -1)
+        kl = F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+        return kl + max(0.0, 2 * progress - 1) * F.cross_entropy(logits, wanted.argmax(-1))
 
     return loss_of
 
@@ -139,14 +130,10 @@ class OwnText:
                 heads = mix.windows(rng, rows, self.beginning).to(target.device)
                 with torch.autocast(target.device.type, torch.bfloat16):
                     text = continue_greedily(target, heads, self.continuation)
-                written(path, lambda partial, text=text: save_array(partial, text.cpu()))
+                ids = text.cpu().numpy().astype(np.int32)
+                written(path, lambda partial, ids=ids: np.save(partial, ids))
             found.append(np.load(path))
         return found
-
-
-def save_array(path: Path, array: Tensor) -> None:
-    with path.open("wb") as file:
-        np.save(file, array.numpy().astype(np.int32))
 
 
 def read_text(folder: Path, tokenizer: Any, window: int) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -164,7 +164,8 @@ def train(
     path = folder / f"{name}.pt"
     began_with = {**asdict(budget), "text": mix.digest(), **(made_of or {})}
     optimizers = optimizers_for(model)
-    base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
+    groups = [group for opt in optimizers for group in opt.param_groups]
+    base_lrs = [group["lr"] for group in groups]
     first = 0
     if path.exists():
         state = torch.load(path, map_location=model.device)
@@ -217,13 +218,7 @@ def train(
 
 
 def progress_steps(name: str, first: int, steps: int) -> Iterator[int]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(console=console) as progress:
         task = progress.add_task(name, total=steps, completed=first)
         for step in range(first, steps):
             yield step
