@@ -133,30 +133,23 @@ class Shape:
         return replace(best, intermediate=units)
 
 
-def inflate(
-    weights: Mapping[str, Tensor], old: Shape, new: Shape
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The larger model in pieces: its embeddings and last norm, then layer by layer.
-
-    Yields a piece's name and its float32 tensors. A pure function: the random weights have
-    fixed seeds.
-    """
+def inflate(weights: Mapping[str, Tensor], old: Shape, new: Shape) -> Iterator[dict[str, Tensor]]:
+    """The larger model in float32, in pieces: its embeddings and last norm, then layer by layer.
+    The seeds of the random weights are fixed."""
     outside = {name: weight for name, weight in weights.items() if ".layers." not in name}
-    yield "outside", _grown(outside, old, new, seed=0)
+    yield _grown(outside, old, new, seed=0)
     for number in range(new.layers):
         source = number * old.layers // new.layers
         copied = number > 0 and (number - 1) * old.layers // new.layers == source
         prefix, renamed = f"model.layers.{source}.", f"model.layers.{number}."
         layer = {
-            renamed + name.removeprefix(prefix): _silent(name, weight) if copied else weight
+            renamed + name.removeprefix(prefix): torch.zeros_like(weight)
+            if copied and _writes(name)
+            else weight
             for name, weight in weights.items()
             if name.startswith(prefix)
         }
-        yield f"layer {number}", _grown(layer, old, new, seed=number + 1)
-
-
-def _silent(name: str, weight: Tensor) -> Tensor:
-    return torch.zeros_like(weight) if _writes(name) else weight
+        yield _grown(layer, old, new, seed=number + 1)
 
 
 def _writes(name: str) -> bool:
@@ -227,7 +220,7 @@ def write(model: Path, out: Path, new: Shape, dtype: torch.dtype) -> None:
     weights = {name: weight for file in files for name, weight in load_file(file).items()}
     where: dict[str, str] = {}
     num_bytes = 0
-    for number, (_, piece) in enumerate(inflate(weights, old, new), 1):
+    for number, piece in enumerate(inflate(weights, old, new), 1):
         file = f"model-{number:05d}-of-{new.layers + 1:05d}.safetensors"
         cast = {name: weight.to(dtype).contiguous() for name, weight in piece.items()}
         save_file(cast, out / file, metadata={"format": "pt"})

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from dataclasses import MISSING
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,14 +83,11 @@ def _hint(cls: type, field: str) -> Any:
 def _fields(cls: type) -> dict[str, str]:
     """The type of each field. One that an older object may lack, as its class has the default, is
     marked."""
+    may_lack = not hasattr(cls, "__slots__")
     return {
-        field.name: f"{field.type}{' = default' if _has_default(cls, field) else ''}"
+        field.name: str(field.type) + " = default" * (may_lack and field.default is not MISSING)
         for field in dataclasses.fields(cls)
     }
-
-
-def _has_default(cls: type, field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING and not hasattr(cls, "__slots__")
 
 
 def _name(cls: type) -> str:
@@ -108,25 +105,17 @@ def _statements(module: ModuleType) -> str:
     tree = ast.parse(inspect.getsource(module))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = list(_without_docstring(node.body))
+            node.body = [each for each in node.body if not _is_docstring(each)]
     return ast.unparse(tree)
 
 
-def _without_docstring(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in body:
-        docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if not docstring:
-            yield statement
+def _is_docstring(each: ast.stmt) -> bool:
+    return isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:HEX_DIGITS]
 
 
-def main() -> None:
-    """Write the file."""
-    FILE.write_text(json.dumps(record(), indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    FILE.write_text(json.dumps(record(), indent=1) + "\n")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+GROUP = 32  # inputs that share a scale
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word
 
 
@@ -94,10 +96,6 @@ def gptq(name: str, q: Quantised, bits: int, *, less: int = 1) -> dict[str, np.n
     }
 
 
-def gptq_v2(name: str, q: Quantised, bits: int) -> dict[str, np.ndarray]:
-    return gptq(name, q, bits, less=0)
-
-
 def compressed(name: str, q: Quantised, bits: int) -> dict[str, np.ndarray]:
     found = {
         f"{name}.weight_packed": words(q.codes, bits),
@@ -118,7 +116,6 @@ class Kind:
     pack: Callable[[str, Quantised, int], dict[str, np.ndarray]]
     config: dict[str, Any]
     bits: int = 4
-    group: int = 32
     symmetric: bool = False
     reorder: bool = False
 
@@ -135,20 +132,20 @@ def compressed_tensors(form: str, weights: dict[str, Any], **more: Any) -> dict[
 
 
 def _weights(**given: Any) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", **given}
+    weights = {"num_bits": 4, "type": "int", "group_size": GROUP, "strategy": "group", **given}
     return compressed_tensors("pack-quantized", weights)
 
 
 def _gptq(bits: int = 4, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": 32, **more}
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, **more}
 
 
 KINDS = {
-    "awq": Kind(awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "awq": Kind(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "gptq": Kind(gptq, _gptq(desc_act=False)),
     "gptq symmetric": Kind(gptq, _gptq(sym=True), symmetric=True),
     "gptq reordered": Kind(gptq, _gptq(desc_act=True), reorder=True),
-    "gptq v2": Kind(gptq_v2, _gptq(checkpoint_format="gptq_v2")),
+    "gptq v2": Kind(partial(gptq, less=0), _gptq(checkpoint_format="gptq_v2")),
     "gptq 8 bits": Kind(gptq, _gptq(8), bits=8),
     "gptq 2 bits": Kind(gptq, _gptq(2), bits=2),
     "compressed": Kind(compressed, _weights(symmetric=True), symmetric=True),
@@ -179,7 +176,7 @@ def pack(source: Path, folder: Path, plain: Path, kind: Kind, *, skip: str = "\0
         q = Quantised.of(
             tensor.float().numpy(),
             kind.bits,
-            kind.group,
+            GROUP,
             symmetric=kind.symmetric,
             reorder=kind.reorder,
             seed=seed,
