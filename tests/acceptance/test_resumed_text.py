@@ -107,12 +107,11 @@ def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Star
     return numbers
 
 
-def answer_of(redis: EmbeddedRedis, number: int) -> Answer:
-    """The answer that a client reads from the start; each position comes once."""
+def answer_of(redis: EmbeddedRedis, number: int, end: int) -> Answer:
+    """The answer that a client reads from the start, behind a prompt of so many tokens; each
+    position comes once."""
     *events, finished = events_of(redis.url, cluster.NAMESPACE, number)
     assert isinstance(finished, Finished)
-    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
-        end = len(log.request(number).prompt)
     scored = [event for event in events if isinstance(event, PromptLogprobs)]
     accepted = events[len(scored) :]
     at = 1
@@ -134,7 +133,9 @@ def answer_of(redis: EmbeddedRedis, number: int) -> Answer:
 def resumed(
     deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Started]
 ) -> list[Answer]:
-    return [answer_of(redis, number) for number in resume(deployment, redis, requests)]
+    numbers = resume(deployment, redis, requests)
+    lengths = [len(started.fields["prompt"]) for started in requests]
+    return [answer_of(redis, *each) for each in zip(numbers, lengths, strict=True)]
 
 
 # --- greedy -----------------------------------------------------------------------------------

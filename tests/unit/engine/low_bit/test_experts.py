@@ -55,8 +55,9 @@ def test_rows_are_those_of_the_loop_of_transformers(model_type: str, dtype: torc
         use_loop(module)
         assert module.config._experts_implementation == "pipespec"
         assert own._experts_implementation == "eager"
-        assert torch.equal(module(*given), expected)
-        assert torch.equal(loop_over_experts(module, *given), expected)
+        # MKL's products may differ by rounding from call to call.
+        torch.testing.assert_close(module(*given), expected)
+        torch.testing.assert_close(loop_over_experts(module, *given), expected)
         assert len(Counter(chosen.flatten().tolist())) == module.num_experts - 1
 
 
