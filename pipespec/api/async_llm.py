@@ -24,8 +24,7 @@ from pipespec.api.prompts import (
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
 from pipespec.client.answers import AnswerBuilder, fresh_seed
-from pipespec.client.async_answer import AsyncAnswer
-from pipespec.client.async_client import AsyncClient, attach
+from pipespec.client.async_client import AsyncAnswer, AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings

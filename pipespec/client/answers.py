@@ -152,16 +152,17 @@ def ask(
     prompt: Sequence[int],
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> tuple[Result, list[Report]]:
-    """Decode one prompt; what its ranks say of it, too. Raises Unreachable, RankFailed."""
+    """Decode one prompt; what its ranks say of it, too. It is cancelled if this is interrupted.
+    Raises Unreachable, RankFailed."""
     served = client.served
     sampling = settings.params(fresh_seed=fresh_seed())
     enqueued = monotonic_ns()
     request = client.submit(prompt, sampling, **settings.fields(served))
-    answer = gather(
-        client.events(request),
-        FinalText(served.tokenizer, prompt, settings.decode.stop),
-        on_text,
-    )
+    text = FinalText(served.tokenizer, prompt, settings.decode.stop)
+    try:
+        answer = gather(client.events(request), text, on_text)
+    finally:
+        client.leave()
     reports = client.reports(request)
     logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
     of_prompt = [None, *map(_report, prompt[1:], answer.prompt_logprobs)]

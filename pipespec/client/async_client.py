@@ -3,7 +3,7 @@ client (`attach`) serves any number of tasks of one event loop: all requests are
 connection. A task that leaves the block of `AsyncClient.follow` cancels what has not finished.
 Callers without an event loop have the same in `pipespec.client.sync_client`."""
 
-# Longer than 350 lines: one reader of one connection, whose state all of its methods share.
+# Longer than 350 lines: one reader of one connection, and what it hands the events to.
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipespec.client import registry
-from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.async_request_log import (
@@ -27,6 +26,7 @@ from pipespec.controller.log_records import Accepted, Event, Finished, entries_o
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.telemetry_store import TelemetryReader
+from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
@@ -37,8 +37,91 @@ HEARTBEAT_S, OWN_HEARTBEAT_S = 0.5, 0.05
 REPORTS_TIMEOUT_S, LOST_REPORTS_S = 60.0, 2.0
 # Entries of one stream that are read at once.
 MOST_ENTRIES = 256
+# From so many events of one request that wait here for a slow reader on no more are read; the log
+# keeps them.
+MOST_EVENTS = 256
 # Requests whose first token's arrival is remembered until their reports are read.
 MOST_FIRST_TOKENS = 1 << 16
+
+
+class AsyncAnswer:
+    """Requests of one user, whose events are received as they come. For one task."""
+
+    def __init__(self, client: AsyncClient):
+        self._client = client
+        self._open: dict[int, int] = {}  # events that wait here, of each that has not finished
+        self._events: list[tuple[int, Event]] = []
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        self._num_failed = 0
+
+    def __len__(self) -> int:
+        """How many have not finished, as far as was received, or have failed."""
+        return len(self._open) + self._num_failed
+
+    async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
+        """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
+        token ids; prompt and answer must fit into the model's context, which ends an answer that
+        does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
+        return await self._client.submit_for(self, prompt, sampling=sampling, **fields)
+
+    async def add(self, request: int) -> None:
+        """Follow a request that is in the log, from its first event on."""
+        await self._client.add_for(self, request, known=False)
+
+    async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
+        """The next events, each with its request; [] if none comes within `timeout` seconds. Raises
+        RankFailed or Unreachable if the cluster is gone for good."""
+        if not self._news.is_set():
+            # `asyncio.timeout` takes as long as all else here, and this is once for every token.
+            loop = asyncio.get_running_loop()
+            waking = timeout is not None and loop.call_later(timeout, self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                if waking:
+                    waking.cancel()
+        if self._error:
+            raise self._error
+        events, self._events = self._events, []
+        self._news.clear()
+        for request, event in events:
+            if isinstance(event, Finished):
+                del self._open[request]
+        full = any(count >= MOST_EVENTS for count in self._open.values())
+        self._open = dict.fromkeys(self._open, 0)
+        if full:  # there is room again
+            await self._client.wake()
+        return events
+
+    def interrupt(self, error: Exception) -> None:
+        """Have `next` raise an error; what has not finished is still to be left."""
+        self._error = error
+        self._news.set()
+
+    def leave(self) -> None:
+        for request in self._open:
+            self._client.leave(request)
+        self._open.clear()
+
+    # --- for the client -----------------------------------------------------------------------
+
+    def expect(self, request: int) -> None:
+        self._open[request] = 0
+
+    def waiting(self, request: int) -> int:
+        """How many events of a request were not taken."""
+        return self._open.get(request, 0)
+
+    def push(self, request: int, event: Event) -> None:
+        self._open[request] += 1
+        self._events.append((request, event))
+        self._news.set()
+
+    def fail(self, request: int, error: Exception) -> None:
+        if self._open.pop(request, None) is not None:
+            self._num_failed += 1
+        self.interrupt(error)
 
 
 class OwnCluster(Protocol):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.client.request_settings import group
-from pipespec.client.sync_client import PATIENCE_S, Client, connected
+from pipespec.client.sync_client import Client, attach
 from pipespec.cluster import session
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
@@ -53,7 +53,7 @@ def own_entry(
 
 def asking(cluster: ClusterSession, served: ModelInfo) -> AbstractContextManager[Client]:
     """A client of a cluster that runs. What it has not read to the end may stay open."""
-    return connected(own_entry(cluster, served), PATIENCE_S, own=cluster)
+    return attach(own_entry(cluster, served), own=cluster)
 
 
 @contextmanager

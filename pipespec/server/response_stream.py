@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pipespec.client.async_answer import AsyncAnswer
-from pipespec.client.async_client import AsyncClient
+from pipespec.client.async_client import AsyncAnswer, AsyncClient
 from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
 from pipespec.errors import PipespecError
 from pipespec.server.admission_queue import QueueEntry

@@ -12,7 +12,6 @@ import pytest
 
 from pipespec.client.local_cluster import Running
 from pipespec.client.request_settings import RequestSettings
-from pipespec.client.sync_client import Answers
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted, Finished
@@ -194,13 +193,14 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
 def test_ctrl_c_right_after_submitting_cancels_the_request(clusters, prompts, monkeypatch):
     client = clusters.running(*CROWD, *BEST_FIRST).client
     numbers = []
-    submit = Answers.submit
+    run = client.run
 
-    def interrupted(*args, **asked) -> int:
-        numbers.append(submit(*args, **asked))
+    def interrupted(call):
+        monkeypatch.setattr(client, "run", run)
+        numbers.append(run(call))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Answers, "submit", interrupted)
+    monkeypatch.setattr(client, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.submit(prompts[0], GREEDY, max_new_tokens=10 * TOKENS, eos=())
     client.leave()

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from pipespec.client import async_client, registry, sync_client
-from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
-from pipespec.client.async_client import MOST_ENTRIES, attach
+from pipespec.client.async_client import MOST_ENTRIES, MOST_EVENTS, AsyncAnswer, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.decide import decide
@@ -332,22 +331,24 @@ async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> N
 def test_events_of_all_requests_arrive_as_they_happen(
     head: Controller, running: RunningCluster
 ) -> None:
-    with sync_client.connected(running, LONG_S) as client, client.follow() as answers:
+    with sync_client.attach(running, LONG_S) as client, client.follow() as answers:
         began = time.monotonic()
-        assert answers.next(0.05) == [], "the whole timeout is waited also for no request"
+        assert client.run(answers.next(0.05)) == [], (
+            "the whole timeout is waited also for no request"
+        )
         assert 0.05 <= time.monotonic() - began < 2
         first, second = (head.enqueue(**ASKED) for _ in range(2))
-        answers.add(first)
-        assert answers.next(0.01) == []
-        answers.add(second)
+        client.run(answers.add(first))
+        assert client.run(answers.next(0.01)) == []
+        client.run(answers.add(second))
         for request in (second, first):
             accept(head, request, 3, [request])
-            assert answers.next(LONG_S) == [(request, Accepted(3, (request,)))]
+            assert client.run(answers.next(LONG_S)) == [(request, Accepted(3, (request,)))]
         end(head, second)
-        assert answers.next(LONG_S) == [(second, Finished("stop"))]
+        assert client.run(answers.next(LONG_S)) == [(second, Finished("stop"))]
         assert len(answers) == 1
         head.finish(first, "length")
-        assert answers.next() == [(first, Finished("length"))]
+        assert client.run(answers.next()) == [(first, Finished("length"))]
 
 
 def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
@@ -355,13 +356,13 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
 ) -> None:
     known = head.enqueue(**ASKED)
     end(head, known)
-    with sync_client.connected(running, LONG_S) as client, client.follow() as answers:
+    with sync_client.attach(running, LONG_S) as client, client.follow() as answers:
         with client.follow() as unknown:
-            unknown.add(99)
-            answers.add(known)
+            client.run(unknown.add(99))
+            client.run(answers.add(known))
             with pytest.raises(RankFailed, match="ended before the request was finished"):
-                unknown.next(LONG_S)
-        assert answers.next(LONG_S) == [(known, Finished("stop"))]
+                client.run(unknown.next(LONG_S))
+        assert client.run(answers.next(LONG_S)) == [(known, Finished("stop"))]
 
 
 # --- the connection ---------------------------------------------------------------------------

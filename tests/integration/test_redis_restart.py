@@ -336,14 +336,14 @@ def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
     server: EmbeddedRedis, user: Client
 ) -> None:
     with user.follow() as followed:
-        request = followed.submit(sampling=SamplingParams(), **ASKED)
-        assert followed.next(0.01) == []
+        request = user.run(followed.submit(sampling=SamplingParams(), **ASKED))
+        assert user.run(followed.next(0.01)) == []
         kill(server)
-        assert [followed.next(0.01) for _ in range(3)] == [[]] * 3
+        assert [user.run(followed.next(0.01)) for _ in range(3)] == [[]] * 3
         server.restart()
         with head(server) as controller:
             controller.finish(request, "stop")
-        assert followed.next(LONG_S) == [(request, Finished("stop"))]
+        assert user.run(followed.next(LONG_S)) == [(request, Finished("stop"))]
 
 
 def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
@@ -458,10 +458,10 @@ try:
             rank.wait(prune(1, 0))
     else:
         with client_of(url, "n", patience=0) as client, client.follow() as followed:
-            followed.add(1)
+            client.run(followed.add(1))
             print("listening", flush=True)
             while True:
-                followed.next()
+                client.run(followed.next())
 except Unreachable as error:
     print(error)
 """

@@ -29,7 +29,7 @@ from typing import Self
 from unittest import mock
 
 from pipespec.client import registry
-from pipespec.client.sync_client import connected
+from pipespec.client.sync_client import attach
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.log_records import Accepted
@@ -185,7 +185,7 @@ class JoinableCluster:
         over = threading.Event()
 
         def ask(length: int) -> None:
-            with connected(self.running, PATIENCE_S) as client:
+            with attach(self.running, PATIENCE_S) as client:
                 prompt = client.served.encode(PROMPT)
                 last = False
                 while not last:

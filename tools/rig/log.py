@@ -9,7 +9,7 @@ from typing import Any
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.client.sync_client import PATIENCE_S, Client, connected
+from pipespec.client.sync_client import PATIENCE_S, Client, attach
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.log_records import Event
 
@@ -23,7 +23,7 @@ def client_of(url: str, namespace: str, patience: float = PATIENCE_S) -> Iterato
     running = RunningCluster(
         "rig", url, namespace, 1, Owner.this(), "here", (), ANY_MODEL, num_ranks=1, started=0.0
     )
-    with connected(running, patience) as client:
+    with attach(running, patience) as client:
         yield client
 
 
@@ -31,9 +31,9 @@ def events_of(url: str, namespace: str, request: int) -> list[Event]:
     """All events of a request, up to its end."""
     events: list[Event] = []
     with client_of(url, namespace) as client, client.follow() as followed:
-        followed.add(request)
+        client.run(followed.add(request))
         while len(followed):
-            events += [event for _, event in followed.next()]
+            events += [event for _, event in client.run(followed.next())]
     return events
 
 

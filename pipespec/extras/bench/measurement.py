@@ -178,14 +178,16 @@ def measure(
             wait = wait_s()
             now = monotonic_ns()
             if wait == 0:
-                number = followed.submit(prompts[len(asked)], sampling, **fields)
+                prompt = prompts[len(asked)]
+                number = client.run(followed.submit(prompt, sampling, **fields))
                 asked.append(_Submitted(number, now))
                 unfinished[number] = asked[-1]
                 continue
             while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
                 one = finished.popleft()
                 one.reports = client.reports(one.number)
-            for number, event in followed.next(None if wait is None else wait * scale):
+            wait = None if wait is None else wait * scale
+            for number, event in client.run(followed.next(wait)):
                 unfinished[number].events.append(event)
                 if isinstance(event, Finished):
                     if failure := failure_of(event.reason):

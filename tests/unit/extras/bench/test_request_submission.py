@@ -36,6 +36,10 @@ class StoryClient:
         self._seconds = seconds
         self._ends: dict[int, int] = {}
 
+    def run(self, answered: Any) -> Any:
+        """Its calls are done when they are made."""
+        return answered
+
     def submit(self, *_: Any, **__: Any) -> int:
         number = len(self.came)
         self.came.append(self.now / SECOND)
