@@ -57,10 +57,8 @@ class LLM:
         return llm
 
     def _open(self, make: Callable[[], AsyncLLM]) -> None:
-        thread = LoopThread(make)
-        self._thread = thread
-        self._llm = thread.resource
-        self._close = weakref.finalize(self, thread.close)
+        self._thread = LoopThread(make)
+        self._close = weakref.finalize(self, self._thread.close)
 
     def close(self) -> None:
         """Cancel what is under way and end the cluster, if it is of this process; harmless when
@@ -77,8 +75,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """As `AsyncLLM.generate`."""
-        self._require_open()
-        return self._thread.run(self._llm.generate(prompts, sampling_params))
+        return self._thread.run(self._opened.generate(prompts, sampling_params))
 
     def chat(
         self,
@@ -86,32 +83,30 @@ class LLM:
         sampling_params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
         """As `AsyncLLM.chat`."""
-        self._require_open()
-        return self._thread.run(self._llm.chat(messages, sampling_params))
+        return self._thread.run(self._opened.chat(messages, sampling_params))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[str]:
         """As `AsyncLLM.stream`; leaving the loop cancels the request."""
-        self._require_open()
-        return self._iterate(self._llm.stream(prompt, sampling_params))
+        return self._iterate(self._opened.stream(prompt, sampling_params))
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[str]:
         """As `AsyncLLM.stream_chat`."""
-        self._require_open()
-        return self._iterate(self._llm.stream_chat(messages, sampling_params))
+        return self._iterate(self._opened.stream_chat(messages, sampling_params))
 
     @property
     def model_info(self) -> ModelInfo:
         """The model: its tokenizer, context and end tokens."""
-        self._require_open()
-        return self._llm.model_info
+        return self._opened.model_info
 
     def _iterate(self, pieces: AsyncGenerator[str]) -> Iterator[str]:
         yield from self._thread.iterate(pieces)  # `self` is needed for as long
 
-    def _require_open(self) -> None:
+    @property
+    def _opened(self) -> AsyncLLM:
         if not self._close.alive:
             raise PipespecError("The LLM is closed; make a new one.")
+        return self._thread.resource

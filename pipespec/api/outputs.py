@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipespec.api.prompts import Tokenized
-from pipespec.client.answers import Answer, AnswerBuilder, labels, statistics
+from pipespec.client.answers import AnswerBuilder, labels, statistics
 from pipespec.client.model_info import ModelInfo
 from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
@@ -46,21 +46,16 @@ def logprobs_by_place(
     for."""
     if most is None:
         return None
-    return [
-        _at_place(tokenizer, token, report, most)
-        for token, report in zip(tokens, reported, strict=True)
-    ]
-
-
-def _at_place(
-    tokenizer: Tokenizer, token: int, reported: TokenLogprobs, most: int
-) -> LogprobsAtPlace:
-    ranks = {each: rank for rank, (each, _) in enumerate(reported.top, 1)}
-    values = {token: reported.logprob} | dict(reported.top[:most])
-    return {
-        each: Logprob(value, ranks.get(each), token_text(tokenizer, each))
-        for each, value in values.items()
-    }
+    places = []
+    for token, scored in zip(tokens, reported, strict=True):
+        ranks = {id_: rank for rank, (id_, _) in enumerate(scored.top, 1)}
+        values = {token: scored.logprob} | dict(scored.top[:most])
+        place = {
+            id_: Logprob(value, ranks.get(id_), token_text(tokenizer, id_))
+            for id_, value in values.items()
+        }
+        places.append(place)
+    return places
 
 
 @dataclass(frozen=True)
@@ -136,10 +131,6 @@ class PendingRequest:
     submitted_ns: int
     builder: AnswerBuilder
 
-    @property
-    def answer(self) -> Answer:
-        return self.builder.answer
-
     def receive(self, event: Event) -> str:
         """The text that an event makes final. Raises what ends the request without an answer."""
         if isinstance(event, Finished):
@@ -154,7 +145,7 @@ def output_of(
     scored = logprobs_by_place(
         served.tokenizer,
         prompt.token_ids[1:],
-        first.answer.prompt_logprobs,
+        first.builder.answer.prompt_logprobs,
         first.params.prompt_logprobs,
     )
     return RequestOutput(
@@ -172,7 +163,7 @@ def output_of(
 def _completion(
     served: ModelInfo, index: int, request: PendingRequest, reports: list[Report]
 ) -> CompletionOutput:
-    answer, most = request.answer, request.params.logprobs
+    answer, most = request.builder.answer, request.params.logprobs
     return CompletionOutput(
         index=index,
         text=answer.text,

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,32 +85,32 @@ class ModelInfo:
         if not prompt:
             raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
         text = self._as_chat(prompt) if chat else prompt
-        if bounded:
-            return self.tokenize(text, special=not chat)
-        ids = self.tokenizer.encode(text, add_special_tokens=not chat)
-        if not ids:
-            raise PromptError("The prompt has no tokens, but must have one at least.")
-        self.check_tokens(ids, "The prompt")
-        return ids
+        return self.tokenize(text, special=not chat, bounded=bounded)
 
-    def tokenize(self, text: str, name: str = "The prompt", *, special: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str, name: str = "The prompt", *, special: bool = True, bounded: bool = True
+    ) -> list[int]:
         """The token ids of a prompt, which errors call `name`, with the special tokens around it if
-        `special`. Raises PromptError, also if it leaves no room for an answer."""
+        `special`. Raises PromptError, also for one that leaves no room for an answer if
+        `bounded`."""
         look = CHARACTERS * self.context
-        if len(text) > look:
+        if bounded and len(text) > look:
             # Megabytes take seconds; their beginning is enough.
             begins = self.tokenizer.encode(text[:look], add_special_tokens=special)
             if len(begins) >= 2 * self.context:
                 raise self._too_long(name, f"more than {len(begins) // 2}")
         ids = self.tokenizer.encode(text, add_special_tokens=special)
-        self.check_prompt(ids, name)
+        self.check_prompt(ids, name, bounded=bounded)
         return ids
 
-    def check_prompt(self, ids: Sequence[int], name: str = "The prompt") -> None:
-        """Raise PromptError unless token ids can be a prompt that leaves room for an answer."""
+    def check_prompt(
+        self, ids: Sequence[int], name: str = "The prompt", *, bounded: bool = True
+    ) -> None:
+        """Raise PromptError unless token ids can be a prompt, if `bounded` one that leaves room for
+        an answer."""
         if not ids:
             raise PromptError(f"{name} has no tokens, but must have one at least.")
-        if len(ids) >= self.context:
+        if bounded and len(ids) >= self.context:
             raise self._too_long(name, str(len(ids)))
         self.check_tokens(ids, name)
 
@@ -142,10 +143,7 @@ class ModelInfo:
         Raises TemplateFailed, also if the model has no chat template."""
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
-        conversation = [
-            self._call_form.adapted(each) if each.get("tool_calls") else dict(each)
-            for each in messages
-        ]
+        conversation = [self._call_form.adapted(each) for each in messages]
         mark = f"<{secrets.token_hex(16)}>"
         if continuing:
             conversation[-1]["content"] += mark
@@ -215,20 +213,16 @@ class CallForm:
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as the template wants it, from one as Transformers has it: arguments are
         objects and the content is a text."""
-        calls = message.get("tool_calls")
-        if not calls:
-            return dict(message)
         changed = dict(message)
-        if self.no_content and not message["content"]:
+        calls = message.get("tool_calls")
+        if calls and self.no_content and not message["content"]:
             changed["content"] = None
-        if self.as_json:
+        if calls and self.as_json:
             changed["tool_calls"] = [_with_json(call) for call in calls]
         return changed
 
 
-FORMS = tuple(
-    CallForm(*form) for form in ((False, False), (False, True), (True, False), (True, True))
-)
+FORMS = [CallForm(*form) for form in product((False, True), repeat=2)]
 
 
 def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
