@@ -21,6 +21,7 @@ VALUE_ERROR = "Value error, "
 MESSAGES = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
+    "none_required": "is not supported; leave it out",
     "string_pattern_mismatch": "should match {pattern}",
     "too_short": "should have {min_length} or more items",
     "too_long": "should have {max_length} items at most",
@@ -113,7 +114,8 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             HTTPStatus.BAD_REQUEST,
             "The body must be a JSON object, sent as Content-Type: application/json.",
         )
-    name = field_path(place)
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    name = "".join(parts).removeprefix(".")  # such as messages[0].content
     if kind == "missing":
         return invalid_field(name, f"{name} is missing.")
     if message.startswith(VALUE_ERROR):
@@ -121,12 +123,6 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     must = MESSAGES.get(kind, "").format(**first.get("ctx", {}))
     must = must or _plain(message.removeprefix("Input "))
     return invalid_field(name, f"{name} is {shown(first.get('input'))}, but {must}.")
-
-
-def field_path(place: Sequence[str | int]) -> str:
-    """The path to a field in the body, such as messages[0].content."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
-    return "".join(parts).removeprefix(".")
 
 
 def _plain(clause: str) -> str:

@@ -3,7 +3,6 @@ reasoning, text and calls, as they arrive."""
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -80,25 +79,6 @@ class AnswerBlocks:
     @property
     def calls(self) -> list[Block]:
         return [block for block in self.blocks if block.kind == "call"]
-
-    def message(self) -> dict[str, Any]:
-        """The answer as a message of a later chat."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
-        if thought := self.text_of("reasoning"):
-            message["reasoning_content"] = thought
-        if calls := self.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.name,
-                        "arguments": json.dumps(arguments_of(call), ensure_ascii=False),
-                    },
-                }
-                for call in calls
-            ]
-        return message
 
     def _deltas(self, text: str, last: bool) -> Iterator[BlockDelta]:
         for part in self._split(text, last):

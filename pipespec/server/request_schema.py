@@ -43,39 +43,34 @@ IN_TEMPLATE = "is not supported in chats: the template writes the special tokens
 # Fields that are not supported: why, and the values without effect. These are accepted, as are
 # null, false and empty ones.
 Refused: TypeAlias = Mapping[str, tuple[str, tuple[Any, ...]]]
+
+
+def refused(why: str, *names: str) -> Refused:
+    """Such fields for one reason, whose values all have an effect."""
+    return dict.fromkeys(names, (why, ()))
+
+
 UNSUPPORTED_FIELDS: Refused = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
-    "guided_whitespace_pattern": (OLD_STRUCTURED, ()),
-    "grammar": (OLD_STRUCTURED, ()),
-    "json_schema": (OLD_STRUCTURED, ()),
-    "regex": (OLD_STRUCTURED, ()),
+    **refused(OLD_STRUCTURED, "guided_whitespace_pattern", "grammar", "json_schema", "regex"),
     "audio": (NO_MEDIA, ()),
     "modalities": (NO_MEDIA, (["text"],)),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
     "use_beam_search": ("is not supported: tokens are sampled, not searched for", ()),
     "length_penalty": ("is not supported: tokens are sampled, not searched for", (1,)),
-    "prompt_embeds": (LATER, ()),
-    "bad_words": (LATER, ()),
-    "allowed_token_ids": (LATER, ()),
-    "logits_processors": (LATER, ()),
-    "include_stop_str_in_output": (LATER, ()),
+    **refused(LATER, "prompt_embeds", "bad_words", "allowed_token_ids", "logits_processors"),
+    **refused(LATER, "include_stop_str_in_output", "truncate_prompt_tokens"),
     "skip_special_tokens": (LATER, (True,)),
-    "truncate_prompt_tokens": (LATER, ()),
     "chat_template": (FIXED, ()),
     "add_special_tokens": (IN_TEMPLATE, ()),
     "echo": ("is not supported in chats", ()),
-    "documents": (LATER, ()),
-    "reasoning": (LATER, ()),
+    **refused(LATER, "documents", "reasoning", "web_search_options", "moderation"),
     "verbosity": (LATER, ("medium",)),
-    "web_search_options": (LATER, ()),
-    "moderation": (LATER, ()),
     "xtc_probability": (LATER, (0,)),
     "typical_p": (LATER, (1,)),
     "mirostat": (LATER, (0,)),
 }
-# Those of them that are schemas.
-SCHEMA_FIELDS = ("json_schema",)
 
 
 def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
@@ -85,9 +80,7 @@ def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
         value = given.get(name)
         off = value is False and True not in neutral
         # An empty schema is a constraint: any JSON matches it.
-        empty = (
-            value is None or off or value in ("", []) or (value == {} and name not in SCHEMA_FIELDS)
-        )
+        empty = value is None or off or value in ("", []) or (value == {} and name != "json_schema")
         if not empty and value not in neutral:
             raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
 

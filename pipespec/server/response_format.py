@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from pipespec.client.request_settings import GRAMMARS
 from pipespec.engine.llguidance_backend import Grammars, grammar_from_json_schema, installed
@@ -53,15 +53,6 @@ class ResponseFormat(RequestModel):
         return self.schema_ or ANY_OBJECT
 
 
-def _unsupported(value: Any) -> Any:
-    if value is not None:
-        raise ValueError("is not supported; leave it out")
-    return value
-
-
-Unsupported = Annotated[None, BeforeValidator(_unsupported), WithJsonSchema({"type": "null"})]
-
-
 class StructuredOutputs(RequestModel):
     """vLLM's field: exactly one of json, json_object, regex, choice and grammar."""
 
@@ -70,8 +61,8 @@ class StructuredOutputs(RequestModel):
     regex: str | None = None
     choice: Annotated[list[str] | None, Field(min_length=1)] = None
     grammar: str | None = None
-    whitespace_pattern: Unsupported = None
-    structural_tag: Unsupported = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
 
     @model_validator(mode="after")
     def _fits(self) -> StructuredOutputs:
@@ -139,7 +130,6 @@ def output_constraint(
 
 def tool_calls_constraint(tools: Sequence[Tool], most: int | None) -> OutputConstraint:
     """A list of calls of these tools: one at least, and `most` at most (None: any number)."""
-
     return OutputConstraint(
         "tools", lambda called: grammar_from_json_schema(calls_schema(called, most)), tools
     )

@@ -36,7 +36,7 @@ from pipespec.server.message_schema import (
     contents,
 )
 from pipespec.server.reply_format import Block, OutputDelta, ReplyFormat, arguments_of, sse
-from pipespec.server.request_schema import LATER, Refused, Texts
+from pipespec.server.request_schema import LATER, Refused, Texts, refused
 from pipespec.server.routes import SSE
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
@@ -105,8 +105,7 @@ IGNORED = frozenset(
 REFUSED: Refused = {
     "container": (ELSEWHERE, ()),
     "mcp_servers": (TEXT_ALONE, ()),
-    "context_management": (LATER, ()),
-    "prefill": (LATER, ()),
+    **refused(LATER, "context_management", "prefill"),
 }
 NAMES = {
     "continue_final_message": "messages",

@@ -11,10 +11,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
+from pydantic_core import to_json
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.extras.dialects.translation import call_of, schema_format
@@ -28,7 +30,7 @@ from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
 from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, arguments_of
-from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields
+from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields, refused
 from pipespec.server.response_schema import OMIT_NONE
 from pipespec.timing.clock import monotonic_ns
 
@@ -162,10 +164,7 @@ REFUSED: Refused = {
     "template": (FIXED, ()),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
     "context": ("is not supported: send the conversation to /api/chat", ()),
-    "images": (NO_MEDIA, ()),
-    "width": (NO_MEDIA, ()),
-    "height": (NO_MEDIA, ()),
-    "steps": (NO_MEDIA, ()),
+    **refused(NO_MEDIA, "images", "width", "height", "steps"),
 }
 NAMES = {
     "max_tokens": "options.num_predict",
@@ -330,11 +329,7 @@ class OllamaGenerateReply(OllamaReply):
 
 
 # In ASCII: the clients split lines at separators of Unicode too.
-_ASCII = json.JSONEncoder(separators=(",", ":"))
-
-
-def _json(value: Any) -> bytes:
-    return _ASCII.encode(value).encode()
+_json = partial(to_json, ensure_ascii=True)
 
 
 class OllamaFormat(ReplyFormat):

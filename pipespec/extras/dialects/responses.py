@@ -43,8 +43,16 @@ from pipespec.server.message_schema import (
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import JSON, OpenAIServing
-from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, sse
-from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused
+from pipespec.server.reply_format import (
+    AnswerBlocks,
+    Block,
+    BlockDelta,
+    OutputDelta,
+    ReplyFormat,
+    arguments_of,
+    sse,
+)
+from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused, refused
 from pipespec.server.response_schema import CompletionTokensDetails
 from pipespec.server.routes import SSE
 
@@ -180,15 +188,11 @@ IGNORED = frozenset(
     )
 )
 REFUSED: Refused = {
-    "background": (NO_SERVICE, ()),
-    "background_options": (NO_SERVICE, ()),
+    **refused(NO_SERVICE, "background", "background_options", "prompt"),
+    **refused(NO_SERVICE, "moderation", "access_programs"),
+    **refused(LATER, "conversation", "context_management"),
     "image": (NO_MEDIA, ()),
-    "conversation": (LATER, ()),
-    "prompt": (NO_SERVICE, ()),
     "truncation": ("is not supported: a prompt that is too long is refused", ("disabled",)),
-    "context_management": (LATER, ()),
-    "moderation": (NO_SERVICE, ()),
-    "access_programs": (NO_SERVICE, ()),
 }
 NAMES = {
     "messages": "input",
@@ -397,7 +401,7 @@ class ResponsesFormat(ReplyFormat):
     def kept(self) -> tuple[str, bytes] | None:
         if self._conversation is None:
             return None
-        answer = json.dumps(self.answers[0].message(), ensure_ascii=False).encode()
+        answer = json.dumps(message_of_answer(self.answers[0]), ensure_ascii=False).encode()
         earlier = self._conversation.removesuffix(b"]")
         messages = earlier + (b"" if earlier == b"[" else b", ") + answer + b"]"
         # Neither has line breaks.
@@ -539,6 +543,19 @@ class ResponsesFormat(ReplyFormat):
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return sse({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+
+
+def message_of_answer(answer: AnswerBlocks) -> dict[str, Any]:
+    """An answer as a message of a later chat."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text_of("text")}
+    if thought := answer.text_of("reasoning"):
+        message["reasoning_content"] = thought
+    if answer.calls:
+        message["tool_calls"] = [
+            call_of(call.id, call.name, json.dumps(arguments_of(call), ensure_ascii=False))
+            for call in answer.calls
+        ]
+    return message
 
 
 def _content(block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

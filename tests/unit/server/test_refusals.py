@@ -152,6 +152,11 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex"),
     ({"guided_json": {"not": {}}}, "guided_json", "guided_json cannot be followed"),
     ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "structured_outputs"),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}},
+        "structured_outputs.whitespace_pattern",
+        "is not supported; leave it out",
+    ),
     ({"tools": [WEATHER], "tool_choice": allowed()}, "tool_choice", "'allowed_tools'"),
     ({"json_schema": {}}, "json_schema", "structured_outputs"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
