@@ -19,7 +19,7 @@ from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
-from pipespec.server.options import ServerOptions, model_name
+from pipespec.server.options import SECONDS, WHOLE, ServerOptions, model_name
 from pipespec.system.exit_codes import SIGNALLED
 from pipespec.system.validation import Unreadable, read_text
 
@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 NEEDS = ("fastapi", "h11", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
 # What --limit sets of `ServerOptions`.
-LIMITS = (
-    *("max_queued_requests", "max_queued_tokens", "patience", "shutdown_timeout"),
-    *("preparation_threads", "preparation_timeout", "max_connections"),
-    *("max_connections_per_address", "max_header_bytes", "header_timeout", "body_timeout"),
-    "max_body_bytes",
-)
+LIMITS = [name for name, *_ in (*WHOLE, *SECONDS)]
 
 
 def add(commands: Commands) -> None:
@@ -110,12 +105,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def serve_running(arguments: argparse.Namespace) -> int:
     from pipespec.client import registry
-    from pipespec.server.api_server import FixedCluster
 
     read_options(arguments, arguments.on or "model")  # errors first
     with listening(arguments) as listener:
         running = registry.find(arguments.on)
-        return answer_requests(arguments, listener, running.served.target, FixedCluster(running))
+        return answer_requests(arguments, listener, running.served.target, lambda: running)
 
 
 def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
@@ -128,7 +122,7 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
-            code = answer_requests(arguments, listener, target_of(settings), launcher)
+            code = answer_requests(arguments, listener, target_of(settings), launcher.watch)
         except LauncherEnded as ended:
             print_error(f"{name}: {ended} The server ends with it.")
             code = 0
@@ -160,7 +154,7 @@ def answer_requests(
     arguments: argparse.Namespace,
     listener: socket.socket,
     target: str,
-    cluster: ClusterWatch,
+    watch: ClusterWatch,
 ) -> int:
     """Answer requests to a cluster until a signal asks for the end; the exit code."""
     import uvloop
@@ -178,7 +172,7 @@ def answer_requests(
     def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    early = uvloop.run(run_api_server(cluster, options, listener, announce))
+    early = uvloop.run(run_api_server(watch, options, listener, announce))
     return 0 if early is None else SIGNALLED + early
 
 

@@ -13,7 +13,7 @@ from pipespec.client.registry import Damaged, Entry, entries, entry
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.config.hosts import LOCAL
 from pipespec.console.arguments import finish, refuse_settings
-from pipespec.console.terminal import show, write
+from pipespec.console.terminal import show, table_of, write
 from pipespec.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ LOADING, READY, RECOVERING = "loading", "ready", "recovering"
 SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 USUAL = "sdpa"  # the default backend on a CPU
-NO_CLUSTER = "No cluster is up."
 
 
 def add(commands: Commands) -> None:
@@ -116,16 +115,9 @@ def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
     if not clusters:
-        show(NO_CLUSTER)
+        show("No cluster is up.")
         return
-
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    table.add_column("cluster")
-    for column in (*COLUMNS, "up"):
-        table.add_column(column, justify="left" if column in ("state", "host") else "right")
+    table = table_of("", "cluster", *COLUMNS, "up", left=3)
     notes = []
     for cluster in clusters:
         known = {name: str(cluster.get(name, "-")) for name in COLUMNS}

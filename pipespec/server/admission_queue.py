@@ -32,23 +32,16 @@ class AdmissionQueue:
 
 @dataclass
 class QueueEntry:
-    """The part of the queue that one HTTP request holds, until its answers start or it is released;
-    as a context manager at the end of the block."""
+    """The part of the queue that one HTTP request holds until its answers start, or to its end."""
 
     queue: AdmissionQueue
     requests: int
     tokens: int
 
-    def __enter__(self) -> QueueEntry:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def started(self, tokens: int) -> None:
         self._free(1, tokens)
 
-    def release(self) -> None:
+    def close(self) -> None:
         self._free(self.requests, self.tokens)
 
     def _free(self, requests: int, tokens: int) -> None:

@@ -9,9 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,21 +37,9 @@ SWITCH_S = 0.001
 WATCH_S = 0.1
 
 
-class ClusterWatch(Protocol):
-    """Finds the cluster that a server serves: None while it loads. The server ends with a
-    PipespecError from here."""
-
-    def watch(self) -> RunningCluster | None: ...
-
-
-@dataclass(frozen=True)
-class FixedCluster:
-    """A cluster that is up already."""
-
-    running: RunningCluster
-
-    def watch(self) -> RunningCluster:
-        return self.running
+# Finds the cluster that a server serves: None while it loads. The server ends with a PipespecError
+# from here.
+ClusterWatch = Callable[[], RunningCluster | None]
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -76,16 +62,16 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 async def run_api_server(
-    cluster: ClusterWatch,
+    watch: ClusterWatch,
     options: ServerOptions,
     listener: socket.socket,
     on_ready: Callable[[RunningCluster], None],
 ) -> int | None:
     """Answer requests until SIGINT or SIGTERM; then finish open requests within
-    `options.shutdown_timeout`. Requests get 503 while `cluster` is loading.
+    `options.shutdown_timeout`. Requests get 503 while the cluster loads.
 
     Returns the signal if it came before `on_ready` was called, else None. Raises what
-    `cluster.watch` raises.
+    `watch` raises.
     """
     capacity, backlog = connection_capacity(options.max_connections)
     listener.listen(backlog)  # from now on clients wait instead of being refused
@@ -112,7 +98,7 @@ async def run_api_server(
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         problem: Exception | None = None
         try:
-            running = await _watch(cluster, serving, until_ready=True)
+            running = await _await_end(watch, serving, until_ready=True)
             if running is None:
                 return server.ended_by
             async with attach(running, options.patience) as client:
@@ -120,7 +106,7 @@ async def run_api_server(
                 current = make_app(server.service)
                 try:
                     on_ready(running)
-                    await _watch(cluster, serving)
+                    await _await_end(watch, serving)
                 except (PipespecError, OutputClosedError) as error:
                     problem = error  # raised once the server has ended
                     server.service.fail_open_requests()  # no cluster answers them
@@ -134,12 +120,12 @@ async def run_api_server(
     return None
 
 
-async def _watch(
-    cluster: ClusterWatch, serving: asyncio.Future[None], *, until_ready: bool = False
+async def _await_end(
+    watch: ClusterWatch, serving: asyncio.Future[None], *, until_ready: bool = False
 ) -> RunningCluster | None:
     """Watch the cluster until the server ends, which returns None, or until it is ready."""
     while not serving.done():
-        running = cluster.watch()
+        running = watch()
         if running and until_ready:
             return running
         await asyncio.wait([serving], timeout=WATCH_S)

@@ -50,7 +50,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     """The routes of a server whose cluster is ready: OpenAI's, and those for operators."""
     app = FastAPI(
         title="pipespec",
-        version=version(),
+        version=importlib.metadata.version("pipespec"),
         middleware=_middleware(serving.options),
         responses=failures("/"),
         docs_url=None,  # they load scripts from elsewhere
@@ -97,10 +97,6 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
     return [*checks, Middleware(ApiKeyCheck, options.api_keys)]
 
 
-def version() -> str:
-    return importlib.metadata.version("pipespec")
-
-
 def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, route in body_routes().items():
         endpoint = _endpoint(serving, path)
@@ -138,7 +134,7 @@ def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
     @app.get("/version")
     async def of_package() -> dict[str, str]:
-        return {"version": version()}
+        return {"version": app.version}
 
     @app.get("/load")
     async def load() -> dict[str, int]:
@@ -146,7 +142,8 @@ def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(await serving.prometheus_text(), media_type=CONTENT_TYPE_LATEST)
+        text = serving.metrics.prometheus_text(await serving.cluster_status())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/requests/{request}/cancel")
     async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> CancelReply:

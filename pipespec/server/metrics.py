@@ -239,8 +239,6 @@ def _rank_places(status: ClusterStatus) -> Iterable[Mapping[str, str]]:
 
 # --- one server ---------------------------------------------------------------------------------
 
-ENGINE = "0"  # vLLM's label; a server has one cluster
-
 
 class Metrics:
     """The metrics of one server. `clock` returns seconds."""
@@ -249,7 +247,8 @@ class Metrics:
         self.clock = clock
         self.unfinished = 0  # answers that this server is waiting for
         self.model = model
-        self._labels = {"model_name": model, "engine": ENGINE}
+        # Both are vLLM's labels; a server has one cluster.
+        self._labels = {"model_name": model, "engine": "0"}
         self.requests = RequestMetrics()
 
     def request_arrived(self, request: ParsedRequest) -> list[RequestTimer]:

@@ -8,7 +8,7 @@ import hmac
 import json
 import secrets
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -30,7 +30,6 @@ from pipespec.server.api_errors import (
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
-    KeptWanted,
     PreparationPool,
     PreparedRequest,
     Preparer,
@@ -119,12 +118,12 @@ class OpenAIServing:
         if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
             raise not_a_json_object()
         body = await self._body(request)
-        with self.queue.admit(1):
+        with closing(self.queue.admit(1)):
             prepared = await self._pool.prepare(self._preparer, path, body)
-            if isinstance(prepared, KeptWanted):
-                kept = await self.kept(request, prepared.id) or b""
+            if isinstance(prepared, str):
+                kept = await self.kept(request, prepared) or b""
                 prepared = await self._pool.prepare(self._preparer, path, body, kept)
-                assert not isinstance(prepared, KeptWanted)
+                assert not isinstance(prepared, str)
             return prepared
 
     async def _body(self, request: Request) -> bytes:
@@ -267,9 +266,6 @@ class OpenAIServing:
         if await self.cluster_status() is None:
             raise cluster_unavailable()
         return {"status": "ok"}
-
-    async def prometheus_text(self) -> bytes:
-        return self.metrics.prometheus_text(await self.cluster_status())
 
 
 def _fingerprint(running: RunningCluster) -> str:

@@ -58,14 +58,8 @@ class PreparedRequest:
     warning: str = ""
 
 
-@dataclass(frozen=True)
-class KeptWanted:
-    """A request cannot be prepared without what was kept under this id."""
-
-    id: str
-
-
-Prepared = PreparedRequest | KeptWanted | bytes
+# A text: the request cannot be prepared without what was kept under this id; bytes: the reply.
+Prepared = PreparedRequest | str | bytes
 
 
 class PreparationPool:
@@ -140,7 +134,7 @@ class Preparer:
             return self._detokenize(fields)
         assert isinstance(fields, DialectBody)
         if fields.continues is not None and kept is None:
-            return KeptWanted(fields.continues)
+            return fields.continues
         made = fields.translated(kept or b"")
         if made.reply is not None:
             return made.reply(self._served)

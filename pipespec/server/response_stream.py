@@ -125,7 +125,7 @@ class ResponseStream:
 
     async def close(self) -> None:
         await self._following.aclose()
-        self._queue_entry.release()
+        self._queue_entry.close()
         for answer in self._answers:
             answer.timer.finished(ABORTED)
         self._on_closed(self)

@@ -14,7 +14,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
-from pipespec.server.api_server import FixedCluster, bind_listener, run_api_server
+from pipespec.server.api_server import bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
 from tests.helpers.log import accept, head_of, take
 
@@ -58,7 +58,7 @@ def play(
             ready = asyncio.Event()
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
             server = asyncio.ensure_future(
-                run_api_server(FixedCluster(running), chosen, listener, lambda _: ready.set())
+                run_api_server(lambda: running, chosen, listener, lambda _: ready.set())
             )
             await asyncio.wait_for(ready.wait(), PATIENCE_S)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -195,7 +195,7 @@ def loading(
         with bind_listener("127.0.0.1", 0) as listener:
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
             server = asyncio.ensure_future(
-                run_api_server(cluster, chosen, listener, announced.append)
+                run_api_server(cluster.watch, chosen, listener, announced.append)
             )
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:

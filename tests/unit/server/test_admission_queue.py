@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from pipespec.server.admission_queue import AdmissionQueue
@@ -18,16 +20,16 @@ def test_queue_refuses_requests_beyond_a_limit_until_others_start() -> None:
         queue.admit(1, 41)
     assert (queue.requests, queue.tokens) == (2, 60)
     first.started(30)
-    with queue.admit(2, 70):
+    with closing(queue.admit(2, 70)):
         assert (queue.requests, queue.tokens) == (3, 100)
     for _ in range(2):
-        first.release()
+        first.close()
         assert (queue.requests, queue.tokens) == (0, 0)
 
 
 def test_empty_queue_admits_one_request_of_any_size() -> None:
     queue = AdmissionQueue(max_requests=1, max_tokens=10)
-    with queue.admit(5, 1000):
+    with closing(queue.admit(5, 1000)):
         assert (queue.requests, queue.tokens) == (5, 1000)
         with pytest.raises(ApiError):
             queue.admit(1)

@@ -38,4 +38,4 @@ def test_connections_are_accepted_before_the_cluster_is_found() -> None:
     cluster = ConnectingCluster(listener)
     options = ServerOptions(("demo",), shutdown_timeout=0)
     with closing(listener), pytest.raises(ConfigError, match="No cluster is up"):
-        asyncio.run(run_api_server(cluster, options, listener, lambda running: None))
+        asyncio.run(run_api_server(cluster.watch, options, listener, lambda running: None))

@@ -13,7 +13,7 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
 from pipespec.extras.dialects.responses import ResponsesFormat, ResponsesRequest
 from pipespec.server.api_errors import ApiError
-from pipespec.server.preparation import KeptWanted, Preparer
+from pipespec.server.preparation import Preparer
 from pipespec.server.response_stream import kept_name
 from tests.helpers import dialects
 
@@ -164,7 +164,7 @@ def test_conversation_is_continued_with_what_was_kept(
     assert json.loads(kept.partition(b"\n")[0]) == reply
     output = {"type": "function_call_output", "call_id": "a", "output": "Sunny."}
     body = json.dumps(ASKED | {"previous_response_id": response, "input": [output]}).encode()
-    assert preparer.prepare(PATH, body) == KeptWanted(response)
+    assert preparer.prepare(PATH, body) == response
     request = preparer.prepare(PATH, body, kept)
     prompt = dialects.prompt_of(served, request)  # type: ignore[arg-type]
     assert prompt.startswith("user: Helloassistant: I look.<tool_call>{")
