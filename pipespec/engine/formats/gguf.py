@@ -354,10 +354,11 @@ class GgufFiles:
 
         if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
             name, kind = stored.names[0], self._kind(stored.names[0])
-            weights = torch.empty(part_shape(stored.shape, part), dtype=dtype)
+            found = part_shape(stored.shape, part)
+            weights = torch.empty(found, dtype=dtype)
             # A matrix of one row may be stored as a vector.
-            rows = self._read(stored, name, part).reshape(len(weights), -1)
-            for some in row_parts((len(weights), weights.shape[1])):
+            rows = self._read(stored, name, part).reshape(found[0], -1)
+            for some in row_parts(found):
                 weights[some] = torch.tensor(dequantize(rows[some], kind))
             return weights
         parts = [
