@@ -16,7 +16,7 @@ from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS
 from pipespec.engine.checkpoint.parts.range_source import COMMIT
-from pipespec.engine.formats.gguf_parts import part_names
+from pipespec.engine.formats.gguf_file import part_names
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 

@@ -16,7 +16,7 @@ from pipespec.engine.checkpoint.partial_checkpoint import missing
 from pipespec.engine.checkpoint.parts.parts_file import is_partial
 from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import parts_of
+from pipespec.engine.formats.gguf_file import parts_of
 from pipespec.engine.formats.safetensors_headers import (
     CONFIG,
     INDEX,

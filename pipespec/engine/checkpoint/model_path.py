@@ -10,7 +10,7 @@ from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
 from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
-from pipespec.engine.formats.gguf_parts import first_part, part_names, parts_of
+from pipespec.engine.formats.gguf_file import part_names, parts_of
 from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
@@ -30,7 +30,7 @@ def resolve(model: str | Path) -> Path:
     if is_folder(path):
         return path
     if is_gguf(path) and path.is_file():
-        return first_part(path)
+        return parts_of(path)[0]
     if os.path.lexists(path):
         raise ModelError(
             f"{path} is a file; give the folder that holds config.json, or a GGUF file"
@@ -49,7 +49,7 @@ def _hub_name(model: str | Path) -> tuple[str, str | None] | None:
 def refuse_unread(model: str | Path) -> None:
     """Raise ModelError at once if a model is a GGUF file here whose tokenizer is not read."""
     path = home_expanded(model)
-    if is_gguf(path) and first_part(path).is_file():
+    if is_gguf(path) and parts_of(path)[0].is_file():
         require_tokenizer(path)
 
 
@@ -102,7 +102,12 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     try:
         revision = source.revision(max_tries=tries)
     except Unavailable as error:
-        return _known(hub_id, file, str(error))
+        if (found := _here(hub_id, file)) is not None:
+            return found
+        raise ModelError(
+            f"there is no model folder {hub_id!r} and the hub could not be asked for a model of "
+            f"that name: {error}; give an existing folder, or check the name and the network"
+        ) from error
     cached = cached_model(hub_id, revision.commit, file)
     if cached is not None:
         return cached
@@ -110,24 +115,13 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
         if name not in revision.files:
             raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
     folder = open_repository(source, revision, file)
-    return folder if file is None else first_part(folder / file)
-
-
-def _known(hub_id: str, file: str | None, why: str) -> Path:
-    """A model that is here, while the hub cannot be reached. Raises ModelError."""
-    found = _here(hub_id, file)
-    if found is not None:
-        return found
-    raise ModelError(
-        f"there is no model folder {hub_id!r} and the hub could not be asked for a model of that "
-        f"name: {why}; give an existing folder, or check the name and the network"
-    )
+    return folder if file is None else parts_of(folder / file)[0]
 
 
 def _here(hub_id: str, file: str | None) -> Path | None:
     cached = cached_model(hub_id, "main", file)
     folder = known_folder(hub_id, file) if cached is None else None
-    return cached if folder is None else folder if file is None else first_part(folder / file)
+    return cached if folder is None else folder if file is None else parts_of(folder / file)[0]
 
 
 def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:

@@ -23,14 +23,9 @@ from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
 
 
-def tensors_by_file(path: Path, parts: Collection[str]) -> dict[Path, dict[str, str]]:
-    """The tensors of these parts (`slice_tensors`) in each weight file of a checkpoint: the names
-    in the file by the names that Transformers has. Raises ModelError."""
-    return Checkpoint(path).files.names_by_file(parts)
-
-
 def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
-    """The tensors of these parts that a checkpoint lacks here, by file. Raises ModelError."""
+    """The tensors of these parts (`slice_tensors`) that a checkpoint lacks here, by file. Raises
+    ModelError."""
     files = Checkpoint(path).files
     if all(os.path.isfile(file) and not is_partial(file) for file in files.weight_files()):
         return {}
@@ -51,8 +46,9 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
 def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
     """The blocks of each weight file that is here with its header or tensors of these parts. Raises
     ModelError."""
-    found, names = {}, tensors_by_file(path, parts)
-    for file in filter(Path.is_file, Checkpoint(path).files.weight_files()):
+    files = Checkpoint(path).files
+    found, names = {}, files.names_by_file(parts)
+    for file in filter(Path.is_file, files.weight_files()):
         ranges = ranges_of(file)
         header = 0, min((start for start, _ in ranges.values()), default=file.stat().st_size)
         found[file] = blocks_of([header, *map(ranges.__getitem__, names.get(file, {}).values())])

@@ -52,14 +52,11 @@ def require_supported(model_type: str, path: str | Path, text_type: str | None =
         return
     why = refused_architectures.reason(model_type)
     if text_type is not None and text_type != model_type:
-        why = f"its text part is {text_type!r}, which {_verdict(text_type)}"
+        of_text = f"is not supported either: {refused_architectures.reason(text_type)}"
+        if text_type in ARCHITECTURES:
+            of_text = "decodes if it is saved as a checkpoint of its own"
+        why = f"its text part is {text_type!r}, which {of_text}"
     raise ModelError(f"the architecture {model_type!r} of {path} is not supported: {why}")
-
-
-def _verdict(text_type: str) -> str:
-    if text_type in ARCHITECTURES:
-        return "decodes if it is saved as a checkpoint of its own"
-    return f"is not supported either: {refused_architectures.reason(text_type)}"
 
 
 def count_field(model_type: str) -> str:

@@ -1,4 +1,5 @@
 """GGUF files: config, tensors and tokenizer, with the names of a safetensors checkpoint.
+Above 350 lines, as a header is read with the tensors that it describes.
 
 Tensors are read one by one, either dequantised (`gguf.dequantize`) or as the blocks of the file.
 The rows of Llama's queries and keys are restored to Hugging Face's order.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats import gguf_tokenizer
 from pipespec.engine.formats.fill_in_parts import row_parts
-from pipespec.engine.formats.gguf_file import GgufFile
+from pipespec.engine.formats.gguf_file import GgufFile, parts_of
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
@@ -26,7 +27,6 @@ from pipespec.engine.formats.gguf_metadata import (
     names_of,
     partner_of,
 )
-from pipespec.engine.formats.gguf_parts import first_part, parts_of
 from pipespec.engine.formats.gguf_tensors import (
     LATENT,
     ROWS,
@@ -53,8 +53,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
     import torch
     from gguf import GGMLQuantizationType
 
-    from pipespec.engine.formats.gguf_blocks import BlockWeights
-    from pipespec.engine.ggml.formats import GgmlWeights
+    from pipespec.engine.formats.gguf_blocks import BlockWeights, GgmlWeights
 
 # The format of weights in memory.
 GGUF = "gguf"
@@ -186,7 +185,7 @@ def identity(path: Path) -> dict[str, Any]:
 
 def require_tokenizer(path: Path) -> None:
     """Raise ModelError if the tokenizer in a file is of a kind that is not read."""
-    file = GgufFile(first_part(path))
+    file = GgufFile(parts_of(path)[0])
     kind, split = (file.metadata(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind is not None and (why := gguf_tokenizer.refusal(kind, split)) is not None:
         raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
@@ -326,14 +325,17 @@ class GgufFiles:
         return data if stored.expert is None else data[stored.expert]
 
     def _order(self, theirs: str, count: int) -> np.ndarray | None:
-        """Which row each of Hugging Face's rows is; None: they are in order."""
+        """Which row each of Hugging Face's rows is: those of the halves of a head take turns in the
+        file. None: they are in order."""
         import numpy as np
 
         settings = self.header.settings
         heads = settings["num_attention_heads"]
         of = {".attn_q.": heads, ".attn_k.": settings.get("num_key_value_heads") or heads}
         found = [of[name] for name in self.header.permuted if name in theirs]
-        return _halves(np.arange(count), found[0]) if found else None
+        if not found:
+            return None
+        return np.arange(count).reshape(found[0], -1, 2).swapaxes(1, 2).reshape(-1)
 
     def _kind(self, theirs: str) -> GGMLQuantizationType:
         from gguf import GGMLQuantizationType
@@ -351,9 +353,13 @@ class GgufFiles:
         from gguf import dequantize
 
         if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
-            name = stored.names[0]
-            weights = torch.empty(part_shape(stored.shape, part), dtype=dtype)
-            _dequantise(self._read(stored, name, part), self._kind(name), weights)
+            name, kind = stored.names[0], self._kind(stored.names[0])
+            found = part_shape(stored.shape, part)
+            weights = torch.empty(found, dtype=dtype)
+            # A matrix of one row may be stored as a vector.
+            rows = self._read(stored, name, part).reshape(found[0], -1)
+            for some in row_parts(found):
+                weights[some] = torch.tensor(dequantize(rows[some], kind))
             return weights
         parts = [
             dequantize(self._read(stored, theirs, part), self._kind(theirs))
@@ -380,7 +386,7 @@ class GgufFiles:
     def _of_ggml(self, stored: Stored, kind: str, part: Part) -> GgmlWeights:
         import torch
 
-        from pipespec.engine.ggml.formats import GgmlWeights
+        from pipespec.engine.formats.gguf_blocks import GgmlWeights
 
         order = None
         parts: tuple[np.ndarray, ...]
@@ -396,29 +402,6 @@ class GgufFiles:
         columns = sum(each.nbytes for each in parts) // out // num_bytes * size
         permuted = None if order is None else torch.from_numpy(order)
         return GgmlWeights(parts, kind, (out, columns), permuted)
-
-
-def _dequantise(data: np.ndarray, kind: GGMLQuantizationType, weights: torch.Tensor) -> None:
-    """Set the weights `[out, in]` to those of rows of blocks, some rows at a time."""
-    import torch
-    from gguf import dequantize
-
-    out, inputs = weights.shape
-    rows = data.reshape(out, -1)  # a matrix of one row may be stored as a vector
-    for part in row_parts((out, inputs)):
-        weights[part] = torch.tensor(dequantize(rows[part], kind))
-
-
-def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of each head from interleaved halves to one half after the other."""
-    pairs = weights.reshape(heads, weights.shape[0] // heads // 2, 2, *weights.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weights.shape)
-
-
-def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor of one file begins and ends, by its name in it. Raises ModelError."""
-    tensors = GgufFile(path).tensors
-    return {name: (each.start, each.stop) for name, each in tensors.items()}
 
 
 def _reader(path: Path) -> GgufFile:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,6 +102,24 @@ class BlockWeights:
         return found.reshape(len(self.rows), -1)
 
 
+@dataclass(frozen=True)
+class GgmlWeights:
+    """A matrix of one of `library.TYPES`.
+
+    Attributes:
+        parts: its blocks, uint8 `[out, bytes]`, or numbers `[out, in]`; or those of two matrices,
+            whose rows it has in turns.
+        kind: the type.
+        shape: rows and columns.
+        order: row i is row `order[i]` of the only part, int64 `[out]`; None: they are in order.
+    """
+
+    parts: tuple[np.ndarray, ...]
+    kind: str
+    shape: tuple[int, int]
+    order: Tensor | None = None
+
+
 def in_blocks(weights: Any, device: torch.device) -> BlockWeights:
     """A matrix whose parts can become `blocks()`, on a device; some rows at a time, which bounds
     the memory that this takes."""
@@ -123,11 +142,6 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _halves(at: int) -> Callable[[Tensor], Tensor]:
-    """One factor a block, at a byte."""
-    return lambda blocks: _half(blocks, at)
-
-
 def _nibbles(packed: Tensor) -> Tensor:
     """`[..., n]` bytes -> `[..., 2, n]`: the low halves, then the high ones."""
     return torch.stack((packed & 15, packed >> 4), -2)
@@ -137,11 +151,6 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
     """`[..., n]` bytes -> `[..., 8 / bits, n]`: fields of so many bits, the lowest first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << bits) - 1)
-
-
-def _high_bits(blocks: Tensor, at: int) -> Tensor:
-    """32 bits from a byte on, the lowest first, as 0 or 16: `[blocks, 32]`."""
-    return _fields(blocks[:, at : at + 4], 1).transpose(1, 2).reshape(-1, 32) << 4
 
 
 def _k_scales(blocks: Tensor) -> Tensor:
@@ -161,27 +170,25 @@ def _q3_k_scales(blocks: Tensor) -> Tensor:
     return _half(blocks, 108) * ((low | high << 4).float() - 32)
 
 
-def _nibble_codes(at: int) -> Callable[[Tensor], Tensor]:
+def _nibble_codes(blocks: Tensor, at: int) -> Tensor:
     """16 bytes from this one on: the low halves, then the high ones."""
-    return lambda blocks: _nibbles(blocks[:, at : at + 16]).reshape(-1, 32)
+    return _nibbles(blocks[:, at : at + 16]).reshape(-1, 32)
 
 
-def _q5_codes(start: int) -> Callable[[Tensor], Tensor]:
-    def codes(blocks: Tensor) -> Tensor:
-        low = _nibbles(blocks[:, start + 4 : start + 20]).reshape(-1, 32)
-        return low | _high_bits(blocks, start)
-
-    return codes
+def _q5_codes(blocks: Tensor, at: int) -> Tensor:
+    """32 bits from this byte on, the lowest first, above the nibbles that follow."""
+    high = _fields(blocks[:, at : at + 4], 1).transpose(1, 2).reshape(-1, 32)
+    return _nibble_codes(blocks, at + 4) | high << 4
 
 
-def _q2_k_codes(blocks: Tensor) -> Tensor:
-    return _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
+def _k_pairs(blocks: Tensor, at: int) -> Tensor:
+    """64 bytes from this one on, of two bits each."""
+    return _fields(blocks[:, at : at + 64].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
 
 
 def _q3_k_codes(blocks: Tensor) -> Tensor:
-    low = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
     high = _fields(blocks[:, :32], 1).reshape(-1, SUPER_BLOCK)
-    return low | high << 2
+    return _k_pairs(blocks, 32) | high << 2
 
 
 def _k_nibbles(blocks: Tensor, at: int) -> Tensor:
@@ -195,8 +202,7 @@ def _q5_k_codes(blocks: Tensor) -> Tensor:
 
 def _q6_k_codes(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, SUPER_BLOCK)
-    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
-    return low | high << 4
+    return low | _k_pairs(blocks, 128) << 4
 
 
 def _nvfp4_codes(blocks: Tensor) -> Tensor:
@@ -213,17 +219,18 @@ def _nvfp4_scales(blocks: Tensor) -> Tensor:
     return blocks[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2
 
 
+_scale, _offset = partial(_half, at=0), partial(_half, at=2)
 # By their names in ggml, but for NVFP4: a byte of it holds two neighbours.
 KINDS = {
-    "Q4_0": BlockKind(32, 18, _nibble_codes(2), _halves(0), -8),
-    "Q4_1": BlockKind(32, 20, _nibble_codes(4), _halves(0), offsets=_halves(2)),
-    "Q5_0": BlockKind(32, 22, _q5_codes(2), _halves(0), -16),
-    "Q5_1": BlockKind(32, 24, _q5_codes(4), _halves(0), offsets=_halves(2)),
-    "Q8_0": BlockKind(32, 34, lambda b: b[:, 2:34] ^ 128, _halves(0), -128),
+    "Q4_0": BlockKind(32, 18, partial(_nibble_codes, at=2), _scale, -8),
+    "Q4_1": BlockKind(32, 20, partial(_nibble_codes, at=4), _scale, offsets=_offset),
+    "Q5_0": BlockKind(32, 22, partial(_q5_codes, at=2), _scale, -16),
+    "Q5_1": BlockKind(32, 24, partial(_q5_codes, at=4), _scale, offsets=_offset),
+    "Q8_0": BlockKind(32, 34, lambda b: b[:, 2:34] ^ 128, _scale, -128),
     "Q2_K": BlockKind(
         SUPER_BLOCK,
         84,
-        _q2_k_codes,
+        partial(_k_pairs, at=16),
         lambda b: _half(b, 80) * (b[:, :16] & 15),
         offsets=lambda b: -_half(b, 82) * (b[:, :16] >> 4),
     ),
@@ -237,6 +244,6 @@ KINDS = {
         lambda b: _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8),
         -32,
     ),
-    "MXFP4": BlockKind(32, 17, _nibble_codes(1), _mxfp4_scales, is_fp4=True),
+    "MXFP4": BlockKind(32, 17, partial(_nibble_codes, at=1), _mxfp4_scales, is_fp4=True),
     "NVFP4": BlockKind(16, 9, _nvfp4_codes, _nvfp4_scales, is_fp4=True),
 }

@@ -1,4 +1,5 @@
-"""Reads the header of a GGUF file, and maps its tensors.
+"""Reads the header of a GGUF file, and maps its tensors; names the files of a checkpoint that is
+several: `NAME-00001-of-00003.gguf` and so on.
 
 Every count and length is compared with the remaining bytes before anything is made of it, as a
 header may claim 2^61 elements. A tokenizer has some 300,000 texts, for which the reader of the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from pipespec.errors import ModelError
 if TYPE_CHECKING:  # headers are read without it
     import numpy as np
 
+_PART = re.compile(r"(.+-)(\d{5})-of-(\d{5})\.gguf")
 MAGIC = b"GGUF"
 # More elements of metadata than any tokenizer has; the package takes microseconds for each.
 MOST_ELEMENTS = 1 << 22
@@ -33,6 +36,21 @@ UINT32, STRING, ARRAY = 4, 8, 9
 SMALLEST = {**SCALARS, STRING: 8, ARRAY: 12}
 # A key's length, its type and a value of a byte; a tensor's name, dimensions, type and offset.
 SMALLEST_FIELD, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The names of all files of a checkpoint, given one of them; most have no other."""
+    found = _PART.fullmatch(name)
+    if found is None or not 1 <= int(found[2]) <= int(found[3]):
+        return (name,)
+    return tuple(
+        f"{found[1]}{number:05}-of-{found[3]}.gguf" for number in range(1, int(found[3]) + 1)
+    )
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The files of a checkpoint, given one of them; it is called by the first."""
+    return tuple(path.with_name(name) for name in part_names(path.name))
 
 
 @dataclass(frozen=True, slots=True)

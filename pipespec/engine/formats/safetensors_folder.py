@@ -25,20 +25,14 @@ from pipespec.engine.formats.safetensors_headers import (
     INDEX,
     WEIGHTS,
     Tensor,
+    absent_tensors,
     read_index,
     read_json,
     read_tensors,
     stored_index,
     tensor_ranges,
 )
-from pipespec.engine.formats.slice_tensors import (
-    EMBEDDING_NAME,
-    LAYER,
-    OUTPUT_HEADS,
-    UNUSED,
-    needed,
-    part_of,
-)
+from pipespec.engine.formats.slice_tensors import LAYER, UNUSED, needed, part_of
 from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
 from pipespec.engine.formats.text_part import text_config, text_names, text_type
 from pipespec.engine.formats.tp_cuts import WHOLE_UNITS, CutUnits
@@ -59,13 +53,6 @@ SETTINGS_FILES = (
     "added_tokens.json",
     "merges.txt",
     "chat_template*.jinja",
-)
-# Types whose queries come with as many numbers of a gate.
-_GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-# Types whose layers differ in the number or size of their heads, or that ignore `head_dim`.
-_HEADS_VARY = (
-    *("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash"),
-    "stablelm",
 )
 FOREIGN = "correct it, or fetch the checkpoint again"
 
@@ -138,7 +125,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _all(self) -> dict[str, Tensor]:
-        return self.present | _absent_tensors(self.path, self.raw, self.present)
+        return self.present | absent_tensors(self.path, self.raw, self.present, self.dtype)
 
     def headers(self, parts: Collection[str] | None = None) -> dict[str, Tensor]:
         """The tensors by name, as those of plain weights where these can be made: of these parts
@@ -319,63 +306,6 @@ def view(path: Path, parts: Collection[str]) -> Iterator[Path]:
         index = {"metadata": {}, "weight_map": {name: shard_of[name] for name in names}}
         (Path(folder) / INDEX).write_text(json.dumps(index))
         yield Path(folder)
-
-
-# --- tensors that are not here ----------------------------------------------------------------
-
-
-def _absent_tensors(
-    path: Path, raw: Mapping[str, Any], present: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The headers of the tensors in files that a folder does not hold: they have the shapes of the
-    same tensors in the layers that are here, or those that config.json (`raw`) implies. Raises
-    ModelError if one of them cannot be known."""
-    shard_of = read_index(path) or {}
-    absent = [name for name in shard_of if name not in present and part_of(name) != UNUSED]
-    alike = {inner: each for name, each in present.items() if (inner := _inner(name)) != name}
-    dtype = usual_dtype(present.values()) or "F16"
-    found = {}
-    for name in absent:
-        tensor = alike.get(_inner(name)) or _by_config(raw, name, dtype)
-        if tensor is None:
-            raise ModelError(
-                f"{path} does not hold {shard_of[name]}, and the size of its {name} does not show "
-                "in the other files; put that file there too"
-            )
-        found[name] = tensor
-    return found
-
-
-def _inner(name: str) -> str:
-    """The name of a tensor within its layer."""
-    found = LAYER.search(name)
-    return name if found is None else found[2]
-
-
-def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
-    """A tensor with the shape that config.json implies; None: it implies none."""
-
-    def size(field: str) -> int:
-        return value if type(value := raw.get(field)) is int else 0
-
-    hidden, inner, head_dim = map(size, ("hidden_size", "intermediate_size", "head_dim"))
-    if raw.get("model_type") in _HEADS_VARY or raw.get("qk_rope_head_dim") is not None:
-        head_dim = 0
-    queries = size("num_attention_heads") * head_dim
-    kv = size("num_key_value_heads") * head_dim
-    gated = raw.get("model_type") in _GATED_QUERIES
-    shape: tuple[int, ...] = {
-        "self_attn.q_proj.weight": (2 * queries if gated else queries, hidden),
-        "self_attn.k_proj.weight": (kv, hidden),
-        "self_attn.v_proj.weight": (kv, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }.get(_inner(name), (hidden,) if "norm" in name else ())
-    if EMBEDDING_NAME.search(name) or name.endswith(OUTPUT_HEADS):
-        shape = size("vocab_size"), hidden
-    return Tensor.of(shape, dtype) if shape and all(shape) else None
 
 
 # --- the config of Transformers ---------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights.
+"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights. The
+headers of files that are not here are those of other layers, or what config.json implies.
 
 Of a multimodal checkpoint only the text part is there, by its names (`text_part`).
 """
@@ -15,6 +16,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from pipespec.engine.formats.slice_tensors import (
+    EMBEDDING_NAME,
+    LAYER,
+    OUTPUT_HEADS,
+    UNUSED,
+    part_of,
+)
 from pipespec.engine.formats.text_part import text_names
 from pipespec.errors import ModelError
 from pipespec.system import validation
@@ -27,6 +35,13 @@ CONFIG = "config.json"
 _MAX_HEADER = 100_000_000
 # Bytes of a number of the types of plain weights.
 ITEM = {"F32": 4, "BF16": 2, "F16": 2}
+# Types whose queries come with as many numbers of a gate.
+_GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+# Types whose layers differ in the number or size of their heads, or that ignore `head_dim`.
+_HEADS_VARY = (
+    *("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash"),
+    "stablelm",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +172,59 @@ def _header(file: Path) -> dict[str, Tensor]:
         place = 8 + length + start, 8 + length + stop
         found[name] = Tensor(shape, stop - start, entry["dtype"], file, name, place)
     return found
+
+
+def absent_tensors(
+    path: Path, raw: Mapping[str, Any], present: Mapping[str, Tensor], dtype: str
+) -> dict[str, Tensor]:
+    """The headers of the tensors in files that a folder does not hold: they have the shapes of the
+    same tensors in the layers that are here, or, in `dtype`, those that config.json (`raw`)
+    implies. Raises ModelError if one of them cannot be known."""
+    shard_of = read_index(path) or {}
+    absent = [name for name in shard_of if name not in present and part_of(name) != UNUSED]
+    alike = {inner: each for name, each in present.items() if (inner := _inner(name)) != name}
+    found = {}
+    for name in absent:
+        tensor = alike.get(_inner(name)) or _by_config(raw, name, dtype)
+        if tensor is None:
+            raise ModelError(
+                f"{path} does not hold {shard_of[name]}, and the size of its {name} does not show "
+                "in the other files; put that file there too"
+            )
+        found[name] = tensor
+    return found
+
+
+def _inner(name: str) -> str:
+    """The name of a tensor within its layer."""
+    found = LAYER.search(name)
+    return name if found is None else found[2]
+
+
+def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
+    """A tensor with the shape that config.json implies; None: it implies none."""
+
+    def size(field: str) -> int:
+        return value if type(value := raw.get(field)) is int else 0
+
+    hidden, inner, head_dim = map(size, ("hidden_size", "intermediate_size", "head_dim"))
+    if raw.get("model_type") in _HEADS_VARY or raw.get("qk_rope_head_dim") is not None:
+        head_dim = 0
+    queries = size("num_attention_heads") * head_dim
+    kv = size("num_key_value_heads") * head_dim
+    gated = raw.get("model_type") in _GATED_QUERIES
+    shape: tuple[int, ...] = {
+        "self_attn.q_proj.weight": (2 * queries if gated else queries, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }.get(_inner(name), (hidden,) if "norm" in name else ())
+    if EMBEDDING_NAME.search(name) or name.endswith(OUTPUT_HEADS):
+        shape = size("vocab_size"), hidden
+    return Tensor.of(shape, dtype) if shape and all(shape) else None
 
 
 def _corrupt(file: Path, why: str) -> ModelError:

@@ -136,18 +136,10 @@ _CPU = {
     "backend_cpu_set_use_ref": "pb:",
 }
 # What a library may have been compiled for, and the flag of /proc/cpuinfo that says so.
-_NEEDS = {
-    "cpu_has_avx": "avx",
-    "cpu_has_avx2": "avx2",
-    "cpu_has_fma": "fma",
-    "cpu_has_f16c": "f16c",
-    "cpu_has_bmi2": "bmi2",
-    "cpu_has_avx_vnni": "avx_vnni",
-    "cpu_has_avx512": "avx512f",
-    "cpu_has_avx512_vbmi": "avx512vbmi",
-    "cpu_has_avx512_vnni": "avx512_vnni",
-    "cpu_has_avx512_bf16": "avx512_bf16",
-    "cpu_has_amx_int8": "amx_int8",
+_ALIKE = "avx avx2 fma f16c bmi2 avx_vnni avx512_vnni avx512_bf16 amx_int8"
+_NEEDS = {name: name for name in _ALIKE.split()} | {
+    "avx512": "avx512f",
+    "avx512_vbmi": "avx512vbmi",
 }
 
 
@@ -178,7 +170,7 @@ class Library:
         return [
             flag
             for name, flag in _NEEDS.items()
-            if getattr(self._cpu, f"ggml_{name}")() and flag not in flags
+            if getattr(self._cpu, f"ggml_cpu_has_{name}")() and flag not in flags
         ]
 
     def context(self, tensors: int, graph: int = 0) -> int:

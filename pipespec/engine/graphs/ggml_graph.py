@@ -1,4 +1,5 @@
-"""A whole slice of decoder layers as one graph of ggml.
+"""A whole slice of decoder layers as one graph of ggml. Above 350 lines, as the graph is read with
+the constants that it is made of.
 
 Transformers' forward pass takes a millisecond of Python a layer, which on a CPU is as long as the
 products of a small model. Layers of the pattern
@@ -48,7 +49,7 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _TURNED = {"q_proj", "k_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
-_ACTIVATIONS = {"SiLUActivation": "swiglu_split", "SiLU": "swiglu_split"}
+_ACTIVATIONS = ("SiLUActivation", "SiLU")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ class _Layer:
 
     products: dict[str, _Product]
     norms: dict[str, _Norm | None]
-    activation: str
     keys: compute.Tensor
     values: compute.Tensor
     heads: int
@@ -131,7 +131,12 @@ class SliceGraph:
         self._layers = [self._layer(*each) for each in pairs]
         self._embedding: compute.Tensor | None = None
         if model.is_first:
-            self._embedding = self._embedded(getattr(base, "embed_tokens", None))
+            table = getattr(base, "embed_tokens", None)
+            if isinstance(table, GgmlEmbedding) and table.scale == 1.0:
+                self._embedding = table.weights
+            else:
+                _require(type(table) is nn.Embedding)
+                self._embedding = self._plain(table)
         self._norm = self._norm_of(getattr(base, "norm", None)) if model.is_last else None
         self._planned: OrderedDict[tuple[int, int, Computer], _Planned] = OrderedDict()
 
@@ -142,14 +147,10 @@ class SliceGraph:
         memory[:] = numbers.detach().float().numpy()
         return compute.Tensor(self._library, F32, memory.shape, memory, 0)
 
-    def _embedded(self, module: Any) -> compute.Tensor:
-        if isinstance(module, GgmlEmbedding) and module.scale == 1.0:
-            return module.weights
-        _require(type(module) is nn.Embedding and module.weight.dtype == torch.float32)
-        return self._plain(module.weight)
-
-    def _plain(self, weight: Tensor) -> compute.Tensor:
-        return matrix(self._library, "F32", weight.detach().numpy(), tuple(weight.shape))
+    def _plain(self, module: Any) -> compute.Tensor:
+        _require(hasattr(module, "weight") and module.weight.dtype == torch.float32)
+        weight = module.weight.detach()
+        return matrix(self._library, "F32", weight.numpy(), tuple(weight.shape))
 
     def _product(self, module: Any) -> tuple[_Product, Tensor | None]:
         """The matrix of a linear layer, and the order of its rows."""
@@ -157,9 +158,8 @@ class SliceGraph:
         if type(module) is GgmlLinear:
             weights, order = module.weights, module.order
         else:
-            _require(isinstance(module, nn.Linear) and hasattr(module, "weight"))
-            _require(module.weight.dtype == torch.float32)
-            weights = self._plain(module.weight)
+            _require(isinstance(module, nn.Linear))
+            weights = self._plain(module)
         bias = module.bias
         if bias is not None and order is not None:
             stored = torch.empty_like(bias)
@@ -171,13 +171,6 @@ class SliceGraph:
         _require(type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"))
         return _Norm(self._constant(module.weight), float(module.variance_epsilon))
 
-    def _head_norm(self, module: Any, dim: int) -> _Norm | None:
-        if module is None:
-            return None
-        found = self._norm_of(module)
-        _require(found.weight.shape == (dim,))
-        return found
-
     def _layer(self, module: Any, state: AttentionState) -> _Layer:
         _require(_children(module) == _LAYER)
         attention, mlp, own = module.self_attn, module.mlp, state.layer
@@ -185,8 +178,7 @@ class SliceGraph:
         options, pool = own.options, own.pool
         _require(_children(attention) - _HEAD_NORMS == _ATTENTION)
         _require(_children(mlp) - {"act_fn"} == _MLP)
-        activation = _ACTIVATIONS.get(type(mlp.act_fn).__name__, "")
-        _require(activation != "")
+        _require(type(mlp.act_fn).__name__ in _ACTIVATIONS)
         special = (options.window, options.softcap, options.sinks, options.chunk)
         _require(all(each is None for each in (*special, state.temperature, state.kv_heads)))
         _require(pool.keys.dtype == pool.values.dtype == torch.float32)
@@ -197,8 +189,9 @@ class SliceGraph:
         turned = found["q_proj"][1]
         _require(all(order is None or name in _TURNED for name, (_, order) in found.items()))
         norms: dict[str, _Norm | None] = {
-            name: self._head_norm(modules.get(name), dim) for name in _HEAD_NORMS
+            name: self._norm_of(modules[name]) if name in modules else None for name in _HEAD_NORMS
         }
+        _require(all(each is None or each.weight.shape == (dim,) for each in norms.values()))
         _require(turned is None or not any(norms.values()))
         norms |= {name: self._norm_of(getattr(module, name)) for name in _LAYER_NORMS}
         keys, values = (
@@ -210,7 +203,6 @@ class SliceGraph:
         return _Layer(
             products={name: product for name, (product, _) in found.items()},
             norms=norms,
-            activation=activation,
             keys=keys,
             values=values,
             heads=own.heads,
@@ -318,8 +310,7 @@ class SliceGraph:
             seen = lib.reshape_2d(context, seen, layer.heads * layer.dim, rows)
             x = lib.add(context, product(seen, by["o_proj"]), x)
             y = norm(x, norms["post_attention_layernorm"])
-            activate = getattr(lib, layer.activation)
-            y = activate(context, product(y, by["gate_proj"]), product(y, by["up_proj"]))
+            y = lib.swiglu_split(context, product(y, by["gate_proj"]), product(y, by["up_proj"]))
             x = lib.add(context, product(y, by["down_proj"]), x)
         x = norm(x, self._norm)
         output = empty(rows, self._hidden_size)

@@ -1,17 +1,22 @@
-"""Checks of headers against the config that the model's own class (`building.check_fit`) does not
-make, or makes for plain weights alone."""
+"""Checks of headers against the config: by the model's own class (`require_fit`), and those that it
+does not make, or makes for plain weights alone."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.formats.architectures import count_field
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.errors import ModelError
+from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import shown
 
 REMEDY = "fetch the checkpoint again"
@@ -68,3 +73,28 @@ def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], coun
                 f"{path} holds {name}, but {field} in config.json is {shown(count)}, so "
                 f"the model would be decoded without this layer; correct config.json, or {REMEDY}"
             )
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """The cached result of `require_fit`."""
+
+
+def require_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Raise ModelError unless the model's own class accepts plain weights with these headers
+    (`building.check_fit`). Success is cached, like the config."""
+    described = sorted((name, each.shape, each.dtype) for name, each in tensors.items())
+    depends = {
+        "config": checkpoint.files.raw,
+        "headers": hashlib.sha256(repr(described).encode()).hexdigest(),
+        "strict": strict,
+        "transformers": importlib.metadata.version("transformers"),
+    }
+
+    def make() -> _Fits:
+        from pipespec.engine.checkpoint import building  # torch and Transformers
+
+        building.check_fit(checkpoint, tensors, strict=strict)
+        return _Fits()
+
+    cached_call("fits", _Fits, depends, make)

@@ -5,8 +5,6 @@ No weight is loaded, so that a checkpoint that cannot be used is refused before 
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -31,6 +29,7 @@ from pipespec.engine.inspection.header_checks import (
     check_eos,
     check_floats,
     check_heads,
+    require_fit,
 )
 from pipespec.engine.inspection.model_config import (
     ModelFacts,
@@ -42,7 +41,6 @@ from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, auto
 from pipespec.engine.slice.tp_shares import tp_shares
 from pipespec.engine.tensor_parallel.tp_divisibility import require_tp_divisible
 from pipespec.errors import ModelError
-from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import shown
 
 # The type in which weights of few bits are computed, unless another is asked for.
@@ -142,10 +140,9 @@ class CheckpointInfo(ModelFacts):
         """The sizes in memory of weights of this type and quantization."""
         stored, item = self.stored, ITEM_BYTES[self.compute_dtype(dtype)]
         # All weights that are not quantised are stored in the type of the embedding.
-        growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
-        layers = stored.layers
+        one = stored.embedding / (self.vocab_size * self.hidden_size)
+        layers, growth = stored.layers, item / one
         if quantization is not None and quantization == self.storage.kept_format:
-            one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
                 for size, kept in zip(layers, self.storage.kept_layers, strict=True)
@@ -189,23 +186,18 @@ class CheckpointInfo(ModelFacts):
         it has."""
         shares, item = tp_shares(self.path, members), ITEM_BYTES[self.compute_dtype(dtype)]
         weights = sum(shares.common[layers.start : layers.stop]) * item
-        split = self.tp_plan_splits_kv
-        kept = sum(shares.kv_heads) if split else members * self.kv_heads
+        kept = sum(shares.kv_heads) if self.tp_plan_splits_kv else members * self.kv_heads
         return weights, kept - self.kv_heads
-
-    def kv_size_per_member(self, members: int) -> int:
-        """`kv_size` on each of `members` tensor-parallel devices, at most."""
-        if members == 1 or not self.tp_plan_splits_kv:
-            return self.kv_size
-        return self.kv_size // self.kv_heads * max(tp_shares(self.path, members).kv_heads)
 
     def kv_bytes(self, dtype: str, kv_dtype: str, members: int = 1) -> int:
         """Bytes of K and V of a token in one layer, on each of `members` devices at most; `dtype`
         is that of the activations, `kv_dtype` one of KV_DTYPES."""
-        numbers = self.kv_size_per_member(members)
+        numbers, heads = self.kv_size, self.kv_heads
+        if members > 1 and self.tp_plan_splits_kv:
+            heads = max(tp_shares(self.path, members).kv_heads)
+            numbers = self.kv_size // self.kv_heads * heads
         if kv_dtype == KV_PLAIN:
             return numbers * ITEM_BYTES[dtype]
-        heads = numbers * self.kv_heads // self.kv_size
         return numbers + 2 * heads * KV_SCALE_BYTES
 
     def kv_layers(self, layers: range) -> int:
@@ -248,24 +240,22 @@ class CheckpointInfo(ModelFacts):
     def check_quantization(self, name: str, quantization: str | None) -> None:
         """Raise ModelError if the checkpoint cannot be quantised so; `name` is that of the
         setting."""
+        if quantization is None:
+            return
         already = self.storage.quantization or self.storage.dequantized_from
         if already is not None:
-            if quantization is not None:
-                raise ModelError(
-                    f"{self.path} is quantised already, by {already}; leave {name} out"
-                )
-        elif quantization is not None:
-            if self.matrices.experts:
-                raise ModelError(
-                    f"the experts of {self.path} cannot be quantised while they load; leave "
-                    f"{name} out, or name a checkpoint that is quantised already"
-                )
-            how = QUANTIZATIONS[quantization]
-            if self.matrices.width % how.block or self.matrices.height % how.pack:
-                raise ModelError(
-                    f"{quantization} needs matrices of multiples of {how.pack} by {how.block}, but "
-                    f"{self.path} has others; choose another {name}"
-                )
+            raise ModelError(f"{self.path} is quantised already, by {already}; leave {name} out")
+        if self.matrices.experts:
+            raise ModelError(
+                f"the experts of {self.path} cannot be quantised while they load; leave {name} "
+                "out, or name a checkpoint that is quantised already"
+            )
+        how = QUANTIZATIONS[quantization]
+        if self.matrices.width % how.block or self.matrices.height % how.pack:
+            raise ModelError(
+                f"{quantization} needs matrices of multiples of {how.pack} by {how.block}, but "
+                f"{self.path} has others; choose another {name}"
+            )
 
     def require_quantizer(self, name: str, quantization: str | None) -> None:
         """Raise ModelError unless this machine has the packages that this takes."""
@@ -308,7 +298,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     mask_token, parallel_tokens = parallel_draft(path, raw)
     if plain:
         # Some quantisers store a bias of zeros where a model has none.
-        _require_fit(checkpoint, tensors, strict=storage.dequantized_from is None)
+        require_fit(checkpoint, tensors, strict=storage.dequantized_from is None)
     return CheckpointInfo(
         **{each.name: getattr(config, each.name) for each in fields(ModelFacts)},
         path=path,
@@ -357,28 +347,3 @@ def _measure(
         )
     stored = Sizes(tuple(layers), embedding.num_bytes, head)
     return embedding, stored, Matrices(tuple(matrices), height, width, experts)
-
-
-@dataclass(frozen=True)
-class _Fits:
-    """The cached result of `check_fit`."""
-
-
-def _require_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Raise ModelError unless the model's own class accepts plain weights with these headers
-    (`building.check_fit`). Success is cached, like the config."""
-    described = sorted((name, each.shape, each.dtype) for name, each in tensors.items())
-    depends = {
-        "config": checkpoint.files.raw,
-        "headers": hashlib.sha256(repr(described).encode()).hexdigest(),
-        "strict": strict,
-        "transformers": importlib.metadata.version("transformers"),
-    }
-
-    def make() -> _Fits:
-        from pipespec.engine.checkpoint import building  # torch and Transformers
-
-        building.check_fit(checkpoint, tensors, strict=strict)
-        return _Fits()
-
-    cached_call("fits", _Fits, depends, make)

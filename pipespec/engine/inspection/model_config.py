@@ -103,7 +103,7 @@ def _by_transformers(path: Path) -> StoredConfig:
         num_layers=getattr(config, count_field(config.model_type)),
         hidden_size=config.hidden_size,
         context=_context(config),
-        kv_size=_kv_size(config),
+        kv_size=max(map(_kv_size, _layers(config))),
         kv_heads=max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
         has_kv=layers_with_kv(config),
         has_state=layers_with_state(config),
@@ -161,17 +161,13 @@ def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]
             yield from _numbers(prefix, inner, depth - 1)
 
 
-def _kv_size(config: Any) -> int:
-    """The most numbers that K and V of a token have in one layer."""
-    return max(map(_kv_size_of_layer, _layers(config)))
-
-
 def _layers(config: Any) -> Sequence[Any]:
     """The config of each layer if they differ, or that of all."""
     return config.per_layer_config if config.is_heterogeneous else (config,)
 
 
-def _kv_size_of_layer(config: Any) -> int:
+def _kv_size(config: Any) -> int:
+    """How many numbers K and V of a token have in a layer."""
     heads = config.num_attention_heads
     if config.model_type == "mimo_v2_flash":  # sliding layers have twice the heads
         return int(2 * config.num_key_value_heads * (config.head_dim + config.v_head_dim))

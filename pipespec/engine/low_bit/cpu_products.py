@@ -41,15 +41,6 @@ Product = Callable[[Tensor], Tensor]
 USUAL, PACKED, GGML = "usual", "packed", "ggml"
 
 
-def _usual(weight: Tensor) -> Product:
-    return lambda rows: functional.linear(rows, weight)
-
-
-def _swapped(weight: Tensor) -> Product:
-    """Some libraries read the weights once for it."""
-    return lambda rows: torch.mm(weight, rows.t()).t()
-
-
 def _packed(weight: Tensor) -> Product:
     """Weights as oneDNN reads them, an opaque tensor of as many bytes."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), SIZES[-1])
@@ -68,8 +59,9 @@ def _by_ggml(weight: Tensor) -> Product:
 # By name, what makes the product of weights `[out, in]`. Raises RuntimeError or AttributeError if
 # this machine cannot.
 WAYS: dict[str, Callable[[Tensor], Product]] = {
-    USUAL: _usual,
-    "swapped": _swapped,
+    USUAL: lambda weight: lambda rows: functional.linear(rows, weight),
+    # Some libraries read the weights once for it.
+    "swapped": lambda weight: lambda rows: torch.mm(weight, rows.t()).t(),
     PACKED: _packed,
     GGML: _by_ggml,
 }

@@ -126,18 +126,11 @@ def _replace_experts(
         if (found := MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
             _replace_stacks(module, by_layer[int(found[1])], path, make, parts)
         elif path in stacked:
-            _replace_transposed(module, stacked[path], make)
-
-
-def _replace_transposed(
-    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: LayerMaker
-) -> None:
-    """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
-    for stack, sources in stacks.items():
-        _, inputs, out = getattr(module, stack).shape
-        delattr(module, stack)
-        setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
-    use_loop(module)
+            for stack, sources in stacked[path].items():
+                _, inputs, out = getattr(module, stack).shape
+                delattr(module, stack)
+                setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
+            use_loop(module)
 
 
 def _replace_stacks(

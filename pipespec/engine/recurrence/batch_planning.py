@@ -225,14 +225,10 @@ class _Inputs:
         found = np.zeros((len(nodes), self._history), np.int64)
         for row in nodes.tolist():
             above = tree.above(row, self._history)
-            above = above[: self._depth(tree, row)]
+            above = above[: int(tree.ancestors[row].sum()) - 1 - tree.num_committed]  # the nodes
             rest = range(end - 1, end - 1 - self._history + len(above), -1)
             found[tree.rows[row] - first] = [*above, *map(self._at, rest)]
         return found
-
-    def _depth(self, tree: _Tree, row: int) -> int:
-        """How many ancestors of a node are nodes."""
-        return int(tree.ancestors[row].sum()) - 1 - tree.num_committed
 
     def tail(self, end: int) -> list[int]:
         """Those of the last of the first `end` tokens of the text, the oldest first."""

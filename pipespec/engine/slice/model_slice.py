@@ -117,7 +117,10 @@ class ModelSlice:
         self._steps = StepTimes()
         self.any_attention = attention == select.AUTO
         self.attention, self.products, self.refused = "given", cpu_products.USUAL, list[str]()
-        self._allocate()
+        # One row lets every layer allocate its pool: too little memory shows at load.
+        position, slot = torch.zeros(1, dtype=torch.long), np.zeros(1, np.int64)
+        row = position if self.is_first else torch.zeros(1, self.hidden_size, dtype=self.dtype)
+        self.forward(row, position, causal_plan(slot[:0], slot))
         if isinstance(attention, str):
             name, backend, self.refused = self._select(attention)
             self.set_backend(name, backend)
@@ -300,15 +303,6 @@ class ModelSlice:
 
     def random_hidden(self, rows: int) -> Tensor:
         return torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
-
-    def _allocate(self) -> None:
-        """Run one row, so that every layer allocates its pool: too little memory shows at load."""
-        position = torch.zeros(1, dtype=torch.long)
-        row = position
-        if not self.is_first:
-            row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
-        slot = np.zeros(1, np.int64)
-        self.forward(row, position, causal_plan(slot[:0], slot))
 
     # --- its attention --------------------------------------------------------------------------
 

@@ -48,7 +48,11 @@ def sliced_class(
         leave_out_indexers(base)
         for i in range(len(base.layers)):
             if i not in layers:
-                base.layers[i] = _placeholder(base.layers[i])
+                scales = getattr(getattr(base.layers[i], "mamba", None), "mup_vector", None)
+                base.layers[i] = empty = nn.Identity()
+                if isinstance(scales, Tensor):  # Falcon H1 fills it in all layers
+                    empty.mamba = nn.Identity()
+                    empty.mamba.register_buffer("mup_vector", scales, persistent=False)
         if not is_last:
             norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
             setattr(base, norm, nn.Identity())
@@ -72,16 +76,6 @@ def sliced_class(
             "_keys_to_ignore_on_load_missing": [rf"^{_SPARED}\."],
         },
     )
-
-
-def _placeholder(layer: nn.Module) -> nn.Module:
-    """What stands for a layer of another slice: it has no weights."""
-    empty = nn.Identity()
-    scales = getattr(getattr(layer, "mamba", None), "mup_vector", None)
-    if isinstance(scales, Tensor):  # Falcon H1 fills it in all layers
-        empty.mamba = nn.Identity()
-        empty.mamba.register_buffer("mup_vector", scales, persistent=False)
-    return empty
 
 
 def drop_placeholders(model: PreTrainedModel, layers: range) -> None:

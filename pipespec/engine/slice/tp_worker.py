@@ -120,15 +120,10 @@ class TPDriver:
         """Broadcast a batch to the workers. Raises `RankFailed`."""
         self._group.broadcast(_pack(inputs, plan, self._pages))
 
-    def logits(self, hidden: Tensor) -> None:
-        """Let the workers compute the logits of hidden states. Raises `RankFailed`."""
-        self._send_hidden(LOGITS, hidden)
-
-    def best_tokens(self, hidden: Tensor) -> None:
-        """The same of the tokens with the largest logits. Raises `RankFailed`."""
-        self._send_hidden(BEST_TOKENS, hidden)
-
-    def _send_hidden(self, kind: int, hidden: Tensor) -> None:
+    def head(self, hidden: Tensor, *, best: bool) -> None:
+        """Let the workers compute the logits of hidden states, or with `best` the tokens with the
+        largest. Raises `RankFailed`."""
+        kind = BEST_TOKENS if best else LOGITS
         self._group.broadcast(_bytes(np.array([kind, len(hidden)])))
         self._group.gather(hidden)
 

@@ -36,8 +36,7 @@ class Driver(Protocol):
     """Lets the other members compute what this one computes; the calls raise `RankFailed`."""
 
     def batch(self, inputs: Tensor, plan: AttentionPlan) -> None: ...
-    def logits(self, hidden: Tensor) -> None: ...
-    def best_tokens(self, hidden: Tensor) -> None: ...
+    def head(self, hidden: Tensor, *, best: bool) -> None: ...
 
 
 class WholeSlice:
@@ -131,14 +130,14 @@ class TPMember(WholeSlice):
 
     def logits(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         if self.driver is not None:
-            self.driver.logits(hidden)
+            self.driver.head(hidden, best=False)
         return gather_columns(self.group, compute(hidden), self.plan.vocabulary)
 
     def best_tokens(
         self, hidden: Tensor, compute: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         if self.driver is not None:
-            self.driver.best_tokens(hidden)
+            self.driver.head(hidden, best=True)
         return gather_best(self.group, compute(hidden), self.plan.vocabulary)
 
     def least(self, mine: int) -> int:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_parts import part_names
+from pipespec.engine.formats.gguf_file import part_names
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.file_lock import lock_file
@@ -78,7 +78,7 @@ class Repository:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Repository:
-        """The inverse of `as_json`. Raises KeyError, TypeError, AttributeError."""
+        """The inverse of `asdict`. Raises KeyError, TypeError, AttributeError."""
         files = {name: StoredFile(*each) for name, each in value["files"].items()}
         return cls(value["repo"], value["commit"], value["path"], files)
 

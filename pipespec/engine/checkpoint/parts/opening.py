@@ -24,8 +24,7 @@ from pipespec.engine.checkpoint.parts.folder import (
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
 from pipespec.engine.checkpoint.parts.range_source import RangeSource
 from pipespec.engine.formats.gguf import GgufFiles, is_gguf
-from pipespec.engine.formats.gguf_file import header_ends
-from pipespec.engine.formats.gguf_parts import part_names
+from pipespec.engine.formats.gguf_file import header_ends, part_names
 from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 from pipespec.engine.formats.safetensors_headers import (
     CONFIG,

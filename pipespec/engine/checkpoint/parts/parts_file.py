@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from pipespec.engine.formats import gguf
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_file import GgufFile
 from pipespec.engine.formats.safetensors_headers import tensor_ranges
 from pipespec.errors import ModelError
 
@@ -168,7 +169,9 @@ def place_of(block: int, size: int) -> Range:
 
 def ranges_of(file: Path) -> Mapping[str, Range]:
     """Where each tensor of a weight file is, by its name in the file. Raises ModelError."""
-    return gguf.tensor_ranges(file) if gguf.is_gguf(file) else tensor_ranges(file)
+    if not is_gguf(file):
+        return tensor_ranges(file)
+    return {name: (each.start, each.stop) for name, each in GgufFile(file).tensors.items()}
 
 
 def record_of(path: Path) -> Path:

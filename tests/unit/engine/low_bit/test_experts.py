@@ -11,8 +11,8 @@ import torch
 from gguf import GGMLQuantizationType, dequantize
 from torch import nn
 
+from pipespec.engine.formats.gguf_blocks import GgmlWeights
 from pipespec.engine.ggml import library
-from pipespec.engine.ggml.formats import GgmlWeights
 from pipespec.engine.ggml.self_test import quantised
 from pipespec.engine.low_bit.experts import GgmlExperts, loop_over_experts, stacked, use_loop
 from pipespec.engine.slice.model_slice import ModelSlice
