@@ -21,7 +21,7 @@ from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.draft_reader import read_answers
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
-from pipespec.extras.plan.machine_profile import Profile
+from pipespec.extras.plan.pipeline_times import Profile
 from pipespec.extras.plan.recorded_draft import DraftRecord
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposers.draft_model import DraftModelConfig

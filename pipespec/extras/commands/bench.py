@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.extras.bench.comparison import Comparison
     from pipespec.extras.bench.figures import BenchResult
-    from pipespec.extras.plan.machine_profile import Profile
+    from pipespec.extras.plan.pipeline_times import Profile
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
