@@ -180,7 +180,10 @@ class Controller(RequestLog):
                 self._read_announcement(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
-        self._send_report(self.rank, request, stats)
+        keys = self._keys
+        names = (keys.epoch, keys.request(request), keys.reports(request))
+        text = json.dumps(stats)
+        self._send("report", names, self._epoch, self.rank, text, KEEP_FINISHED_S)
 
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
         """Publishes the draft tokens that the head schedules of a lossy sequence in a step."""
