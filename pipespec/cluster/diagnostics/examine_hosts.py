@@ -42,10 +42,10 @@ class Report:
     `unchecked` are the hosts that are started by hand.
     """
 
+    findings: Sequence[Finding]
+    unchecked: Sequence[str]
     hosts: Mapping[str, HostReport]
     links: Sequence[LinkReport]
-    findings: Sequence[Finding]
-    unchecked: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,13 +53,7 @@ class Report:
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
-            "unchecked": list(self.unchecked),
-            "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
-            "links": [asdict(link) for link in self.links],
-        }
+        return {"ok": self.ok, **asdict(self)}
 
 
 def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
@@ -91,7 +85,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             if name and (can_be_fetched(name) or examination.comes_from_another_host(part, name))
         ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
-        return Report(examination.seen, links, findings, hosts_file.by_hand)
+        return Report(findings, hosts_file.by_hand, examination.seen, links)
 
 
 def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
