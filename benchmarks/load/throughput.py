@@ -29,6 +29,7 @@ from benchmarks.common import experiment, plot, run_options
 from benchmarks.common.experiment import names, numbers
 from pipespec.config.compose import compose
 from pipespec.config.schema import Config
+from pipespec.extras.bench.arrivals import Load
 from pipespec.extras.bench.dataset import Sample, load
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
@@ -181,7 +182,7 @@ def measured(
             result = bench(
                 config,
                 samples,
-                concurrency=requests,
+                load=Load(requests),
                 prompt_tokens=options.prompt_tokens,
                 on_done=lambda done, of: shown.update(task, completed=done, total=of),
             )

@@ -24,7 +24,7 @@ from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.measurement import bench
 from pipespec.extras.bench.profiling import profile
 from pipespec.extras.plan.advice import DecodingMethod, Prediction, predict
-from pipespec.extras.plan.machine_profile import Profile
+from pipespec.extras.plan.pipeline_times import Profile
 
 ALL_TEXTS = 10**6  # more tokens than the texts have
 

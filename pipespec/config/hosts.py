@@ -134,10 +134,6 @@ class HostsFile:
     def by_hand(self) -> tuple[str, ...]:
         return tuple(host.name for host in self.hosts if host.by_hand)
 
-    def devices_of(self, worker: str) -> tuple[str, ...]:
-        """The devices that compute the rank of a worker that can hold one, its own first."""
-        return tuple(map(self.device_of, self.members_of(worker)))
-
     def host(self, name: str) -> Host:
         return next(host for host in self.hosts if host.name == name)
 

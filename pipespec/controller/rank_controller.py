@@ -8,11 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipespec.controller.draft_token_message import (
-    END_OF_SEQUENCE,
-    pack_draft_tokens,
-    unpack_draft_tokens,
-)
+import numpy as np
+
 from pipespec.controller.log_records import entries_of, unpack_request
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
@@ -40,6 +37,9 @@ KEEP_PUBLISHED_S = 10
 CANCEL = b"CANCEL "
 # The entry of a ready list that lua/includes/notify_head.lua makes.
 ARRIVED = b"ARRIVED"
+# The draft tokens with which the head ends a lossy sequence: the last stage, which may still have
+# its rows, waits for no more.
+END_OF_SEQUENCE = DraftTokens(2**62, *np.empty((3, 0), np.int64))
 
 
 class Controller(RequestLog):
@@ -180,10 +180,15 @@ class Controller(RequestLog):
                 self._read_announcement(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
-        self._send_report(self.rank, request, stats)
+        keys = self._keys
+        names = (keys.epoch, keys.request(request), keys.reports(request))
+        text = json.dumps(stats)
+        self._send("report", names, self._epoch, self.rank, text, KEEP_FINISHED_S)
 
     def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
-        """Publishes the draft tokens that the head schedules of a lossy sequence in a step."""
+        """Publishes the draft tokens that the head schedules of a lossy sequence in a step. The
+        rule of acceptance chooses among the children of the newest token, whose rows are still in
+        earlier stages: the last stage has them about as many steps ahead as there are stages."""
         key = self._keys.draft_tokens(self._epoch, sequence)
         self._pipe.send(
             "XADD", key, "MAXLEN", "~", MAX_OPEN_STEPS, "*", "draft", pack_draft_tokens(draft)
@@ -315,3 +320,17 @@ class Controller(RequestLog):
         if task.step > self._completed.get(task.kind, -1):
             self._ready[task.id] = payload
         return True
+
+
+def pack_draft_tokens(draft: DraftTokens) -> bytes:
+    """Little-endian int64: the step; then parents, tokens, and the bits of the log-probabilities,
+    as many of each."""
+    logps = draft.logps.astype("<f8").view("<i8")
+    columns = (draft.parents, draft.tokens, logps)
+    return np.concatenate(([draft.step], *columns)).astype("<i8").tobytes()
+
+
+def unpack_draft_tokens(payload: bytes) -> DraftTokens:
+    numbers = np.frombuffer(payload, "<i8")
+    parents, tokens, logps = numbers[1:].reshape(3, -1)
+    return DraftTokens(int(numbers[0]), parents, tokens, logps.view("<f8"))

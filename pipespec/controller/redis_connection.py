@@ -65,14 +65,10 @@ class RedisConnection:
         if is_pinned(url):
             pool.connection_class = PinnedConnection
         self._connection = pool.make_connection()
-        self.open()
-
-    def open(self) -> None:
-        self._answered = False
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
-            raise explain(self._url, error, self._timeout) from None
+            raise explain(url, error, timeout) from None
 
     def send(self, *command: Any) -> None:
         """Sends a command; `drain` or `call` will see its reply."""

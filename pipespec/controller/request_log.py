@@ -3,7 +3,6 @@ cluster; everything else can be rebuilt from it."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -106,17 +105,6 @@ class RequestLog(RedisClient):
             reason,
             KEEP_FINISHED_S,
             *("" if known is None else known for known in (prefill_ns, cached)),
-        )
-
-    def _send_report(self, rank: int, request: int, stats: dict[str, Any]) -> None:
-        keys = self._keys
-        self._send(
-            "report",
-            (keys.epoch, keys.request(request), keys.reports(request)),
-            self._epoch,
-            rank,
-            json.dumps(stats),
-            KEEP_FINISHED_S,
         )
 
     def _send(self, script: str, keys: Sequence[str], *arguments: Any) -> None:

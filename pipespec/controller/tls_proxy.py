@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from pipespec.controller.certificate import TlsFiles
@@ -38,6 +38,7 @@ HANDSHAKE_S = 5.0
 LOG = "tls.log"
 # Another process may take a port between the check that it is free and the server's bind.
 PORT_ATTEMPTS = 5
+CHUNK_BYTES = 2**16
 # Connections that wait to be accepted; as many as Redis allows.
 BACKLOG = 511
 # A host that is gone without a word, as when it loses power, is noticed within half a minute.
@@ -227,76 +228,35 @@ class TlsProxy:
         return reason
 
 
-class _ProxyEnd(asyncio.Protocol):
-    """One of two connections, each of which gets what comes from the other."""
-
-    other: _ProxyEnd
-    transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self.other.transport is not None:
-            self.other.transport.write(data)
-
-    def connection_lost(self, _: Exception | None) -> None:
-        if self.other.transport is not None:
-            self.other.transport.close()
-
-    def pause_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.resume_reading()
-
-
-class _HostEnd(_ProxyEnd):
-    """The side of a host, whose handshake is done."""
-
-    def __init__(self, target: str, tasks: set[asyncio.Task[None]]):
-        self.other = _ProxyEnd()
-        self.other.other = self
-        self._target, self._tasks = target, tasks
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        assert self.transport is not None
-        connection = transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEP_ALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.transport.pause_reading()
-        task = asyncio.get_running_loop().create_task(self._connect())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self) -> None:
-        assert self.transport is not None
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.create_unix_connection(lambda: self.other, self._target)
-        except OSError:  # Redis is being started again; the host tries again, too
-            self.transport.close()
-            return
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
-        elif self.other.transport is not None:
-            self.other.transport.close()
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while chunk := await source.read(CHUNK_BYTES):
+            target.write(chunk)
+            await target.drain()
+    target.close()
 
 
 async def _serve(target: str, cert: str, key: str, descriptors: Sequence[int]) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(cert, key)
-    loop = asyncio.get_running_loop()
-    tasks: set[asyncio.Task[None]] = set()
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A host, whose handshake is done."""
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        try:
+            answers, asked = await asyncio.open_unix_connection(target)
+        except OSError:  # Redis is being started again; the host tries again, too
+            writer.close()
+            return
+        await asyncio.gather(_pass_on(reader, asked), _pass_on(answers, writer))
+
     for descriptor in descriptors:
-        await loop.create_server(
-            lambda: _HostEnd(target, tasks),
+        await asyncio.start_server(
+            meet,
             sock=socket.socket(fileno=descriptor),
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_S,

@@ -13,9 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.log_records import CANCELLED, Accepted
-from pipespec.controller.rank_controller import Controller
+from pipespec.controller.rank_controller import END_OF_SEQUENCE, Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver
 from pipespec.core import GRAMMAR, Batch, Request, Verdict

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
-from operator import mul
+from operator import add, mul
 
 # Six integers of 8 bytes describe a row (`pipespec.transport.wire`).
 ROW_HEADER_BYTES = 48
@@ -86,7 +86,8 @@ class Needs:
     @cached_property
     def before(self) -> tuple[int, ...]:
         """Bytes of weights and KV of the first i layers, for i from 0 to all."""
-        return tuple(accumulate(self.whole_layers, initial=0))
+        kept = self.kv_layer_bytes or (0,) * len(self.layer_bytes)
+        return tuple(accumulate(map(add, self.layer_bytes, kept), initial=0))
 
     @cached_property
     def kinds_before(self) -> tuple[tuple[int, ...], ...]:
@@ -97,11 +98,6 @@ class Needs:
             counts[kind] += 1
             found.append(tuple(counts))
         return tuple(found)
-
-    @property
-    def whole_layers(self) -> tuple[int, ...]:
-        kept = self.kv_layer_bytes or (0,) * len(self.layer_bytes)
-        return tuple(map(sum, zip(self.layer_bytes, kept, strict=True)))
 
     def fixed_bytes(self, *, first: bool, last: bool) -> int:
         """What a stage holds whatever its layers are."""

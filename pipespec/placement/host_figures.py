@@ -128,9 +128,6 @@ class Figures:
             ) from error
         return found
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def _numbers(value: Any) -> Iterator[Number]:
     if isinstance(value, Number):

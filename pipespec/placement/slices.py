@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from pipespec.errors import ConfigError
@@ -37,10 +37,7 @@ def split_evenly(num_layers: int, num_stages: int) -> list[range]:
 
 def slices(sizes: Iterable[int]) -> list[range]:
     """Contiguous ranges from 0 on, of these sizes."""
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return [range(start, stop) for start, stop in pairwise(ends)]
+    return [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 @dataclass(frozen=True)

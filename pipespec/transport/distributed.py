@@ -19,11 +19,13 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +33,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
+from pipespec.system.liveness import Waiting
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.spin_wait import spin_until
 from pipespec.transport.encryption import SEAL_BYTES, Seal, link_key
-from pipespec.transport.gloo_waits import GlooWait
 from pipespec.transport.rendezvous_store import RENDEZVOUS_TIMEOUT_S
 from pipespec.transport.transport import LinkKind
 from pipespec.transport.wire import Wire, token
@@ -211,7 +213,7 @@ class DistributedTransport:
 
     def abort(self) -> None:
         """Close the links from another thread: a thread that waits in `send` or `recv` gets
-        RankFailed, unless a part of its message is on its way (`pipespec.transport.gloo_waits`).
+        RankFailed, unless a part of its message is on its way (`GlooWait`).
         gloo has no call for this, but it closes a link on which a receive has timed out."""
         self._close_links()
         if self._nccl is not None:
@@ -256,6 +258,24 @@ class DistributedTransport:
             with GlooWait():
                 self._outbox[0][0].wait(FOREVER)
             self._outbox.pop(0)
+
+
+class GlooWait(Waiting):
+    """While its block runs, this thread waits in gloo. gloo does not release every wait when a
+    neighbour dies or a link is closed. In torch 2.13, a message that is partly sent or received
+    belongs to no list of pending operations, so neither the end of the connection nor an abort
+    reaches who waits for it (gloo, tcp/pair.cc, `Pair::signalException`).
+    `pipespec.cluster.ranks.heartbeat` looks whether a thread that it has aborted still waits."""
+
+    since: ClassVar[dict[int, float]] = {}  # on the monotonic clock, by thread
+
+    def __enter__(self) -> None:
+        self.since[threading.get_ident()] = time.monotonic()
+        super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.since.pop(threading.get_ident(), None)
 
 
 def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:

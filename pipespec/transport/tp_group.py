@@ -14,8 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
-from pipespec.transport.distributed import FOREVER, close_link, gloo_group, raises_rank_failed
-from pipespec.transport.gloo_waits import GlooWait
+from pipespec.transport.distributed import (
+    FOREVER,
+    GlooWait,
+    close_link,
+    gloo_group,
+    raises_rank_failed,
+)
 
 _TAG = 1
 _LENGTH = 8  # bytes in front of a message that say how many follow

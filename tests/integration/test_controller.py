@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.controller import epoch_control
-from pipespec.controller.draft_token_message import END_OF_SEQUENCE
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.lua_scripts import ERRORS, evalsha, load_scripts
-from pipespec.controller.rank_controller import MAX_OPEN_STEPS, Controller
+from pipespec.controller.rank_controller import END_OF_SEQUENCE, MAX_OPEN_STEPS, Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.controller.task_graph import (

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def place() -> Endpoint:
 
 
 def test_probe_listener_accepts_only_clients_with_the_token(place: Endpoint) -> None:
-    with PeerConnection(place, "beta", TOKEN) as peer:
+    with closing(PeerConnection(place, "beta", TOKEN)) as peer:
         assert peer.round_trip() > 0
         assert peer.burst(0.0) > 0
     for wrong in ("x" * 64, TOKEN[:-1] + "x"):

@@ -21,7 +21,7 @@ from pipespec.controller.membership import LEASE_S, Epoch, Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
-from pipespec.transport.gloo_waits import GlooWait
+from pipespec.transport.distributed import GlooWait
 from tests.helpers.waiting import until
 
 NAMESPACE = "heartbeat"

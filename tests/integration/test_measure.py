@@ -4,7 +4,7 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -199,7 +199,7 @@ def test_figures_of_something_else_are_refused(figures, hosts_file, settings, ch
 
 def stored(figures, folder):
     file = folder / "figures.json"
-    file.write_text(json.dumps({"figures": figures.as_json()}))
+    file.write_text(json.dumps({"figures": asdict(figures)}))
     return str(file)
 
 

@@ -151,9 +151,6 @@ class Deployment:
             stage_devices=self.stage_devices or tuple(stages),
         )
 
-    def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
-        return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
-
     def name_of(self, info: CheckpointInfo) -> str:
         return next(name for name, each in self.models if each is info)
 

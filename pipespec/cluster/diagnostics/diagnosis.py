@@ -6,9 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
-from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
+from pipespec.cluster.diagnostics.findings import (
+    Finding,
+    HostReport,
+    LinkReport,
+    model_findings,
+)
 from pipespec.cluster.diagnostics.inventory import PACKAGES, Inventory
-from pipespec.cluster.diagnostics.model_findings import model_findings
 from pipespec.cluster.diagnostics.probe import Listening, Reachability
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.formats.slice_tensors import listed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +21,9 @@ from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import PROTOCOL, Link, Listening
-from pipespec.cluster.host_link import failures, programs
-from pipespec.config.hosts import Host, HostsFile
+from pipespec.cluster.host_link import failures
+from pipespec.cluster.host_link.programs import Conversation
+from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
@@ -42,10 +42,10 @@ class Report:
     `unchecked` are the hosts that are started by hand.
     """
 
+    findings: Sequence[Finding]
+    unchecked: Sequence[str]
     hosts: Mapping[str, HostReport]
     links: Sequence[LinkReport]
-    findings: Sequence[Finding]
-    unchecked: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,13 +53,7 @@ class Report:
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
-            "unchecked": list(self.unchecked),
-            "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
-            "links": [asdict(link) for link in self.links],
-        }
+        return {"ok": self.ok, **asdict(self)}
 
 
 def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
@@ -91,7 +85,7 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             if name and (can_be_fetched(name) or examination.comes_from_another_host(part, name))
         ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
-        return Report(examination.seen, links, findings, hosts_file.by_hand)
+        return Report(findings, hosts_file.by_hand, examination.seen, links)
 
 
 def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
@@ -130,27 +124,17 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     return out
 
 
-class _Probe:
-    """A probe on a host: requests go to its standard input, answers come from its output."""
-
-    def __init__(self, host: Host, opened: ExitStack) -> None:
-        """It ends with `opened`. Raises HostFailed if it cannot even be started."""
-        self._host = host
-        self._stderr = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is closed with the stack
-        self._process = programs.start_module(host, MODULE, stderr=self._stderr)
-        opened.callback(self._end)
+class _Probe(Conversation):
+    """A probe on a host."""
 
     def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
         """The answer to a request. Raises HostFailed when none comes."""
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Timer(timeout, process.kill)
+        late = threading.Timer(timeout, self.end)
         late.start()
         began = time.monotonic()
+        self.write(json.dumps({"do": request, **fields}))
         with suppress(OSError):  # it has ended
-            process.stdin.write(json.dumps({"do": request, **fields}).encode() + b"\n")
-            process.stdin.flush()
-            for line in process.stdout:
+            for line in self._output:
                 with suppress(Unreadable):  # a login script may have printed something
                     answer = parse_json(line)
                     if isinstance(answer, dict) and answer.keys() == {"value"}:
@@ -158,24 +142,8 @@ class _Probe:
                         return answer["value"]
         late.cancel()
         if time.monotonic() - began >= timeout:
-            raise failures.late(self._host, "the probe", timeout)
-        code = self._end()
-        self._stderr.seek(0)
-        raise failures.failure(self._host, MODULE, code, self._stderr.read())
-
-    def close_input(self) -> None:
-        assert self._process.stdin is not None
-        with suppress(OSError):  # it has ended already
-            self._process.stdin.close()
-
-    def _end(self) -> int:
-        """Its exit code."""
-        self.close_input()
-        end = threading.Timer(STOP_TIMEOUT_S, self._process.kill)
-        end.start()
-        code = self._process.wait()
-        end.cancel()
-        return code
+            raise failures.late(self.host, "the probe", timeout)
+        raise self.silence()
 
 
 class _Examination(ExitStack):
@@ -218,7 +186,8 @@ class _Examination(ExitStack):
 
     def start_probe(self, name: str) -> None:
         host, seen = self._hosts.host(name), self.seen[name]
-        probe = self._probes[name] = _Probe(host, self)
+        probe = self.enter_context(_Probe(host, MODULE, STOP_TIMEOUT_S))
+        self._probes[name] = probe
         if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"

@@ -1,11 +1,23 @@
-"""The results of `pipespec doctor`: reports on hosts and links, and findings."""
+"""The results of `pipespec doctor`: reports on hosts and links, and findings, here those on models:
+missing, incomplete, or unlike those of the others. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import Link, Listening
+from pipespec.config.hosts import HostsFile
+from pipespec.engine.checkpoint.fingerprint import Fingerprint
+from pipespec.engine.formats.safetensors_headers import CONFIG, INDEX
+from pipespec.engine.formats.slice_tensors import described, listed, parts_of
+from pipespec.errors import ConfigError
+from pipespec.placement.slices import split_evenly
+
+COMES = "the host gets what it computes when the cluster starts, or by `pipespec cache fetch`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +48,116 @@ class LinkReport(Link):
 
     source: str
     to: str
+
+
+def model_findings(
+    hosts_file: HostsFile, inventories: Mapping[str, Inventory], fetchable: Collection[str]
+) -> Iterator[Finding]:
+    """What is wrong with the target, the draft and the mid-size model; `fetchable`: those of which
+    hosts get what they lack when a cluster starts."""
+    for part in ("target", "draft", "mid"):
+        found = {
+            name: inventory.models[part]
+            for name, inventory in inventories.items()
+            if part in inventory.models
+        }
+        usable = {name: model for name, model in found.items() if model.problem is None}
+        # Without a place for the draft in the file, one host that has it is enough, and one that
+        # is not examined may.
+        nowhere = not usable and not hosts_file.by_hand
+        needed = part == "target" or hosts_file.draft is not None or nowhere
+        for name, model in found.items():
+            comes = part in fetchable and getattr(hosts_file.host(name), part) is None
+            if name not in usable:
+                absent = model.problem == "is missing"
+                sentence: str | None = _lacking(part, name, model, comes=comes and absent)
+                comes = comes and absent
+            else:
+                sentence = _incomplete(hosts_file, part, name, model, comes=comes)
+            if sentence is not None and not (comes and not needed):
+                yield Finding(needed and not comes, (name,), sentence)
+        yield from _different(part, usable)
+
+
+def _different(part: str, usable: Mapping[str, Fingerprint]) -> Iterator[Finding]:
+    """Models whose files are others than on most hosts."""
+    usual = Counter((model.config, model.index) for model in usable.values()).most_common(1)
+    sizes: dict[str, Counter[int]] = {}
+    for model in usable.values():
+        for file, size in (model.shards or {}).items():
+            sizes.setdefault(file, Counter())[size] += 1
+    usual_sizes = {file: counts.most_common(1)[0][0] for file, counts in sizes.items()}
+    differ = {}
+    for name, model in usable.items():
+        unusual = any(usual_sizes[file] != size for file, size in (model.shards or {}).items())
+        others = (
+            (CONFIG, model.config != usual[0][0][0]),
+            (INDEX, model.index != usual[0][0][1]),
+            ("the sizes of its weight files", unusual),
+        )
+        differ[name] = [what for what, other in others if other]
+    same = [name for name in usable if not differ[name]]
+    for name in (name for name in usable if differ[name] and same):
+        yield Finding(
+            part == "target",
+            (name, *same),
+            f"The {part} {usable[name].folder} on {name} is another than on {listed(same)}: "
+            f"{listed(differ[name])} differ; copy the folder from {same[0]}.",
+        )
+
+
+def _lacking(part: str, name: str, model: Fingerprint, *, comes: bool) -> str:
+    if comes:
+        return f"The {part} {model.folder} on {name} {model.problem}; {COMES}."
+    hub = model.folder.count("/") == 1 and model.folder[0] not in "/~."
+    remedy = f"run `hf download {model.folder}` there" if hub else "copy it there"
+    return (
+        f"The {part} {model.folder} on {name} {model.problem}; {remedy}, or set `{part}` of the "
+        "host to its path."
+    )
+
+
+def _incomplete(
+    hosts_file: HostsFile, part: str, name: str, model: Fingerprint, *, comes: bool
+) -> str | None:
+    """What a host's model lacks of the layers that the hosts file gives the host, as a sentence;
+    None: nothing."""
+    if not model.absent:
+        return None
+    needed = _needed(hosts_file, name, model) if part == "target" else None
+    lacking = {
+        file: parts
+        for file, held in model.absent.items()
+        if (parts := [each for each in held if needed is None or each in needed])
+    }
+    if not lacking:
+        return None
+    files = sorted(lacking)
+    more = f" and {len(files) - 1} more" if files[1:] else ""
+    names = {each for held in lacking.values() for each in held}
+    whose = "of its layers" if needed is not None else "which the head computes"
+    remedy = COMES if comes else "copy the files there"
+    if needed is not None and not comes:
+        remedy += ", or give the host other layers with `split`"
+    return (
+        f"The {part} {model.folder} on {name} lacks {files[0]}{more}, {whose} "
+        f"({described(names)}); {remedy}."
+    )
+
+
+def _needed(hosts_file: HostsFile, name: str, model: Fingerprint) -> set[str] | None:
+    """The parts of the target that a host's stages compute if nothing is measured; None: all."""
+    stages = hosts_file.ranks[1:]
+    if model.num_layers is None:
+        return None
+    try:
+        sizes = hosts_file.split or [
+            len(each) for each in split_evenly(model.num_layers, len(stages))
+        ]
+    except ConfigError:
+        return None
+    found: set[str] = set()
+    for worker, size, end in zip(stages, sizes, accumulate(sizes), strict=True):
+        if hosts_file.host_of(worker).name == name:
+            found |= parts_of(range(end - size, end), model.num_layers, tied=model.tied)
+    return found

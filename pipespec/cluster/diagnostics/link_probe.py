@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self
 
 CONNECT_TIMEOUT_S = 2.5  # long enough for one lost packet
 PEER_TIMEOUT_S = 5.0
@@ -82,12 +81,6 @@ class PeerConnection:
         if who != name:
             self.close()
             raise NotReached("stranger", who or None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._answers.close()

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -107,7 +108,7 @@ def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
     interface = None if leads is None else leads.name
     for place in (*others, last):
         try:
-            with link_probe.PeerConnection(place, name, token) as peer:
+            with closing(link_probe.PeerConnection(place, name, token)) as peer:
                 if place is last:
                     round_trip = peer.round_trip()
                     speed = LinkSpeed(1e3 * round_trip, peer.burst(round_trip))

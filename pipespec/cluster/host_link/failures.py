@@ -15,7 +15,8 @@ NOT_FOUND = 127
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
     """The error for `module`, which has ended with `returncode` on the host."""
-    line = _last_line(stderr)
+    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines()]
+    line = next((line.rstrip(".") for line in reversed(lines) if line), "")
     if returncode == NO_CONNECTION and host.has_joined:
         line += "; run `pipespec join` there again, with a new token"
     if returncode == NO_CONNECTION and not host.local:
@@ -40,8 +41,3 @@ def late(host: Host, module: str, timeout: float) -> HostFailed:
         f"{host.name}: {module} did not answer within {timeout:g} s; check the load of the host "
         "and the link to it"
     )
-
-
-def _last_line(stderr: bytes) -> str:
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines()]
-    return next((line.rstrip(".") for line in reversed(lines) if line), "")

@@ -11,28 +11,23 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Loop:
-    """Begins with its first use, and does not keep the interpreter alive."""
-
-    def __init__(self) -> None:
-        self._beginning = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        with self._beginning:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                run = self._loop.run_forever
-                threading.Thread(target=run, name="host links", daemon=True).start()
-            return self._loop
+_beginning = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
 
 
-_THE_LOOP = _Loop()
+def _begun() -> asyncio.AbstractEventLoop:
+    """It begins with its first use, and does not keep the interpreter alive."""
+    global _loop
+    with _beginning:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="host links", daemon=True).start()
+        return _loop
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine beside the caller, which may cancel it."""
-    return asyncio.run_coroutine_threadsafe(work, _THE_LOOP.get())
+    return asyncio.run_coroutine_threadsafe(work, _begun())
 
 
 def call(work: Coroutine[Any, Any, T]) -> T:
@@ -47,4 +42,4 @@ def call(work: Coroutine[Any, Any, T]) -> T:
 
 def soon(function: Callable[..., object], *args: Any) -> None:
     """Call a function in the loop, without waiting for it."""
-    _THE_LOOP.get().call_soon_threadsafe(function, *args)
+    _begun().call_soon_threadsafe(function, *args)

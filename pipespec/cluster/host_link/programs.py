@@ -16,8 +16,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from contextlib import ExitStack, suppress
+from typing import IO, TYPE_CHECKING, Any, Self, TypeAlias
 
 from pipespec.cluster.host_link import loop
 from pipespec.cluster.host_link.failures import ALIVE_COUNT, failure, late
@@ -74,6 +77,60 @@ def start_module(
         return subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=stderr, **options)
     except (OSError, ValueError) as error:
         raise _cannot_run(host, line[0], error) from error
+
+
+class Conversation:
+    """A module that runs on a host and is asked in lines, until the block ends; it may take
+    `ending_s` seconds to end. Raises HostFailed if it cannot even be started."""
+
+    def __init__(self, host: Host, module: str, ending_s: float) -> None:
+        self.host, self._module, self._ending_s = host, module, ending_s
+        self._writing = threading.Lock()
+        with ExitStack() as opened:
+            self._errors = opened.enter_context(tempfile.TemporaryFile())
+            self._process = start_module(host, module, stderr=self._errors)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._input = self._process.stdin
+            self._output = opened.enter_context(self._process.stdout)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_input()
+        if self.failure(self._ending_s) is None:
+            self.end()
+            self._process.wait()
+        self._opened.close()
+
+    def write(self, line: str) -> None:
+        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()
+
+    def close_input(self) -> None:
+        with suppress(OSError):  # it has ended already
+            self._input.close()
+
+    def end(self) -> None:
+        """End it at once; who waits for it gets an error."""
+        self._process.kill()
+
+    def failure(self, within_s: float) -> HostFailed | None:
+        """Why it ends within so many seconds; None: it does not."""
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        self._errors.seek(0)
+        return failure(self.host, self._module, code, self._errors.read())
+
+    def silence(self) -> HostFailed:
+        """Why its output has ended; so has it then."""
+        found = self.failure(self._ending_s)
+        self.end()
+        return found or HostFailed(f"{self.host.name}: {self._module} answers no more")
 
 
 def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002

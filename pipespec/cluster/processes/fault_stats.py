@@ -88,10 +88,6 @@ class FaultStats:
             self.counts[RESUMPTION_NS] += round((now - self._silent_since) * 1e9)
             self.silent_lengths = {}
 
-    def stop_waiting(self) -> None:
-        """Drop a resumption that cannot end, as no request is left."""
-        self.silent_lengths = {}
-
     def _count(self) -> None:
         if not self._counted:
             self.counts[f"{FAULTS}/{self.faults[-1].kind}"] += 1

@@ -16,7 +16,7 @@ from typing import Self
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 from pipespec.system.liveness import Waiting, progress
-from pipespec.transport.gloo_waits import waiting_since
+from pipespec.transport.distributed import GlooWait
 
 # Seconds between two renewals of the lease, and between two attempts to reach a lost Redis.
 RENEW_S = 0.4
@@ -171,7 +171,7 @@ class Heartbeat:
         with self._changed:
             if self._aborted is None:
                 return
-            since, now = waiting_since(self._aborted), time.monotonic()
+            since, now = GlooWait.since.get(self._aborted), time.monotonic()
             known, seen_s, seen_at = self._stuck
             same = since is not None and since == known
             self._stuck = since, seen_s + min(now - seen_at, RENEW_S) if same else 0.0, now

@@ -193,9 +193,9 @@ class Recovery:
             self._latest_reason = f"{death.worker} ended ({death.how})"
             # A worker that had not joined this epoch joins it when it is started again, or has
             # done so already: the report of a death can arrive after its replacement has joined.
-            if self._pids.has_joined(death):
+            if death.of(self._pids.current):
                 reasons.append((death.kind, self._latest_reason))
-            elif self._pids.had_joined(death):
+            elif death.of(self._pids.previous):
                 self._stats.reclassify(death.kind)
                 self._publish_faults()
         if num_joined < len(self._assignment.workers):
@@ -258,7 +258,7 @@ class Recovery:
             lengths = shared.lengths(self._stats.silent_lengths)
             self._stats.update_lengths(lengths, time.monotonic())
             if shared.idle():
-                self._stats.stop_waiting()
+                self._stats.silent_lengths = {}  # no request is left
         if self._stats.counts != self._published_counts:
             shared.count(self._stats.counts)
             self._published_counts = Counter(self._stats.counts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
-from pipespec.cluster.processes.agent_handle import WorkerDeath
 from pipespec.controller.membership import Membership
 
 # Seconds without a sign after which a worker is lost, and without one in which it alone can give
@@ -67,11 +66,12 @@ class WorkerLeases:
 
 
 class JoinedPids:
-    """The process ids of the workers that have joined this epoch, `current`, and the last one."""
+    """The process ids of the workers that have joined this epoch, `current`, and the last one,
+    `previous`."""
 
     def __init__(self) -> None:
         self.current: dict[str, int] = {}
-        self._previous: dict[str, int] = {}  # of those that joined the last epoch
+        self.previous: dict[str, int] = {}  # of those that joined the last epoch
 
     def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
         joined = shared.attached(epoch)
@@ -85,12 +85,4 @@ class JoinedPids:
         return len(joined)
 
     def begin_epoch(self) -> None:
-        self._previous, self.current = self.current, {}
-
-    def has_joined(self, death: WorkerDeath) -> bool:
-        """Whether the process that died had joined this epoch."""
-        return death.of(self.current)
-
-    def had_joined(self, death: WorkerDeath) -> bool:
-        """Whether the process that died had joined the last epoch."""
-        return death.of(self._previous)
+        self.previous, self.current = self.current, {}

@@ -32,7 +32,6 @@ from pipespec.cluster.weights.peer import (
     Peer,
     PeerSource,
     at_once,
-    connected,
     lock_folders,
 )
 from pipespec.cluster.weights.plan import HUB, Block, parts_needed, plan_round
@@ -132,7 +131,7 @@ def distribute_weights(
             threading.Thread(target=stop, daemon=True).start()
         for host in far:
             if needs[host.name]:
-                work.add(stack.enter_context(connected(host, on_progress)), needs[host.name])
+                work.add(stack.enter_context(Peer(host, on_progress)), needs[host.name])
         whole = at_once(work.peers, work.prepare)
         own: dict[str, set[str]] = {}
         for host in filter(shares_caches, deployment.hosts):
@@ -141,7 +140,7 @@ def distribute_weights(
         lacking = {kind for kind, parts in own.items() if models[kind].lacks(parts)}
         if lacking or not all(whole):
             asked = lacking.union(*(peer.needs for peer in work.peers))
-            launcher = stack.enter_context(connected(here, on_progress))
+            launcher = stack.enter_context(Peer(here, on_progress))
             work.add(launcher, {kind: own.get(kind, set()) for kind in sorted(asked)})
             work.prepare(launcher)
             work.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.weights.plan import parts_needed
@@ -52,8 +53,8 @@ def on_this_host(
     for kind, info in deployment.models[1:]:
         given = getattr(host, kind)
         if given is not None or (kind in needed and kind in deployment.shared):
-            own = inspect(str(here(Path(info.path), given, kind)))
-            deployment = deployment.with_model(kind, own)
+            own: dict[str, Any] = {kind: inspect(str(here(Path(info.path), given, kind)))}
+            deployment = replace(deployment, **own)
     return deployment
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.weights.local import shares_caches
-from pipespec.cluster.weights.peer import Peer, PeerSource, at_once, connected
+from pipespec.cluster.weights.peer import Peer, PeerSource, at_once
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint.model_path import can_be_fetched
@@ -56,7 +56,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         return found
 
     with ExitStack() as stack:
-        answers = at_once([stack.enter_context(connected(host)) for host in others], describe)
+        answers = at_once([stack.enter_context(Peer(host)) for host in others], describe)
         # Of several hosts that have one, the first in the hosts file.
         found = {kind: each for answer in reversed(answers) for kind, each in answer.items()}
         for kind in errors.keys() - found.keys():

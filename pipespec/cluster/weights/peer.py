@@ -7,16 +7,13 @@ import base64
 import json
 import random
 import secrets
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from pipespec.cluster.host_link import failures, programs
+from pipespec.cluster.host_link.programs import Conversation
 from pipespec.cluster.weights.host import ALIVE_S, lines_of
 from pipespec.cluster.weights.local import shares_caches
 from pipespec.cluster.weights.plan import Block
@@ -40,8 +37,8 @@ OnWarning = Callable[[str], None]
 Needs = Mapping[str, set[str]]
 
 
-class Peer:
-    """The process of a host.
+class Peer(Conversation):
+    """The process of a host, which ends with the block. Raises HostFailed.
 
     Attributes:
         needs: the parts that it fetches of each model.
@@ -51,26 +48,26 @@ class Peer:
         wanted: the bytes that it lacked.
     """
 
-    def __init__(
-        self, host: Host, process: programs.Program, errors: IO[bytes], on: OnProgress
-    ) -> None:
-        assert process.stdout is not None
-        self.name, self.host = host.name, host
+    def __init__(self, host: Host, on_progress: OnProgress = lambda *_: None) -> None:
+        super().__init__(host, MODULE, ENDING_S)
+        self.name = host.name
         self.needs: Needs = {}
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
         self.url: str | None = None
-        self.over = threading.Event()
-        self._process, self._errors, self._on_progress = process, errors, on
-        self._lines = lines_of(process.stdout)
-        self._calling, self._writing = threading.Lock(), threading.Lock()
+        self._on_progress, self._lines = on_progress, lines_of(self._output)
+        self._calling, self._over = threading.Lock(), threading.Event()
         self._moved = self.wanted = 0
         threading.Thread(target=self._show_life, daemon=True).start()
+
+    def __exit__(self, *details: object) -> None:
+        self._over.set()
+        super().__exit__(*details)
 
     def call(self, do: str, **arguments: Any) -> Any:
         """What a function of the host returns. Raises ModelError, HostFailed."""
         with self._calling:
-            self._write(json.dumps({"do": do, **arguments}))
+            self.write(json.dumps({"do": do, **arguments}))
             for line in self._lines:
                 found = json.loads(line)
                 if "moved" in found:
@@ -80,9 +77,7 @@ class Peer:
                     raise ModelError(f"{prefix}{found['error']}")
                 else:
                     return found["result"]
-        failure = self.failure(ENDING_S)
-        self.end()
-        raise failure or HostFailed(f"{self.name}: {MODULE} answers no more")
+        raise self.silence()
 
     def moved(self, count: int) -> None:
         """It has got so many bytes more."""
@@ -97,33 +92,14 @@ class Peer:
                 f"{own_version()}; install the same on all hosts"
             )
 
-    def end(self) -> None:
-        """End its process; who waits for it gets an error."""
-        self._process.kill()
-
-    def failure(self, within_s: float) -> HostFailed | None:
-        """Why its process ends within so many seconds; None: it does not."""
-        try:
-            code = self._process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            return None
-        self._errors.seek(0)
-        return failures.failure(self.host, MODULE, code, self._errors.read())
-
     def note(self, has: Sequence[tuple[str, str, int, str | None]]) -> None:
         """These blocks are here, with their hashes."""
         self.has.update({(kind, file, number): sha for kind, file, number, sha in has})
         self.lacks -= self.has.keys()
 
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with self._writing, suppress(OSError, ValueError):  # its end is read from its output
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
-
     def _show_life(self) -> None:
-        while not self.over.wait(ALIVE_S):
-            self._write("")
+        while not self._over.wait(ALIVE_S):
+            self.write("")
 
 
 class PeerSource(RangeSource):
@@ -140,25 +116,6 @@ class PeerSource(RangeSource):
         if len(found := base64.b64decode(data)) != stop - start:
             raise ModelError(f"{self.name}: {file} has changed; start again")
         sink(found)
-
-
-@contextmanager
-def connected(host: Host, on_progress: OnProgress = lambda *_: None) -> Iterator[Peer]:
-    """The process of a host, which ends with the block. Raises HostFailed."""
-    with tempfile.TemporaryFile() as errors:
-        process = programs.start_module(host, MODULE, stderr=errors)
-        assert process.stdin is not None and process.stdout is not None
-        peer = Peer(host, process, errors, on_progress)
-        try:
-            yield peer
-        finally:
-            peer.over.set()
-            with suppress(OSError):
-                process.stdin.close()
-            if peer.failure(ENDING_S) is None:
-                process.kill()
-                process.wait()
-            process.stdout.close()
 
 
 def at_once(

@@ -55,3 +55,6 @@ class Load:
         chance = Random(0)
         came = list(accumulate(chance.expovariate(1.0) for _ in range(count)))
         return [at / came[-1] * count / self.request_rate for at in came]
+
+
+ONE_AT_A_TIME = Load(1)

@@ -17,7 +17,7 @@ from pipespec.client.request_settings import group
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError
-from pipespec.extras.bench.arrivals import Load
+from pipespec.extras.bench.arrivals import ONE_AT_A_TIME
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import measure, started
@@ -25,7 +25,6 @@ from pipespec.extras.bench.measurement import measure, started
 POLICY, REQUEST_POLICIES = "policy", "request_policies"
 # A comma that stands in no list.
 BETWEEN = re.compile(r",(?![^\[]*\])")
-ONE_AT_A_TIME = Load.of(1)
 COPIED = ("mean_tbt_ms", "hit_rate", "rows_per_step", "overruns")
 
 

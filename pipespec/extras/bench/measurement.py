@@ -18,7 +18,7 @@ from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
-from pipespec.extras.bench.arrivals import Load
+from pipespec.extras.bench.arrivals import ONE_AT_A_TIME, Load
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
@@ -33,9 +33,7 @@ READ_REPORTS_S = 600.0
 def bench(
     config: Config,
     samples: Sequence[Sample],
-    *,
-    concurrency: int | None = None,
-    request_rate: float | None = None,
+    load: Load = ONE_AT_A_TIME,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
@@ -43,16 +41,15 @@ def bench(
     """Decode all samples on one cluster, started for them.
 
     Args:
-        concurrency, request_rate: when requests are handed in (`Load.of`); the times
-            of one that is held back count from when it is handed in. The head decodes
-            `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
+        load: when requests are handed in; the times of one that is held back count from when it is
+            handed in. The head decodes `scheduler.max_num_seqs` at once; what the others wait is
+            part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.
 
     Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """
-    load = Load.of(concurrency, request_rate)
     with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
         result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
         run.reports += reports
@@ -99,14 +96,11 @@ def bench_on(
     client: Client,
     settings: RequestSettings,
     samples: Sequence[Sample],
-    *,
-    concurrency: int | None = None,
-    request_rate: float | None = None,
+    load: Load = ONE_AT_A_TIME,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> BenchResult:
     """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
-    load = Load.of(concurrency, request_rate)
     check(samples, prompt_tokens)
     prompts = encode(client.served, settings, samples, prompt_tokens)
     return measure(client, settings, samples, prompts, load, on_done)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import reduce
 from itertools import accumulate
 from operator import add
@@ -21,7 +21,7 @@ from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.draft_reader import read_answers
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench
-from pipespec.extras.plan.machine_profile import Profile
+from pipespec.extras.plan.pipeline_times import Profile
 from pipespec.extras.plan.recorded_draft import DraftRecord
 from pipespec.extras.plan.simulation import simulate_texts
 from pipespec.head.proposers.draft_model import DraftModelConfig
@@ -62,7 +62,7 @@ def profile(
     record = read_answers(decide(config), speculating.requests, candidates, bars[BARS[4]])
     found = combine(config, plain, speculating, record)
     if figures is not None:
-        found = replace(found, figures=figures.as_json())
+        found = replace(found, figures=asdict(figures))
     return with_wide_hop(found, config, speculating)
 
 

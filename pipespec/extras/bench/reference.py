@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipespec.config.compose import compose
 from pipespec.errors import PipespecError
+from pipespec.extras.bench.arrivals import Load
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.measurement import bench
 
@@ -23,7 +24,6 @@ def record_reference(
     path: str | Path,
     *overrides: str,
     prompt_tokens: int | None = None,
-    on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Write what the target says after every prompt: the truth of `proposer=synthetic`.
 
@@ -49,9 +49,8 @@ def record_reference(
     done = bench(
         replace(config, decode=decode),
         samples,
-        concurrency=min(len(samples), config.scheduler.max_num_seqs),
+        load=Load(min(len(samples), config.scheduler.max_num_seqs)),
         prompt_tokens=prompt_tokens,
-        on_done=on_done,
     )
     # The source takes the first text that begins with a prompt. Where one prompt begins
     # another, the shorter one must not find the text of the longer.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.extras.bench.comparison import Comparison
     from pipespec.extras.bench.figures import BenchResult
-    from pipespec.extras.plan.machine_profile import Profile
+    from pipespec.extras.plan.pipeline_times import Profile
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     forms = [name for name in names if getattr(arguments, name) is not None]
     if len(forms) > 1:
         raise ConfigError(f"--{forms[0]} and --{forms[1]} cannot be combined; leave one out.")
-    load = {"concurrency": arguments.concurrency, "request_rate": arguments.request_rate}
-    Load.of(**load)  # what is wrong is said before anything is read
+    # What is wrong is said before anything is read.
+    load = Load.of(arguments.concurrency, arguments.request_rate)
     for option in ("output", "profile"):
         if getattr(arguments, option) is not None:
             check_new_file(f"--{option}", getattr(arguments, option))
@@ -136,12 +136,11 @@ def measured(
     samples: Sequence[dataset.Sample],
     settings: list[str],
     on: str | None,
-    load: Mapping[str, Any],
+    load: Load,
     prompt_tokens: int | None,
 ) -> tuple[BenchResult, tuple[str, ...]]:
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
-    that the running one was started with. `load` are arguments of `arrivals.Load.of`."""
-    given = {**load, "prompt_tokens": prompt_tokens}
+    that the running one was started with."""
     if on is not None:
         from pipespec.client import registry
         from pipespec.client.request_settings import RequestSettings
@@ -151,7 +150,8 @@ def measured(
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
         with attach(running) as client, progress("decoding") as (on_done,):
-            return bench_on(client, chosen, samples, **given, on_done=on_done), running.overrides
+            how = load, prompt_tokens, on_done
+            return bench_on(client, chosen, samples, *how), running.overrides
 
     from pipespec.config.compose import compose
 
@@ -160,7 +160,7 @@ def measured(
     from pipespec.extras.bench.measurement import bench
 
     with progress("loading", "decoding") as (on_loaded, on_done):
-        return bench(config, samples, **given, on_loaded=on_loaded, on_done=on_done), ()
+        return bench(config, samples, load, prompt_tokens, on_done, on_loaded), ()
 
 
 def _compare(

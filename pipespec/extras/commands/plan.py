@@ -190,7 +190,7 @@ def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
 def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """Every decoding method on a pipeline whose times are known."""
     from pipespec.extras.plan.advice import Layout
-    from pipespec.extras.plan.machine_profile import Profile
+    from pipespec.extras.plan.pipeline_times import Profile
 
     if any(text.startswith("model.") for text in settings):
         raise ConfigError("Models are planned from their names with --gpus; give --gpus too.")

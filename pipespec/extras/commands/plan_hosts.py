@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.console.terminal import progress, show, table_of, write
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         }
         said = [table(placement, figures), *_sentences(placement, figures)]
     if arguments.json:
-        answer["figures"] = figures.as_json()
+        answer["figures"] = asdict(figures)
         write(json.dumps(answer, allow_nan=False, indent=2) + "\n")
         return 0
     lines = [f"{name}: {flow(value)}" for name, value in answer["hosts"].items()]

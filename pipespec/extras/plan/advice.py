@@ -198,7 +198,6 @@ def predict_all(
     accuracy: Accuracy | DraftRecord,
     *,
     num_tokens: int,
-    seed: int = 0,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Prediction]:
     """What each of the methods will do on each of the layouts, the fastest first.
@@ -223,9 +222,7 @@ def predict_all(
         else:
             break
         layout, method = cells[place]
-        found[place] = predict(
-            method, layout.machine, accuracy, num_tokens=tokens, seed=seed, layout=layout
-        )
+        found[place] = predict(method, layout.machine, accuracy, num_tokens=tokens, layout=layout)
         on_done(done, max(len(cells) + (REFINED if coarse < num_tokens else 0), done))
     return sorted(found.values(), key=lambda each: each.tbt_ms)
 

@@ -1,13 +1,24 @@
-"""How long the stages, the draft and the links of a planned pipeline take."""
+"""How long the stages, the draft and the links of a planned pipeline take, and what `pipespec plan`
+is told of them and of the draft: by options, or by a JSON file.
+
+    {"stages": 8, "stage_ms": ["1:37.8", "64:41"], "hop_ms": 1.0, "draft_ms": 9.5,
+     "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
+
+Every entry may be missing. `pipespec bench --profile` writes one from what it measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.extras.emulation.machine import TimeCurve
-from pipespec.limits import MAX_MS, check_number
+from pipespec.extras.emulation.machine import TimeCurve, experts_of, point, with_experts
+from pipespec.extras.emulation.synthetic_proposer import Accuracy
+from pipespec.extras.plan.recorded_draft import DraftRecord, TextRecord
+from pipespec.limits import MAX_MS, MAX_STAGES, check_number, check_whole
+from pipespec.system.validation import Unreadable, from_fields, read_json
 
 NO_HOP = TimeCurve(((1, 0.0),))
 
@@ -62,3 +73,112 @@ class Machine:
         rows."""
         counts = [rows] * self.num_stages
         return [*map(sum, zip(self.stage_ms(counts), self.hop_ms(counts), strict=True))]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
+    RTX 3090, and a draft that is right at once for 81 of 100 tokens.
+
+    Attributes:
+        stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
+        hop_ms, draft_ms: a time for any rows or nodes, or a list like that of a stage.
+        experts: of each layer, chosen by a row, their share of a row's time and, if known, the
+            overlap of the choices of rows; empty: the model is dense.
+        slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
+            `stage_ms` was measured: of every stage, or one such number for each stage.
+        overlap: the draft works while the stages compute; false: while they wait, as a draft does
+            that shares a device with the only stage.
+        texts: what the draft proposed along each text; its accuracy, in place of the curve.
+        about: of what and when it was measured.
+        figures: what was measured of hosts, for `pipespec plan HOSTS.yaml`.
+    """
+
+    stages: int = 8
+    stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
+    hop_ms: float | Sequence[str | float] = 0.0
+    draft_ms: float | Sequence[str | float] = 0.0
+    curve: Sequence[str] = ("1:0.81", "8:0.99")
+    spread: float = 0.5
+    experts: Sequence[float] = ()
+    slot_ms: float | Sequence[float] = 0.0
+    slots: float | Sequence[float] = 0.0
+    overlap: bool = True
+    texts: Sequence[TextRecord] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: str) -> Profile:
+        """Raises ConfigError."""
+        try:
+            return from_fields(cls, read_json(file, pipe=True))
+        except Unreadable as error:
+            raise ConfigError(
+                f"The profile {file!r} cannot be read: {error}; see docs/planning.md."
+            ) from error
+
+    def replaced(self, **values: Any) -> Profile:
+        """With every value that is not None in place of its own."""
+        return replace(self, **{name: v for name, v in values.items() if v is not None})
+
+    def machine(self) -> Machine:
+        """Raises ConfigError."""
+        stages = tuple(_curve("stage_ms", points) for points in self._points_of_stages())
+        if self.experts:
+            of_layer = experts_of("experts", self.experts)
+            stages = tuple(with_experts(curve, *of_layer) for curve in stages)
+        hop, draft = (
+            _curve(name, [times] if isinstance(times, int | float) else times)
+            for name, times in (("hop_ms", self.hop_ms), ("draft_ms", self.draft_ms))
+        )
+        return Machine(stages, hop, draft, overlap=self.overlap)
+
+    def at_context(self, tokens: int) -> Profile:
+        """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
+        slot_ms, slots = (self._of_stages(name) for name in ("slot_ms", "slots"))
+        stage_ms = tuple(
+            tuple(_later(entry, ms * (tokens - read)) for entry in points)
+            for points, ms, read in zip(self._points_of_stages(), slot_ms, slots, strict=True)
+        )
+        return replace(self, stage_ms=stage_ms, slots=float(tokens))
+
+    def _points_of_stages(self) -> list[list[Any]]:
+        """`stage_ms` of each stage."""
+        check_whole("stages", self.stages, 1, MAX_STAGES)
+        own = [[*each] for each in self.stage_ms if isinstance(each, list | tuple)]
+        if own and len(own) != self.stages:
+            raise ConfigError(
+                f"stage_ms has times of {len(own)} stages, but there are {self.stages}."
+            )
+        return own or [[*self.stage_ms]] * self.stages
+
+    def _of_stages(self, name: str) -> Sequence[float]:
+        value: float | Sequence[float] = getattr(self, name)
+        if isinstance(value, int | float):
+            return [value] * self.stages
+        if len(value) != self.stages:
+            raise ConfigError(
+                f"{name} has numbers of {len(value)} stages, but there are {self.stages}."
+            )
+        return value
+
+    def accuracy(self) -> Accuracy | DraftRecord:
+        """Raises ConfigError."""
+        if self.texts:
+            return DraftRecord(self.texts)
+        return Accuracy.parse(list(self.curve), self.spread)
+
+
+def _later(entry: str | float, ms: float) -> str:
+    """A point of a stage's times, with so many milliseconds more."""
+    rows, own = point(str(entry))
+    return f"{rows}:{max(own + ms, 0.0):.5g}"
+
+
+def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:
+    """Raises ConfigError."""
+    parsed = tuple(point(str(entry)) for entry in points)
+    for _, ms in parsed:
+        check_number(name, ms, 0, MAX_MS)
+    return TimeCurve(parsed)

@@ -222,12 +222,9 @@ class SimulatedPipeline:
 
     def end_sequence(self, sequence: HeadSequence) -> None: ...
 
-    def send(self, batch: Batch) -> None:
-        self.enter(batch)
-
     def after_send(self) -> None: ...
 
-    def enter(self, batch: Batch) -> None:
+    def send(self, batch: Batch) -> None:
         """Remember when the rows of a batch were fed."""
         owners = batch.rows[:, SEQUENCE]
         for request in dict.fromkeys(owners.tolist()):

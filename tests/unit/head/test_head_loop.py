@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.controller.draft_token_message import END_OF_SEQUENCE
+from pipespec.controller.rank_controller import END_OF_SEQUENCE
 from pipespec.controller.request_log import CANCELLED
 from pipespec.controller.task_graph import Layout, TaskKind
 from pipespec.core import (

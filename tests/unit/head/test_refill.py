@@ -163,8 +163,8 @@ class WithPrompts(SimulatedPipeline):
 
     sent = 0
 
-    def enter(self, batch: Batch) -> None:
-        super().enter(batch)
+    def send(self, batch: Batch) -> None:
+        super().send(batch)
         self.sent = len(batch)
 
     def in_flight(self) -> tuple[list[int], list[int]]:

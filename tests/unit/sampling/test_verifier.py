@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.controller.draft_token_message import pack_draft_tokens, unpack_draft_tokens
+from pipespec.controller.rank_controller import pack_draft_tokens, unpack_draft_tokens
 from pipespec.core import RELAXED, DraftTokens, SamplingParams, SequenceStart, TokenLogprobs
 from pipespec.sampling import wire_format
 from pipespec.sampling.distribution import TokenCounts, logprobs

@@ -58,7 +58,7 @@ def test_no_resumption_is_counted_without_a_running_request() -> None:
     for epoch, open_ in ((1, {}), (2, {7: 9})):
         stats.record_fault(Fault(epoch, ENDED, "a", float(epoch)))
         stats.begin_epoch(open_)
-        stats.stop_waiting()  # the client has left
+        stats.silent_lengths = {}  # the client has left
         stats.update_lengths({}, 9.0)
     assert stats.counts["resumptions"] == 0
 

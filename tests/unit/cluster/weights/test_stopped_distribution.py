@@ -68,7 +68,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Peer]]:
     def far(host: Any, *_: object) -> Iterator[Peer]:
         yield kinds.get(host.name, Peer)(host.name)
 
-    monkeypatch.setattr(weight_distribution, "connected", far)
+    monkeypatch.setattr(weight_distribution, "Peer", far)
     return kinds
 
 

@@ -16,8 +16,7 @@ from pipespec.extras.bench.profiling import stage_points, with_wide_hop
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.advice import DecodingMethod, predict
-from pipespec.extras.plan.machine_profile import Profile
-from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.pipeline_times import Machine, Profile
 from pipespec.extras.plan.recorded_draft import MISSED, DraftRecord, TextRecord
 from pipespec.extras.plan.simulation import level_equation, simulate, simulate_texts
 from pipespec.head.policies.best_first import BestFirst

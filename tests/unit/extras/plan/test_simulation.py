@@ -22,8 +22,7 @@ from pipespec.extras.plan.advice import (
     predict_all,
     recommend,
 )
-from pipespec.extras.plan.machine_profile import Profile
-from pipespec.extras.plan.pipeline_times import Machine
+from pipespec.extras.plan.pipeline_times import Machine, Profile
 from pipespec.extras.plan.simulated_pipeline import TokenArrival
 from pipespec.extras.plan.simulation import level_equation, simulate
 from pipespec.head.policies.best_first import BestFirst
