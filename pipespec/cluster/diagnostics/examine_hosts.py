@@ -130,8 +130,8 @@ class _Probe(Conversation):
     def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
         """The answer to a request. Raises HostFailed when none comes."""
         late = threading.Timer(timeout, self.end)
-        late.start()
         began = time.monotonic()
+        late.start()
         self.write(json.dumps({"do": request, **fields}))
         with suppress(OSError):  # it has ended
             for line in self._output:
