@@ -23,7 +23,7 @@ MAX_ORDERED = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class StageOrder:
     """A head, the stages in their order, where each stage ends, and how good that is.
 
     No rank takes longer than `limit` milliseconds; `link_ms` is the time of all messages.
@@ -61,7 +61,7 @@ class Search:
         self.num_stages = len(stages)
         self._computed = lru_cache(None)(self._compute_times)
 
-    def improve(self, best: Found | None) -> Found | None:
+    def improve(self, best: StageOrder | None) -> StageOrder | None:
         """The better of `best` and the best layout with this head; None if there is none."""
         limit, order = self._search(None)
         if limit == inf or (best is not None and limit > best.limit):
@@ -71,7 +71,7 @@ class Search:
         links = self.problem.link_ms(self.head, stages)
         if best is not None and (best.limit, best.link_ms) <= (limit, sum(links)):
             return best
-        return Found(self.head, stages, self._even(stages, links, limit), limit, sum(links))
+        return StageOrder(self.head, stages, self._even(stages, links, limit), limit, sum(links))
 
     def _search(self, limit: float | None) -> tuple[float, Sequence[int]]:
         """What the slowest rank takes at least and, given such a limit, the least time on the links

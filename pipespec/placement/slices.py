@@ -14,7 +14,7 @@ from math import inf
 
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Problem, Worker, compute_ms, layers_ms
-from pipespec.placement.ordering import Found, Search
+from pipespec.placement.ordering import Search, StageOrder
 
 GIB = 2**30
 MORE_MEMORY = "add a device, raise memory_gib, or lower model.context"
@@ -78,7 +78,7 @@ def plan_slices(problem: Problem) -> Placement:
     workers = [worker for worker in problem.workers if worker.name not in problem.spares]
     _check(problem, workers)
     heads = _heads(problem, workers)
-    best: Found | None = None
+    best: StageOrder | None = None
     for head in heads:
         best = Search(problem, head, _without(workers, head)).improve(best)
     if best is None:

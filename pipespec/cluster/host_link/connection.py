@@ -64,7 +64,7 @@ class LinkFailed(Exception):
     """A host cannot be reached, or the connection to it broke; the message is a clause."""
 
 
-class Peer(asyncssh.SSHClient):
+class HostClient(asyncssh.SSHClient):
     """This end of a connection.
 
     Attributes:
@@ -92,7 +92,7 @@ class Peer(asyncssh.SSHClient):
         return code
 
 
-Connection = tuple[asyncssh.SSHClientConnection, Peer]
+Connection = tuple[asyncssh.SSHClientConnection, HostClient]
 # What a connection, and the way to one, raises.
 FAILURES = (LinkFailed, OSError, asyncssh.Error)
 
@@ -154,7 +154,7 @@ async def _connect(
             through = {"tunnel": options["tunnel"]} if options["tunnel"] else {}
             through["keepalive_count_max"] = options["keepalive_count_max"]
             options["tunnel"], _ = await _connect(_parts(hop), (*passed, *hops), **through)
-    peer = Peer()
+    peer = HostClient()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT) as peer.limit:
             connection: asyncssh.SSHClientConnection = await asyncssh.connect(

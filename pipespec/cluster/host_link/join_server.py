@@ -27,7 +27,7 @@ from typing import Any, Self
 import asyncssh
 
 from pipespec.cluster.host_link import loop
-from pipespec.cluster.host_link.connection import CIPHERS, QUIET, Peer, reason_of, run_command
+from pipespec.cluster.host_link.connection import CIPHERS, QUIET, HostClient, reason_of, run_command
 from pipespec.cluster.host_link.host_session import HostSession, message
 from pipespec.cluster.host_link.token import Invitations, Refused, Token, fingerprint_of
 from pipespec.config.entries import Wrong, devices, host_name
@@ -76,7 +76,7 @@ class JoinServer:
         self._taken = {LOCAL, *taken}  # that is what this machine is called without a hosts file
         self._sessions: dict[bytes, HostSession] = {}  # by the fingerprints of their keys
         self._lock = threading.Lock()
-        self.unproven: set[Peer] = set()
+        self.unproven: set[HostClient] = set()
         self._folder = private_folder(SOCKET)
         self.path = str(self._folder / SOCKET)
         try:
@@ -143,7 +143,7 @@ class JoinServer:
     async def _meet(self, connection: asyncssh.SSHClientConnection) -> None:
         """A host, which has proven a key that is known, and to which ours was proven."""
         peer, key = connection.get_owner(), connection.get_server_host_key()
-        assert isinstance(peer, Peer) and key is not None
+        assert isinstance(peer, HostClient) and key is not None
         try:
             async with asyncio.timeout(PROVING_S):
                 control = await run_command(connection, CONTROL)
@@ -192,7 +192,7 @@ class JoinServer:
                 self._taken.discard(session.host.name)
 
 
-class _Caller(Peer):
+class _Caller(HostClient):
     """The launcher's end of a connection that some host, or a stranger, has made."""
 
     def __init__(self, server: JoinServer) -> None:

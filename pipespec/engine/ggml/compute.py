@@ -120,7 +120,7 @@ def computer() -> Computer:
     return found
 
 
-class Tensor:
+class GgmlTensor:
     """A tensor of ggml in memory that numpy or a file has.
 
     Attributes:
@@ -159,10 +159,10 @@ def _forget(library: Library, buffer: int, context: int) -> None:
         library.free(context)
 
 
-def matrix(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+def matrix(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, ...]) -> GgmlTensor:
     """Weights `[out, in]`, or a stack `[experts, out, in]`, of one of TYPES, from their blocks or
     numbers."""
-    return Tensor(library, TYPES[kind], shape, rows, 0)
+    return GgmlTensor(library, TYPES[kind], shape, rows, 0)
 
 
 def empty(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -173,20 +173,20 @@ def empty(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return whole[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def product(computer: Computer, weights: Tensor, rows: np.ndarray) -> np.ndarray:
+def product(computer: Computer, weights: GgmlTensor, rows: np.ndarray) -> np.ndarray:
     """float32 `[rows, in]` -> `[rows, out]`."""
     output = empty(len(rows), weights.shape[0])
     return _once(computer, "mul_mat", weights, output, (TYPES["F32"], rows))
 
 
-def rows_of(computer: Computer, weights: Tensor, indices: np.ndarray) -> np.ndarray:
+def rows_of(computer: Computer, weights: GgmlTensor, indices: np.ndarray) -> np.ndarray:
     """These rows of a matrix in float32: int32 `[n]` -> `[n, in]`."""
     output = empty(len(indices), weights.shape[1])
     return _once(computer, "get_rows", weights, output, (ggml.I32, indices))
 
 
 def expert_product(
-    computer: Computer, stack: Tensor, rows: np.ndarray, chosen: np.ndarray
+    computer: Computer, stack: GgmlTensor, rows: np.ndarray, chosen: np.ndarray
 ) -> np.ndarray:
     """Products with the matrices of a stack that rows have chosen, int32 `[rows, k]`: float32
     `[rows, k, in]`, or `[rows, 1, in]` for the same of all -> `[rows, k, out]`."""
@@ -198,7 +198,7 @@ def expert_product(
 def _once(
     computer: Computer,
     name: str,
-    weights: Tensor,
+    weights: GgmlTensor,
     output: np.ndarray,
     *inputs: tuple[int, np.ndarray],
 ) -> np.ndarray:
@@ -206,7 +206,7 @@ def _once(
     library, context = computer.library, computer.scratch
     library.reset(context)
     given = [
-        Tensor(library, kind, each.shape, np.ascontiguousarray(each), context)
+        GgmlTensor(library, kind, each.shape, np.ascontiguousarray(each), context)
         for kind, each in inputs
     ]
     result = getattr(library, name)(context, weights.address, *(each.address for each in given))

@@ -56,13 +56,13 @@ _ACTIVATIONS = ("SiLUActivation", "SiLU")
 class _Product:
     """A matrix and its bias, in the order of the file's rows."""
 
-    weights: compute.Tensor
-    bias: compute.Tensor | None
+    weights: compute.GgmlTensor
+    bias: compute.GgmlTensor | None
 
 
 @dataclass(frozen=True)
 class _Norm:
-    weight: compute.Tensor
+    weight: compute.GgmlTensor
     epsilon: float
 
 
@@ -73,8 +73,8 @@ class _Layer:
 
     products: dict[str, _Product]
     norms: dict[str, _Norm | None]
-    keys: compute.Tensor
-    values: compute.Tensor
+    keys: compute.GgmlTensor
+    values: compute.GgmlTensor
     heads: int
     kv_heads: int
     dim: int
@@ -129,7 +129,7 @@ class SliceGraph:
         _require(len(attentions) == len(layers))
         pairs = zip(layers, attentions, strict=True)
         self._layers = [self._layer(*each) for each in pairs]
-        self._embedding: compute.Tensor | None = None
+        self._embedding: compute.GgmlTensor | None = None
         if model.is_first:
             table = getattr(base, "embed_tokens", None)
             if isinstance(table, GgmlEmbedding) and table.scale == 1.0:
@@ -142,12 +142,12 @@ class SliceGraph:
 
     # --- the constants --------------------------------------------------------------------------
 
-    def _constant(self, numbers: Tensor) -> compute.Tensor:
+    def _constant(self, numbers: Tensor) -> compute.GgmlTensor:
         memory = empty(numbers.numel())
         memory[:] = numbers.detach().float().numpy()
-        return compute.Tensor(self._library, F32, memory.shape, memory, 0)
+        return compute.GgmlTensor(self._library, F32, memory.shape, memory, 0)
 
-    def _plain(self, module: Any) -> compute.Tensor:
+    def _plain(self, module: Any) -> compute.GgmlTensor:
         _require(hasattr(module, "weight") and module.weight.dtype == torch.float32)
         weight = module.weight.detach()
         return matrix(self._library, "F32", weight.numpy(), tuple(weight.shape))
@@ -195,7 +195,7 @@ class SliceGraph:
         _require(turned is None or not any(norms.values()))
         norms |= {name: self._norm_of(getattr(module, name)) for name in _LAYER_NORMS}
         keys, values = (
-            compute.Tensor(
+            compute.GgmlTensor(
                 self._library, F32, (slots, kv_heads * dim), each.view(slots, -1).numpy(), 0
             )
             for each in (pool.keys, pool.values)
@@ -253,7 +253,7 @@ class SliceGraph:
         held: list[Any] = []
 
         def given(kind: int, dtype: Any, *shape: int) -> tuple[int, np.ndarray]:
-            tensor = compute.Tensor(lib, kind, shape, empty(*shape, dtype=dtype), context)
+            tensor = compute.GgmlTensor(lib, kind, shape, empty(*shape, dtype=dtype), context)
             lib.set_input(tensor.address)
             held.append(tensor)
             return tensor.address, tensor.memory
@@ -284,7 +284,7 @@ class SliceGraph:
                 1.0, 1.0, 0.0, self._magnitude, 0.0, 0.0,
             )  # fmt: skip
 
-        def stored(pool: compute.Tensor, x: int, layer: _Layer) -> int:
+        def stored(pool: compute.GgmlTensor, x: int, layer: _Layer) -> int:
             """Store K or V, and gather those of all keys: `[dim, keys, kv_heads]` of ggml."""
             x = lib.reshape_2d(context, x, layer.kv_heads * layer.dim, rows)
             found = lib.get_rows(context, lib.set_rows(context, pool.address, x, to), of)

@@ -104,7 +104,7 @@ class GgmlExperts(nn.Module):
         super().__init__()
         self.sources, self.source, self.part = sources, sources[0][0], WHOLE
         self.out_features, self.in_features = out_features, in_features
-        self.weights: list[compute.Tensor] = []
+        self.weights: list[compute.GgmlTensor] = []
         self.turns = 1  # how many of the weights have the rows of one matrix in turns
 
     @property

@@ -29,7 +29,7 @@ def as_ggml(weights: Any) -> GgmlWeights:
     return GgmlWeights((found.rows.numpy(),), found.kind, weights.shape)
 
 
-def multiplied(weights: compute.Tensor, x: Tensor) -> Tensor:
+def multiplied(weights: compute.GgmlTensor, x: Tensor) -> Tensor:
     """`[..., in]` -> `[..., out]`, in the type of `x`."""
     y = x.new_empty(*x.shape[:-1], weights.shape[0])
     if x.numel():  # for ggml there must be some
@@ -44,7 +44,7 @@ class GgmlLinear(KeptLinear):
     Row i of the layer is row `order[i]` of `weights`; None: they are in order.
     """
 
-    weights: compute.Tensor
+    weights: compute.GgmlTensor
     order: Tensor | None = None
 
     @property
@@ -67,7 +67,7 @@ class GgmlEmbedding(nn.Module):
     and multiplied by `scale`."""
 
     part: Part = WHOLE
-    weights: compute.Tensor
+    weights: compute.GgmlTensor
 
     def __init__(self, source: str, plain: nn.Embedding):
         super().__init__()
@@ -104,7 +104,7 @@ class GgmlEmbedding(nn.Module):
         return rows * self.scale
 
 
-def held(weights: GgmlWeights) -> compute.Tensor:
+def held(weights: GgmlWeights) -> compute.GgmlTensor:
     """Weights as a tensor of ggml, in their own memory."""
     found = library.load()
     assert found is not None, "layers are made where ggml is there"

@@ -57,7 +57,7 @@ def bench(
 
 
 @dataclass
-class Run:
+class BenchRun:
     """A cluster with requests for it; what the ranks say of them is to be added to `reports`."""
 
     client: Client
@@ -73,7 +73,7 @@ def started(
     prompt_tokens: int | None,
     requests: int,
     on_loaded: Callable[[int, int], None],
-) -> Iterator[Run]:
+) -> Iterator[BenchRun]:
     """A cluster for the prompts of all samples, so many of them at once, within the block, which
     ends with the trace. Raises as `bench` does."""
     check(samples, prompt_tokens)
@@ -87,7 +87,7 @@ def started(
             session.start_cluster(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
-            run = Run(client, settings, prompts)
+            run = BenchRun(client, settings, prompts)
             yield run
     answers.write_trace(deployment, run.reports)
 

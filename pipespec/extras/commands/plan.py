@@ -18,7 +18,7 @@ from pipespec.limits import MAX_COUNT, check_whole, suggest
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
-    from pipespec.extras.plan.advice import DecodingMethod, Layout, Prediction
+    from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
     from pipespec.extras.plan.recorded_draft import DraftRecord
 
 # What is tried unless a setting fixes it.
@@ -102,7 +102,7 @@ class Plan:
         more: the same and sentences about the layout of a label, for the one that was chosen.
     """
 
-    layouts: Sequence[Layout]
+    layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]
     accuracy: Accuracy | DraftRecord
     same: float = 0.01
@@ -189,7 +189,7 @@ def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
 
 def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """Every decoding method on a pipeline whose times are known."""
-    from pipespec.extras.plan.advice import Layout
+    from pipespec.extras.plan.advice import PlannedLayout
     from pipespec.extras.plan.pipeline_times import Profile
 
     if any(text.startswith("model.") for text in settings):
@@ -203,7 +203,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
         profile = profile.replaced(texts=())  # these describe the draft instead
     if arguments.context is not None:
         profile = profile.at_context(arguments.context)
-    layout = Layout(f"{profile.stages} stages", profile.machine())
+    layout = PlannedLayout(f"{profile.stages} stages", profile.machine())
     about = {"profile": asdict(profile.replaced(texts=()))}
     return Plan([layout], _methods(given), profile.accuracy(), about=about)
 
@@ -274,7 +274,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 
 def _advice(
-    predictions: Sequence[Prediction], advised: Prediction | None, layout: Layout
+    predictions: Sequence[Prediction], advised: Prediction | None, layout: PlannedLayout
 ) -> list[str]:
     """What the predictions say, a sentence a line."""
     plain_ms = layout.machine.plain_tbt_ms

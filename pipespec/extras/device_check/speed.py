@@ -33,7 +33,7 @@ HOPS, WARM_UP_HOPS = 60, 10
 COPIED_BYTES = 256 << 20
 
 
-class Sizes(NamedTuple):
+class CheckedShapes(NamedTuple):
     """What is timed, with the names of the published models: a stage of all layers of a Llama but
     the first and the last, and a draft, behind `contexts` tokens."""
 
@@ -45,14 +45,16 @@ class Sizes(NamedTuple):
     contexts: tuple[int, ...]
 
 
-def sizes(device: torch.device) -> Sizes:
+def sizes(device: torch.device) -> CheckedShapes:
     """Those of published models on a GPU, and small ones on a CPU, where speeds say little."""
     if device.type == "cpu":
         stage, draft = _llama(256, 4, 2, 512, 4, 1024), _llama(128, 4, 2, 256, 2, 1024)
-        return Sizes("a small model", stage, "a small draft", draft, torch.float32, (128, 512))
+        return CheckedShapes(
+            "a small model", stage, "a small draft", draft, torch.float32, (128, 512)
+        )
     stage, draft = _llama(4096, 32, 8, 14336, 6, 128256), _llama(2048, 32, 8, 8192, 16, 128256)
     names = ("4 layers of Llama 3.1 8B", "Llama 3.2 1B")
-    return Sizes(names[0], stage, names[1], draft, torch.bfloat16, (128, 2048, 8192))
+    return CheckedShapes(names[0], stage, names[1], draft, torch.bfloat16, (128, 2048, 8192))
 
 
 def _llama(
@@ -93,7 +95,7 @@ def time_hops(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _hops(devices: Sequence[str], of: Sizes, *, nccl: bool) -> dict[str, float]:
+def _hops(devices: Sequence[str], of: CheckedShapes, *, nccl: bool) -> dict[str, float]:
     store, barrier = HashStore(), Barrier(2)
     hidden_size = of.stage.hidden_size
     began, ended = [0.0], [0.0]

@@ -50,7 +50,7 @@ class DecodingMethod:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """One way to use the devices: in words, its times, how many it uses, and its settings."""
 
     label: str
@@ -72,14 +72,16 @@ class Division(NamedTuple):
         """The sizes of the groups, the draft's first."""
         return (self.draft, *[self.members] * self.stages)
 
-    def layout(self, machine: Machine) -> Layout:
+    def layout(self, machine: Machine) -> PlannedLayout:
         """With its times, for `advice.predict_all`."""
         settings = (
             f"cluster.tensor_parallel={self.members}",
             f"cluster.draft_tensor_parallel={self.draft}",
             f"cluster.stages={self.stages}",
         )
-        return Layout(f"{self.draft} + {self.stages} x {self.members}", machine, settings=settings)
+        return PlannedLayout(
+            f"{self.draft} + {self.stages} x {self.members}", machine, settings=settings
+        )
 
 
 def divisions(count: int) -> Iterator[Division]:
@@ -153,11 +155,11 @@ def predict(
     *,
     num_tokens: int,
     seed: int = 0,
-    layout: Layout | None = None,
+    layout: PlannedLayout | None = None,
 ) -> Prediction:
     """What one decoding method will do on a machine, with a draft of that accuracy. Of a draft that
     was recorded, about `num_tokens` of its texts are decoded."""
-    layout = layout or Layout("", machine)
+    layout = layout or PlannedLayout("", machine)
     rounds = choice.rounds
     texts: tuple[TextPrediction, ...] = ()
     if isinstance(accuracy, DraftRecord):
@@ -193,7 +195,7 @@ def predict(
 
 
 def predict_all(
-    layouts: Sequence[Layout],
+    layouts: Sequence[PlannedLayout],
     methods: Sequence[DecodingMethod],
     accuracy: Accuracy | DraftRecord,
     *,

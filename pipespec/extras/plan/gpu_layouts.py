@@ -11,7 +11,7 @@ from typing import Any
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.emulation.machine import TimeCurve
-from pipespec.extras.plan.advice import Layout
+from pipespec.extras.plan.advice import PlannedLayout
 from pipespec.extras.plan.hardware import GPU
 from pipespec.extras.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape, published
 from pipespec.extras.plan.pipeline_times import NO_HOP, Machine
@@ -108,9 +108,9 @@ class PlannedCluster:
         own = "" if self.draft is None else f"{self.draft.name} + "
         return own + ", ".join(f"{count} x {name}" for name, count in kinds.items())
 
-    def layout(self) -> Layout:
+    def layout(self) -> PlannedLayout:
         settings = (f"cluster.stages={len(self.stages)}",)
-        return Layout(self.label, self.machine, len(self.gpus), settings)
+        return PlannedLayout(self.label, self.machine, len(self.gpus), settings)
 
     def left_out(self, gpus: Sequence[GPU]) -> dict[str, int]:
         """How many GPUs of which kind are not used: with them a token takes longer."""

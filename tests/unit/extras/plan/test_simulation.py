@@ -16,7 +16,7 @@ from pipespec.extras.emulation.machine import TimeCurve, with_experts
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.advice import (
     DecodingMethod,
-    Layout,
+    PlannedLayout,
     choices,
     predict,
     predict_all,
@@ -210,7 +210,7 @@ def test_the_fastest_are_looked_at_closely_and_sorted_by_time():
     accuracy = Accuracy({1: 0.81, 8: 0.99}, spread=0.5)
     told: list[tuple[int, int]] = []
     found = predict_all(
-        [Layout("", machine(8))],
+        [PlannedLayout("", machine(8))],
         asked,
         accuracy,
         num_tokens=300,
