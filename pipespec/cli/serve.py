@@ -249,9 +249,12 @@ def announcement(
             "context": running.served.context,
         }
         return json.dumps(fields) + "\n"
+    from pipespec.server.routes import public_routes
+
+    page = f", a chat page at {url_of(listener)}/chat" if public_routes() else ""
     return (
-        f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}, a "
-        f"chat page at {url_of(listener)}/chat; end it with Ctrl-C.\n"
+        f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}{page}; "
+        "end it with Ctrl-C.\n"
     )
 
 

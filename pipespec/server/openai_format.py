@@ -259,7 +259,7 @@ class CompletionFormat(OpenAIFormat):
             self._prompt_logprobs[choice] += delta.prompt_logprobs
             yield from self._echo_chunks(choice)
         ids = self._ids_field("token_ids", delta.token_ids)
-        if delta.logprobs or delta.finish_reason or ids or self._continuous:
+        if delta.logprobs or delta.finish_reason or ids or (text and self._continuous):
             logprobs = None
             if delta.logprobs:
                 logprobs = self._report(*self._answer_tokens(choice, scored_tokens(delta)))

@@ -73,7 +73,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
         for name, least, most in WHOLE:
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None or name != "max_body_bytes":
                 check_whole(name, value, least, most)
         for name, shortest in SECONDS:
             check_number(name, getattr(self, name), shortest, MAX_SECONDS)

@@ -42,6 +42,7 @@ class ResponseFormat(RequestModel):
                 has = "a json_schema" if owner == "json_schema" else "a schema"
                 raise ValueError(
                     f"is of type '{self.type}', but has {has}, which goes with the type '{owner}'"
+                    + "; a json_schema has its own" * (owner == "json_object")
                 )
         return self
 

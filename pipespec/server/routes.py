@@ -44,7 +44,7 @@ def dialects() -> tuple[Dialect, ...]:
         try:
             found.append(importlib.import_module(name).DIALECT)
         except ModuleNotFoundError as error:
-            if not error.name or not name.startswith(error.name):
+            if not f"{name}.".startswith(f"{error.name}."):
                 raise
     return tuple(found)
 

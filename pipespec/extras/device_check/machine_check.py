@@ -76,19 +76,21 @@ def _usable(why_not: str | None = None) -> dict[str, Any]:
 
 def attention_faults(cuda: bool) -> dict[str, str | None]:
     """Why each backend cannot be used on this machine's first device, as a clause; None: it passes
-    its self-test, on a layer with the shape of many models."""
+    its self-test, on a layer with the shape of many models. Needs torch alone."""
     import torch
 
     from pipespec.engine.attention import select
-    from pipespec.extras.device_check.correctness import BACKENDS, SHAPES, layer_of
+    from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
+    from pipespec.engine.attention.self_test import AttentionLayer
 
     device = torch.device("cuda" if cuda else "cpu")
-    layer = layer_of(SHAPES[0], torch.bfloat16 if cuda else torch.float32, device)
+    like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    layer = AttentionLayer(32, LayerOptions(128**-0.5), LayerPool(like, like))
     with torch.inference_mode():
         others = {
             name: select.missing_requirement(name, device.type)
             or select.backend_error(name, device, [layer])
-            for name in BACKENDS
+            for name in (select.STATIC, select.TRITON, select.FLASHINFER)
         }
     return {select.SDPA: None, **others}
 
