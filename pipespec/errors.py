@@ -127,3 +127,9 @@ def interrupt_cause(error: BaseException) -> KeyboardInterrupt | None:
             visited.add(id(cause))
             to_visit += [cause.__context__, cause.__cause__]
     return None
+
+
+def is_of_extras(error: ImportError) -> bool:
+    """Whether a module of `pipespec.extras` is missing, without which the core runs."""
+    missing = isinstance(error, ModuleNotFoundError)
+    return missing and f"{error.name}.".startswith("pipespec.extras.")

@@ -16,13 +16,12 @@ from pipespec.cli import cache, down, generate, invite, join, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.engine.checkpoint.model_path import refuse_unread
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, is_of_extras
 from pipespec.system.end_signals import ended_by_signals
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
 
 MODELS = ("model.target", "model.draft", "model.mid")
-EXTRAS = "pipespec.extras"  # a satellite: the core runs without it, or without folders of it
 
 
 def _commands() -> tuple[ModuleType, ...]:
@@ -30,16 +29,11 @@ def _commands() -> tuple[ModuleType, ...]:
     extra = []
     for name in ("bench", "plan", "doctor"):
         try:
-            extra.append(import_module(f"{EXTRAS}.commands.{name}"))
+            extra.append(import_module(f"pipespec.extras.commands.{name}"))
         except ModuleNotFoundError as error:
-            _require_of_extras(error)
+            if not is_of_extras(error):
+                raise
     return (generate, *extra, cache, up, invite, join, serve, down, status)
-
-
-def _require_of_extras(error: ModuleNotFoundError) -> None:
-    """Raise any error but that of a module of extras that is not installed."""
-    if not f"{error.name}.".startswith(f"{EXTRAS}."):
-        raise error
 
 
 COMMANDS = _commands()
@@ -73,7 +67,8 @@ def _run(argv: list[str]) -> int:
     try:
         return run_command(arguments, rest)
     except ModuleNotFoundError as error:
-        _require_of_extras(error)
+        if not is_of_extras(error):
+            raise
         raise ConfigError(f"This needs {error.name}, which is not installed here.") from error
 
 

@@ -157,9 +157,9 @@ def ask(
     served = client.served
     sampling = settings.params(fresh_seed=fresh_seed())
     enqueued = monotonic_ns()
-    request = client.submit(prompt, sampling, **settings.fields(served))
     text = FinalText(served.tokenizer, prompt, settings.decode.stop)
     try:
+        request = client.submit(prompt, sampling, **settings.fields(served))
         answer = gather(client.events(request), text, on_text)
     finally:
         client.leave()

@@ -11,7 +11,7 @@ from inspect import isabstract
 from typing import Any
 
 from pipespec.config.schema import RunConfig
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, is_of_extras
 from pipespec.limits import suggest
 from pipespec.settings import about
 from pipespec.system.folders import resource_dir
@@ -44,7 +44,8 @@ class Choice:
         try:
             found = _imported(self.base)
         except (ImportError, AttributeError) as error:
-            if self.name == REAL and self.group in BASES:
+            absent = isinstance(error, ImportError) and is_of_extras(error)
+            if absent and self.name == REAL and self.group in BASES:
                 return _imported(BASES[self.group])
             raise self._wrong(f"cannot be imported ({error})") from error
         if not isinstance(found, type) or not is_dataclass(found):

@@ -17,7 +17,7 @@ from pipespec.controller.redis_keys import RedisKeys
 class ClusterStatus:
     """One moment of a namespace: how many ranks have joined `epoch`, how many requests are decoded
     (`open`), wait and have ended, and which epoch ended last, and why. `state` is the newest of the
-    head (`Scheduler.statistics`), `counts` those of the ranks in this epoch by "name" or
+    head (`Scheduler.gauges`), `counts` those of the ranks in this epoch by "name" or
     "name/label" (`Totals.counts`, `StageLoop.worked`, `FaultStats`), `past` the sums of earlier
     epochs. `computing` has the attention backend and other choices of each rank
     (`ModelSlice.outcome`), `pids` its process, and `followers` those of tensor-parallel followers,

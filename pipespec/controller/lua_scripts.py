@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 
@@ -21,10 +21,6 @@ from pipespec.errors import (
     Unreachable,
 )
 from pipespec.system.folders import resource_dir
-
-if TYPE_CHECKING:  # it looks up here what errors mean
-    pass
-
 
 # The one table of codes: the first word of an error that a transition replies.
 ERRORS: Mapping[str, type[ControllerError]] = {

@@ -52,6 +52,7 @@ from pipespec.errors import ModelError, RankFailed
 from pipespec.system.network_interfaces import resolve
 
 LAUNCHER_NAME = "the launcher"
+OVER_S = 0.1  # between looks whether the cluster is over
 ENDED_S = 1.0  # within which it is known that a host's process has ended
 # Gives the hosts of a deployment the weights that they lack; has an `on_warning`.
 Distribute = Callable[..., object]
@@ -123,10 +124,14 @@ def distribute_weights(
     with ExitStack() as stack:
         work = _Distribution(models, on_warning)
         if over is not None:
+            done = threading.Event()
+            stack.callback(done.set)  # the last to be called
 
             def stop() -> None:
-                over.wait()
-                work.stop()
+                while not done.wait(OVER_S):
+                    if over.is_set():
+                        work.stop()
+                        return
 
             threading.Thread(target=stop, daemon=True).start()
         for host in far:
