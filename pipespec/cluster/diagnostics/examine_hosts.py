@@ -132,15 +132,16 @@ class _Probe(Conversation):
         late = threading.Timer(timeout, self.end)
         began = time.monotonic()
         late.start()
-        self.write(json.dumps({"do": request, **fields}))
-        with suppress(OSError):  # it has ended
-            for line in self._output:
-                with suppress(Unreadable):  # a login script may have printed something
-                    answer = parse_json(line)
-                    if isinstance(answer, dict) and answer.keys() == {"value"}:
-                        late.cancel()
-                        return answer["value"]
-        late.cancel()
+        try:
+            self.write(json.dumps({"do": request, **fields}))
+            with suppress(OSError):  # it has ended
+                for line in self._output:
+                    with suppress(Unreadable):  # a login script may have printed something
+                        answer = parse_json(line)
+                        if isinstance(answer, dict) and answer.keys() == {"value"}:
+                            return answer["value"]
+        finally:
+            late.cancel()
         if time.monotonic() - began >= timeout:
             raise failures.late(self.host, "the probe", timeout)
         raise self.silence()

@@ -224,8 +224,9 @@ class WeightHost:
 def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
     """The lines of a pipe that are not empty, until it ends or is silent for too long. Every part
     of a line is a sign of life."""
-    line = bytearray()
-    while select.select([stream], [], [], SILENCE_S)[0]:
+    line, readable = bytearray(), select.poll()  # as `select.select` takes no descriptor above 1023
+    readable.register(stream, select.POLLIN)
+    while readable.poll(SILENCE_S * 1e3):
         if not (chunk := os.read(stream.fileno(), 2**16)):
             return
         *ended, rest = chunk.split(b"\n")

@@ -20,6 +20,8 @@ from pipespec.engine.formats.gguf_file import part_names
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 
+MOST_BYTES = 2**50  # of a file that another host describes
+
 
 def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     """Checkpoints without their tensors, in the parts cache here, of the models that another host
@@ -72,9 +74,10 @@ def described(told: Any, host: str) -> tuple[Repository, str | None]:
     here is never one of the hub, and no file is outside that. Raises ModelError."""
     try:
         found, file = Repository.from_json(told["repository"]), told["file"]
+        sized = found.files.values()
         safe = (
             all(name == os.path.basename(name) and name.strip(".") for name in found.files)
-            and all(each.size >= 0 for each in found.files.values())
+            and all(type(each.size) is int and 0 <= each.size < MOST_BYTES for each in sized)
             and RECORDS not in found.files
             and (file is None or found.files.keys() >= {*part_names(file)})
             and "/" not in found.repo

@@ -79,6 +79,13 @@ class WeightServer(ThreadingTCPServer):
         """Whether a connection gets a thread, in which it has to prove the key."""
         return self.unproven.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.unproven.release()
+            raise
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
 

@@ -13,6 +13,7 @@ from pipespec.engine.checkpoint.parts.fetching import fetch_all
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
     folder_of_checkpoint,
+    is_begun,
     is_checkpoint,
     read_repository,
     sole_fetcher,
@@ -111,7 +112,7 @@ def own_path(
         if shared.on_hub:
             cached = cached_model(shared.repo, shared.commit, file)
             found += [] if cached is None else [cached]
-        if read_repository(shared.folder) is not None:
+        if is_begun(shared.folder, file):
             found.append(shared.folder / (file or ""))
     here = list(filter(is_checkpoint, found))
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)

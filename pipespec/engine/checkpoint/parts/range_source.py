@@ -98,8 +98,9 @@ class RangeSource:
 
         def take(chunk: bytes) -> None:
             nonlocal at
-            if (at := at + len(chunk)) > stop:
+            if at + len(chunk) > stop:
                 raise _Again("it sends more bytes than were asked for")
+            at += len(chunk)
             sink(chunk)
 
         def ask() -> None:

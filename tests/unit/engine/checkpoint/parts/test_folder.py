@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.engine.checkpoint.parts.folder import FolderLock, sole_fetcher
+from pipespec.engine.checkpoint.partial_checkpoint import own_path
+from pipespec.engine.checkpoint.parts.folder import (
+    FolderLock,
+    Repository,
+    StoredFile,
+    sole_fetcher,
+    write_repository,
+)
 from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
 from pipespec.errors import ModelError
 
@@ -85,3 +92,17 @@ def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: 
         assert new.owner == "beta"
     assert FolderLock(folder, "run 2", "beta").owner is None
     new.release()
+
+
+def test_a_gguf_file_without_its_header_is_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that was refused before the first byte has left it beside a finished one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one = Repository("org/model", "0" * 40, files={"a.gguf": StoredFile(8)})
+    two = Repository("org/model", "0" * 40, files={"b.gguf": StoredFile(8)})
+    one.folder.mkdir(parents=True)
+    for name in ("a.gguf", "b.gguf"):
+        PartsFile.create(one.folder / name, 8)
+    write_repository(one)
+    assert own_path(Path("/far/b.gguf"), None, two, ()) is None

@@ -234,3 +234,17 @@ def test_another_host_reads_at_signed_urls_until_they_expire(hub, client, waits)
     hub.expire()
     with pytest.raises(Unavailable, match="refuses a signed URL"):
         read(other)
+
+
+def test_too_many_bytes_are_dropped_and_asked_for_again(waits: Waits, monkeypatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def answer(_file, part, _size, sink):
+        asked.append(part)
+        for chunk in (b"abcdef", b"ghijkl") if len(asked) == 1 else (b"ghij",):
+            sink(chunk)
+
+    source = RangeSource("beta", {}, wait=waits)
+    monkeypatch.setattr(source, "_request", answer)
+    assert read_file(source, NAME, 0, 10, 10) == b"abcdefghij"
+    assert asked == [(0, 10), (6, 10)]
