@@ -20,7 +20,7 @@ class ClusterStatus:
     head (`Scheduler.gauges`), `counts` those of the ranks in this epoch by "name" or
     "name/label" (`Totals.counts`, `StageLoop.worked`, `FaultStats`), `past` the sums of earlier
     epochs. `computing` has the attention backend and other choices of each rank
-    (`ModelSlice.outcome`), `pids` its process, and `followers` those of tensor-parallel followers,
+    (`ModelSlice.outcome`), `pids` its process, and `followers` those of the followers of ranks,
     by worker. `assignment` is a `RankAssignment` as text; None: not known."""
 
     epoch: int

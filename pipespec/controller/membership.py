@@ -126,7 +126,7 @@ class Membership(RedisClient):
         return {int(rank): pid for rank, pid in found.items()}
 
     def follow(self, epoch: int, worker: str) -> None:
-        """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
+        """Join an epoch as a follower of a rank. Raises StaleEpoch."""
         self._pipe.load_scripts()
         keys = self._keys.joining(epoch, self._keys.followers(epoch))
         self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))

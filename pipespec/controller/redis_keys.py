@@ -50,7 +50,7 @@ class RedisKeys:
     # The addresses that ranks exchange before they are linked (hash by name).
     link_addresses = _of_epoch("link_addresses")
     ranks = _of_epoch("ranks")
-    # The tensor-parallel followers that have joined (hash: worker, process id).
+    # The followers of ranks that have joined (hash: worker, process id).
     followers = _of_epoch("followers")
     # For how many tokens of text each rank has KV slots (hash by rank).
     kv_tokens = _of_epoch("kv_tokens")

@@ -12,18 +12,27 @@ from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.slice.model_slice import ModelSlice
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
+from pipespec.engine.tensor_parallel.tensor_parallel import TPBroadcastGroup
+from pipespec.engine.tensor_parallel.tp_member import TPMember
 from tests.helpers.models import NUM_LAYERS
 
 NUM_SLOTS = 96
 
 
-def load(path: Path, num_slices: int, group: TPGroup | None = None, **how: Any) -> list[ModelSlice]:
+def load(
+    path: Path, num_slices: int, group: TPBroadcastGroup | None = None, **how: Any
+) -> list[ModelSlice]:
+    """The slices, or what a member of this group has of them."""
     size = NUM_LAYERS // num_slices
-    return [
-        ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS, group=group, **how)
-        for start in range(0, NUM_LAYERS, size)
-    ]
+    found = []
+    for start in range(0, NUM_LAYERS, size):
+        part = None if group is None else TPMember(group.rank, group.size)
+        how["parallel"] = part or how.get("parallel")
+        layers = range(start, start + size)
+        found.append(ModelSlice.load(path, layers, num_slots=NUM_SLOTS, **how))
+        if part is not None:
+            part.join(group)
+    return found
 
 
 def run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:

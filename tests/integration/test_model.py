@@ -29,8 +29,7 @@ from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.recurrence import fixed_plan, state_sizes
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, compile_slice
-from pipespec.engine.slice.tp_worker import follow_tp_leader, leading_tp_group
-from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
+from pipespec.engine.tensor_parallel.tp_member import TPMember, follow_tp_leader, leading_tp_group
 from pipespec.errors import ModelError, RankFailed
 from pipespec.sampling.draw import draw
 from pipespec.transport.tp_group import TPProcessGroup
@@ -264,8 +263,8 @@ def test_tp_workers_compute_the_calls_of_the_first_member(
     def member(rank: int) -> list[Tensor]:
         # The first member alone is told by what it attends, and has fewer slots.
         how, slots = ("sdpa", 2 * NUM_SLOTS) if rank else (attention, NUM_SLOTS)
-        seat = TPRank(rank, 2)
-        part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=slots, attention=how, group=seat)
+        layers, part_of = range(NUM_LAYERS), TPMember(rank, 2)
+        part = ModelSlice.load(path, layers, num_slots=slots, attention=how, parallel=part_of)
         if rank == 0 and buckets:
             capture_graphs(part, buckets, stand_in)
         found = []
@@ -295,7 +294,7 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
     path, store = checkpoint("llama"), HashStore()
 
     def member(rank: int) -> tuple[int, ...]:
-        (part,) = load(path, 1, TPRank(rank, 2), attention="static")
+        (part,) = load(path, 1, parallel=TPMember(rank, 2), attention="static")
         if rank:
             capture_graphs(part, [16], stand_in)
             assert part.graphs.rows == (16,)
@@ -309,7 +308,7 @@ def test_graphs_that_the_first_member_lacks_are_dropped(checkpoint):
 def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
     """Each replay would wait for all members; those of other sizes serve."""
     path, store = checkpoint("llama"), HashStore()
-    refused = ("no memory", "another tensor-parallel member cannot capture it")
+    refused = ("no memory", "another device of the stage cannot capture it")
 
     def member(rank: int) -> tuple[tuple[int, ...], list[str]]:
         attempts = []
@@ -320,7 +319,7 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
                 raise RuntimeError(refused[0])
             return attempts[-1]
 
-        (part,) = load(path, 1, TPRank(rank, 2), attention="static")
+        (part,) = load(path, 1, parallel=TPMember(rank, 2), attention="static")
         if rank == 0:
             capture_graphs(part, [4, 16], stand_in)
         _meet(part, RecordableGroup(store, rank, 2), capture)
@@ -335,7 +334,7 @@ def test_graphs_that_one_member_cannot_capture_are_captured_by_none(checkpoint):
 
 def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint):
     path = checkpoint("llama")
-    (part,) = load(path, 1, TPRank(0, 2), attention="static")
+    (part,) = load(path, 1, parallel=TPMember(0, 2), attention="static")
     capture_graphs(part, [4, 16], stand_in)
 
     class Lost:
@@ -366,12 +365,7 @@ def test_graphs_are_captured_again_after_a_member_was_lost_meanwhile(checkpoint)
 def test_members_do_not_share_weights_that_are_quantised_while_they_load(checkpoint):
     path = checkpoint("llama")
     with pytest.raises(ModelError, match=r"2 devices cannot compute .* while they load"):
-        together(
-            2,
-            lambda group: ModelSlice.load(
-                path, range(1), quantization="int8", num_slots=4, group=group
-            ),
-        )
+        load(path, 2, parallel=TPMember(0, 2), quantization="int8")
 
 
 def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):

@@ -79,7 +79,7 @@ class Deployment:
         )
 
     def followers_of(self, worker: str) -> tuple[str, ...]:
-        """The tensor-parallel followers of this worker, which can hold a rank."""
+        """The workers that compute a rank with this one, which can hold it."""
         return next(host.members[worker] for host in self.hosts if worker in host.members)[1:]
 
     @property
@@ -122,7 +122,7 @@ class Deployment:
 
     def without(self, lost: set[str]) -> Placement:
         """The layout over the workers that are left. Raises ConfigError if they are too few."""
-        # The members of a tensor-parallel group cannot compute without one another.
+        # The members of a group cannot compute without one another.
         unusable = {
             worker
             for worker in (*self.workers, *self.spares)
@@ -180,7 +180,7 @@ class Deployment:
         return self.kept_states_of(self.target, max(self.sizes[1:]))
 
     def kept_states_of(self, info: CheckpointInfo, members: int) -> int:
-        """The same of a model on so many devices; tensor-parallel ones keep none."""
+        """The same of a model on so many devices; several keep none."""
         scheduler = self.config.scheduler
         if info.recurrent is None or not scheduler.prefix_cache or members > 1:
             return 0

@@ -15,7 +15,7 @@ from pipespec.transport.transport_settings import YES
 @dataclass(frozen=True)
 class RankAssignment:
     """The worker of each rank in an epoch, the head's first, and the layers of each stage, from
-    rank 1 on; sent as JSON. `followers` are the tensor-parallel ones of each rank; empty: none has
+    rank 1 on; sent as JSON. `followers` are those that compute each rank with it; empty: none has
     any. `joined` are hosts that came after the cluster began, which older workers do not know, and
     `changes` counts the epochs that began because a host joined or left, and not for a fault."""
 

@@ -25,7 +25,7 @@ from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice import speedups
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
-from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
+from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposer import Proposer
 from pipespec.head.proposers.async_proposer import AsyncProposer
@@ -48,11 +48,11 @@ def load_model(
     sharing: int = 1,
     *,
     mid: bool = False,
-    tp_rank: TPRank | None = None,
+    part: TPMember | None = None,
 ) -> ModelSlice | None:
     """Load a stage's part of the target, or at rank 0 the draft model, with `mid` the mid-size
     model. None: it has no model. `sharing` models, this one included, share the device's free
-    memory. `tp_rank`: which part to load, of a rank that several workers compute."""
+    memory. `part`: what to load, of a rank that several workers compute."""
     info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
         return None
@@ -73,7 +73,7 @@ def load_model(
         device=device,
         num_slots=slots,
         attention=settings.attention,
-        group=tp_rank,
+        parallel=part,
         kv_dtype=settings.kv_dtype,
     )
     if settings.compile:
@@ -130,9 +130,9 @@ class Weights:
         least = 0 if info is None else memory.least_slots(deployment, rank).total()
         if key != self._loaded or (self._model is not None and self._model.num_slots < least):
             self.drop()  # first: the device may not hold both
-            tp_rank = TPRank(member, size) if size > 1 else None
+            part = TPMember(member, size) if size > 1 else None
             with on_device(device):
-                self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)
+                self._model = load_model(deployment, rank, sharing, mid=mid, part=part)
             self._loaded = key
         return self._model
 

@@ -35,7 +35,7 @@ from pipespec.engine.ggml import compute
 from pipespec.engine.llguidance_backend import Grammars, require_installed
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
-from pipespec.engine.slice.tp_worker import follow_tp_leader, leading_tp_group
+from pipespec.engine.tensor_parallel.tp_member import follow_tp_leader, leading_tp_group
 from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
 from pipespec.head.decoding_modes import LearntSteps
 from pipespec.head.head_loop import HeadLoop, HeadSettings

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.fill_in_parts import row_parts
-from pipespec.engine.formats.lazy import WHOLE, Part, per
+from pipespec.engine.formats.lazy import WHOLE, Part, Units, per
 from pipespec.engine.formats.matrix_packing import MatrixPacking, unfit
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.stored import StoredTensors
-from pipespec.engine.formats.tp_cuts import CutUnits
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
@@ -108,8 +107,8 @@ class Fp4Packing(MatrixPacking):
         raise unfit(self.path, why)
 
     @property
-    def units(self) -> CutUnits:
-        return CutUnits(columns=self.group)
+    def units(self) -> Units:
+        return Units(columns=self.group)
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
@@ -156,15 +155,15 @@ class Mxfp4Packing(MatrixPacking):
         return experts, groups * GROUP, out
 
     @property
-    def units(self) -> CutUnits:
-        return CutUnits(columns=GROUP)
+    def units(self) -> Units:
+        return Units(columns=GROUP)
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
 
     def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Mxfp4Experts:
         """See `MatrixPacking`; as a whole."""
-        assert part == WHOLE, "no tensor-parallel plan divides transposed stacks"
+        assert part == WHOLE, "transposed stacks are read as a whole"
         return Mxfp4Experts(files.read(name + BLOCKS), files.read(name + SCALES))
 
     def readers(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.fill_in_parts import row_parts
-from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, per
+from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, Units, per
 from pipespec.engine.formats.matrix_packing import (
     WEIGHT,
     MatrixPacking,
@@ -25,7 +25,6 @@ from pipespec.engine.formats.matrix_packing import (
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.stored import StoredTensors
-from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
 
@@ -158,9 +157,9 @@ class Fp8Packing(MatrixPacking):
         return height, width
 
     @property
-    def units(self) -> CutUnits:
+    def units(self) -> Units:
         height, width = self.block or (1, 1)
-        return CutUnits(height, math.lcm(width, 2))  # see `keeps`
+        return Units(height, math.lcm(width, 2))  # see `keeps`
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and shape[1] % 2 == 0

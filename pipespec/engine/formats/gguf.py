@@ -36,13 +36,12 @@ from pipespec.engine.formats.gguf_tensors import (
     joined,
     stored_matrix,
 )
-from pipespec.engine.formats.lazy import STORED, WHOLE, LazyTensor, Part, part_shape, per
+from pipespec.engine.formats.lazy import STORED, WHOLE, LazyTensor, Part, Units, part_shape, per
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER, needed, part_of
 from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
-from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.engine.ggml.library import TYPES as GGML_TYPES
 from pipespec.engine.precision import name_of
 from pipespec.errors import ModelError
@@ -236,7 +235,7 @@ class GgufFiles:
         found = self.header
         return Storage(None, GGUF, found.kept_layers, GGUF, found.ends)
 
-    def units(self) -> CutUnits:
+    def units(self) -> Units:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         columns = {
@@ -245,7 +244,7 @@ class GgufFiles:
             if LAYER.search(name) and len(each.shape) > 1
             for theirs in each.names
         }
-        return CutUnits(INT4_OUT_MULTIPLE if self.header.kept else 1, math.lcm(*columns))
+        return Units(INT4_OUT_MULTIPLE if self.header.kept else 1, math.lcm(*columns))
 
     def weight_files(self) -> tuple[Path, ...]:
         return parts_of(self.path)
@@ -306,9 +305,7 @@ class GgufFiles:
         """Rows and columns of a tensor as they are stored, the rows in Hugging Face's order."""
         data = self._data(stored, theirs)
         if part != WHOLE:
-            assert stored.form in (ROWS, LATENT), (
-                "no tensor-parallel plan divides transposed stacks"
-            )
+            assert stored.form in (ROWS, LATENT), "transposed stacks are read as a whole"
         if stored.form == LATENT:
             return data[per(part[0], stored.shape[0] // len(data))]
         rows, columns = part

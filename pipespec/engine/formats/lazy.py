@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
@@ -17,6 +17,15 @@ STORED = {name: stored for stored, name in DTYPES.items()}
 # Rows and columns of a matrix `[out, in]`, of a vector its numbers; both at steps of 1.
 Part = tuple[slice, slice]
 WHOLE: Part = (slice(None), slice(None))
+
+
+class Units(NamedTuple):
+    """How many consecutive rows and columns of stored matrices no part divides: groups with one
+    scale, words that hold several weights."""
+
+    rows: int = 1
+    columns: int = 1
+
 
 # Transformers reads with several threads; this limits the memory for inputs of `read` to one
 # tensor.

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part
+from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, Units
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.formats.stored import KeptLayer, StoredTensors
-from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 
 WEIGHT = ".weight"
@@ -54,7 +53,7 @@ class MatrixPacking(ABC):
 
     @property
     @abstractmethod
-    def units(self) -> CutUnits: ...
+    def units(self) -> Units: ...
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The names of the matrices."""

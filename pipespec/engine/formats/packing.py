@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.lazy import WHOLE, Part, per
+from pipespec.engine.formats.lazy import WHOLE, Part, Units, per
 from pipespec.engine.formats.matrix_packing import (
     BLOCK,
     GROUPED_KIND,
@@ -23,7 +23,6 @@ from pipespec.engine.formats.matrix_packing import (
 )
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.stored import StoredTensors
-from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
 
@@ -91,9 +90,9 @@ class Packing(MatrixPacking):
         return [n for n in found if not self.whole or tensors[n + self.suffix].dtype == "I8"]
 
     @property
-    def units(self) -> CutUnits:
+    def units(self) -> Units:
         per_word = self._per_word
-        return CutUnits(
+        return Units(
             math.lcm(per_word, INT4_OUT_MULTIPLE),
             math.lcm(
                 per_word, 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.architectures import WRAPPERS, require_supported
 from pipespec.engine.formats.draft_kind import refuse_draft_head
-from pipespec.engine.formats.lazy import LazyTensor, Part
+from pipespec.engine.formats.lazy import LazyTensor, Part, Units
 from pipespec.engine.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
 from pipespec.engine.formats.quantization import (
     PACKED_METHODS,
@@ -35,7 +35,6 @@ from pipespec.engine.formats.safetensors_headers import (
 from pipespec.engine.formats.slice_tensors import LAYER, UNUSED, needed, part_of
 from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
 from pipespec.engine.formats.text_part import text_config, text_names, text_type
-from pipespec.engine.formats.tp_cuts import WHOLE_UNITS, CutUnits
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
 from pipespec.system.validation import Unreadable, reason, typed
@@ -156,9 +155,9 @@ class SafetensorsFolder:
             kept_format=self.packing.format,
         )
 
-    def units(self) -> CutUnits:
+    def units(self) -> Units:
         """How many rows and columns of the matrices cannot be divided."""
-        return WHOLE_UNITS if self.packing is None else self.packing.units
+        return Units() if self.packing is None else self.packing.units
 
     def weight_files(self) -> tuple[Path, ...]:
         """All that hold tensors, whether they are here or not."""

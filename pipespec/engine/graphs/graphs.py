@@ -255,7 +255,7 @@ class SliceGraphs:
                 why = why or DIFFERENT
             refused.append(
                 f"Batches of up to {len(inputs)} rows are computed without a graph: "
-                f"{why or 'another tensor-parallel member cannot capture it'}."
+                f"{why or 'another device of the stage cannot capture it'}."
             )
         self.captured = self.rows
         return refused

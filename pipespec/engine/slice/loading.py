@@ -19,9 +19,7 @@ from pipespec.engine.formats.stored import KeptMatrix
 from pipespec.engine.low_bit import kept_weights
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.slicing import sliced_class
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
-from pipespec.engine.tensor_parallel.tp_divisibility import has_plan, require_tp_divisible
-from pipespec.engine.tensor_parallel.tp_member import TPMember, WholeSlice
+from pipespec.engine.slice.whole_slice import WholeSlice
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -35,12 +33,12 @@ def load(
     dtype: torch.dtype | None,
     quantization: str | None,
     device: torch.device,
-    group: TPGroup | None,
+    parallel: WholeSlice,
     *,
     progress: bool,
-) -> tuple[PreTrainedModel, WholeSlice]:
-    """The model's own class with the weights of `layers`, or with a member's part of them, and what
-    it knows of the other members; see `ModelSlice.load`."""
+) -> PreTrainedModel:
+    """The model's own class with the weights of `layers`, or with this device's part of them; see
+    `ModelSlice.load`."""
     with alone(progress=progress):
         checkpoint = Checkpoint(path)
         files, config = checkpoint.files, checkpoint.files.config()
@@ -53,22 +51,20 @@ def load(
         if not files.by_package and getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # for Transformers it has plain weights
         computed = dtype or config.dtype or getattr(torch, DTYPES[files.dtype])
-        parallel = WholeSlice()
-        if group is not None:
-            requantized = files.by_package or quantization in QUANTIZATIONS
-            args = path, config.model_type, has_plan(config), group.size
-            require_tp_divisible(*args, requantized=requantized)
-            parallel = TPMember(group, files.units())
+        requantized = files.by_package or quantization in QUANTIZATIONS
+        parallel.require_divisible(path, config, requantized=requantized)
         kept: dict[str, KeptMatrix] = {}
         if quantization is not None and quantization == files.kept_format:
             with_ggml = kept_weights.with_ggml(device)
-            kept = files.kept(parts, with_ggml=with_ggml, divided=group is not None)
+            kept = files.kept(parts, with_ggml=with_ggml, divided=parallel.size > 1)
         kinds = {name: each.kind for name, each in kept.items()}
         make = kept_weights.LayerMaker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
         with checkpoint.source(parts, computed) as source:
             model, loaded = build(
-                sliced_class(config, layers, partial(parallel.prepare, source[1], keep)),
+                sliced_class(
+                    config, layers, partial(parallel.prepare, files.units(), source[1], keep)
+                ),
                 config,
                 source,
                 device,
@@ -85,4 +81,4 @@ def load(
             f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
             "model.dtype out"
         )
-    return model, parallel
+    return model

@@ -34,8 +34,7 @@ from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.slice import loading
 from pipespec.engine.slice.slicing import ComputedBase, drop_placeholders, sliced_class
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup
-from pipespec.engine.tensor_parallel.tp_member import WholeSlice
+from pipespec.engine.slice.whole_slice import WholeSlice
 from pipespec.errors import ModelError
 from pipespec.system.device_copy import to_device
 from pipespec.system.liveness import StepTimes
@@ -67,7 +66,7 @@ class ModelSlice:
         attention: AttentionBackend | str,
         *,
         batch_invariant: bool = False,
-        parallel: WholeSlice | None = None,
+        parallel: WholeSlice,
         kv_dtype: str = KV_PLAIN,
     ):
         """Wrap a model that `loading.load` returned.
@@ -86,7 +85,7 @@ class ModelSlice:
         self.num_weight_bytes = weight_bytes(model)
         # From now on the model's own forward pass computes the output head only.
         setattr(model, model.base_model_prefix, ComputedBase(self.base))
-        self.parallel = parallel or WholeSlice()
+        self.parallel = parallel
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
         self.backend: AttentionBackend = (
             select.make_backend(select.SDPA, self.device, num_slots)
@@ -137,7 +136,7 @@ class ModelSlice:
         num_slots: int,
         attention: AttentionBackend | str = select.AUTO,
         progress: bool = False,
-        group: TPGroup | None = None,
+        parallel: WholeSlice | None = None,
         kv_dtype: str = KV_PLAIN,
     ) -> ModelSlice:
         """Load `layers` of the checkpoint `path` and allocate their KV pools.
@@ -148,16 +147,17 @@ class ModelSlice:
                 that are stored so.
             attention: the name of a backend, or a backend for this slice, without self-test.
             progress: show the progress bar of Transformers.
-            group: load this member's shard of the slice. Each `forward` then needs all members.
+            parallel: load this device's part of the slice. Each `forward` then needs all devices.
             kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
 
         Raises:
-            ModelError: the architecture is not supported or cannot be divided among the members,
+            ModelError: the architecture is not supported or cannot be divided among the devices,
                 tensors are missing or have another shape, or the quantised checkpoint does not
                 support `dtype`.
         """
-        model, parallel = loading.load(
-            Path(path), layers, dtype, quantization, torch.device(device), group, progress=progress
+        parallel, device = parallel or WholeSlice(), torch.device(device)
+        model = loading.load(
+            Path(path), layers, dtype, quantization, device, parallel, progress=progress
         )
         made = cls(
             model,
@@ -193,7 +193,7 @@ class ModelSlice:
             model = sliced_class(config, layers)._from_config(
                 deepcopy(config), dtype=dtype, attn_implementation=hook.NAME
             )
-        return cls(model.eval(), layers, num_slots, attention)
+        return cls(model.eval(), layers, num_slots, attention, parallel=WholeSlice())
 
     # --- what it is -----------------------------------------------------------------------------
 

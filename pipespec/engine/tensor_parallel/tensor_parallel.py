@@ -1,20 +1,19 @@
 """Tensor parallelism: several devices of a host compute every layer of a slice together.
 
 The collectives are ours, as a sum must not depend on the batch (`sum_parts`) and must work with any
-`TPGroup`. `tp_plan` says what each member has, and `tp_member` is what a slice knows of all this.
+`TPGroup`. `tp_plan` says what each member has, and `tp_member` is what a slice asks of all this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipespec.engine.formats.tp_cuts import Cut
+from pipespec.engine.tensor_parallel.tp_cuts import Cut
 
 
 class TPGroup(Protocol):
@@ -34,42 +33,16 @@ class TPGroup(Protocol):
         ...
 
 
-class TPRank:
-    """The `TPGroup` of a loaded slice: a fixed rank, and a process group that differs in each
-    epoch.
+class TPBroadcastGroup(TPGroup, Protocol):
+    """A group whose member 0 can broadcast messages to the others."""
 
-    Until the first epoch, `gather` repeats the member's own tensor. This has the right shape, which
-    is all that loading needs, and members do not wait for one another while they load.
-    """
+    def broadcast(self, message: Tensor) -> None:
+        """Send bytes, uint8 `[length]`, from member 0. Raises `RankFailed`."""
+        ...
 
-    def __init__(self, rank: int, size: int):
-        self.rank, self.size = rank, size
-        self._loading = True
-        self._group: TPGroup | None = None
-
-    @property
-    def supports_graphs(self) -> bool:
-        """See `TPGroup`."""
-        return self._loading or self._joined.supports_graphs
-
-    def gather(self, mine: Tensor) -> Sequence[Tensor]:
-        """See `TPGroup`."""
-        return [mine] * self.size if self._loading else self._joined.gather(mine)
-
-    @property
-    def _joined(self) -> TPGroup:
-        assert self._group is not None, "the members do not meet"
-        return self._group
-
-    @contextmanager
-    def joined(self, group: TPGroup) -> Iterator[None]:
-        """Use this group within the block."""
-        assert (group.rank, group.size) == (self.rank, self.size)
-        self._loading, self._group = False, group
-        try:
-            yield
-        finally:
-            self._group = None
+    def receive(self) -> Tensor:
+        """The next broadcast of member 0. Raises `RankFailed`."""
+        ...
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:

@@ -1,184 +1,202 @@
-"""What a slice knows of tensor parallelism: one object, from its loading on."""
+"""The members of a tensor-parallel slice: member 0 leads, the others compute the same batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+import json
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.formats.lazy import DTYPES
-from pipespec.engine.formats.tp_cuts import Cut, CutUnits
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_best, gather_columns
+from pipespec.engine.formats.lazy import Units
+from pipespec.engine.graphs.graphs import CaptureFunction, capture_cuda_graph
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.speedups import capture_graphs
+from pipespec.engine.slice.whole_slice import WholeSlice
+from pipespec.engine.tensor_parallel.tensor_parallel import (
+    TPBroadcastGroup,
+    gather_best,
+    gather_columns,
+)
+from pipespec.engine.tensor_parallel.tp_divisibility import has_plan, require_tp_divisible
+from pipespec.engine.tensor_parallel.tp_messages import (
+    BEST_TOKENS,
+    LOGITS,
+    Pages,
+    head_message,
+    head_of,
+    pack,
+    unpack,
+)
 from pipespec.engine.tensor_parallel.tp_plan import (
     TPPlan,
     add_collectives,
+    cut_state,
     drop_summed_biases,
     plan_cuts,
     shrink,
 )
-from pipespec.system.silence_warnings import silence_warnings
+from pipespec.system.liveness import LATE_S, progress
 
-with silence_warnings():
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-
-class Driver(Protocol):
-    """Lets the other members compute what this one computes; the calls raise `RankFailed`."""
-
-    def batch(self, inputs: Tensor, plan: AttentionPlan) -> None: ...
-    def head(self, hidden: Tensor, *, best: bool) -> None: ...
-
-
-class WholeSlice:
-    """Of a slice that one device computes: every call does what it would without the object.
-
-    Attributes:
-        size: devices that compute the slice.
-        kv_heads: those of the KV heads of its model to which this device's query heads attend;
-            None: all.
-        no_compiler: why the slice cannot be compiled, as a clause.
-    """
-
-    size = 1
-    kv_heads: Sequence[int] | None = None
-    no_compiler = ""
-
-    def no_graphs(self) -> str:
-        """Why the slice cannot be captured now, as a clause."""
-        return ""
-
-    def prepare(
-        self, state: MutableMapping[str, Any] | None, keep: Callable[..., None], model: Any
-    ) -> None:
-        """Before the weights of a model load, from this state dict; `keep` replaces layers of a
-        model, given of which parameters it has what part. Raises ModelError."""
-        keep(model, {})
-
-    def loaded(self, model: PreTrainedModel) -> None:
-        """After the weights are loaded."""
-
-    def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
-        """Before a batch is computed."""
-
-    def logits(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """The logits of hidden states, where `compute` returns those of this device."""
-        return compute(hidden)
-
-    def best_tokens(
-        self, hidden: Tensor, compute: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """The largest of the logits of each row, and its token, `[k]` each."""
-        best = compute(hidden).max(-1)
-        return best.values, best.indices
-
-    def least(self, mine: int) -> int:
-        """The least of what the devices that compute the slice say. Raises RankFailed."""
-        return mine
 
 
 class TPMember(WholeSlice):
-    """Of a slice that a group computes together.
+    """Member `rank` of `size` that compute a slice together, by a process group that differs in
+    each epoch.
+
+    Until the first epoch, `gather` repeats the member's own tensor. This has the right shape, which
+    is all that loading needs, and members do not wait for one another while they load.
 
     Attributes:
-        plan: how the group divides the model; set by `prepare`.
-        driver: is called before everything that all members must compute; None: they are called
-            alike.
+        plan: how the members divide the model; set by `prepare`.
+        sent: of a member that leads, the pages that the others have; None: all are called alike.
     """
 
     plan: TPPlan
-    driver: Driver | None = None
+    sent: Pages | None = None
     no_compiler = "as compilers cannot handle the communication between its tensor-parallel members"
 
-    def __init__(self, group: TPGroup, units: CutUnits):
-        self.group, self.units, self.size = group, units, group.size
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self._loading = True
+        self._group: TPBroadcastGroup | None = None
+
+    @property
+    def group(self) -> TPBroadcastGroup:
+        """That of the epoch."""
+        assert self._group is not None, "the members do not meet"
+        return self._group
+
+    def join(self, group: TPBroadcastGroup | None) -> None:
+        """Gather with this group from now on; None: not at all."""
+        assert group is None or (group.rank, group.size) == (self.rank, self.size)
+        self._loading, self._group, self.sent = False, group, None
+
+    @property
+    def supports_graphs(self) -> bool:
+        """See `TPGroup`."""
+        return self._loading or self.group.supports_graphs
+
+    def gather(self, mine: Tensor) -> Sequence[Tensor]:
+        """See `TPGroup`."""
+        return [mine] * self.size if self._loading else self.group.gather(mine)
+
+    # --- what a slice asks ------------------------------------------------------------------------
 
     def no_graphs(self) -> str:
-        if self.group.supports_graphs:
+        if self.supports_graphs:
             return ""
         return "as the host adds up the results of its tensor-parallel members"
 
+    def require_divisible(self, path: Path, config: Any, *, requantized: bool) -> None:
+        found = has_plan(config)
+        require_tp_divisible(path, config.model_type, found, self.size, requantized=requantized)
+
     def prepare(
-        self, state: MutableMapping[str, Any] | None, keep: Callable[..., None], model: Any
+        self,
+        units: Units,
+        state: MutableMapping[str, Any] | None,
+        keep: Callable[..., None],
+        model: PreTrainedModel,
     ) -> None:
         assert state is not None, "packages' matrices are not divided"
-        self.plan = plan_cuts(model, self.size, self.units)
+        self.plan = plan_cuts(model, self.size, units)
         if self.plan.heads is not None:
-            self.kv_heads = self.plan.heads[self.group.rank].selected
-        mine = {name: parts[self.group.rank] for name, parts in self.plan.cuts.items()}
+            self.kv_heads = self.plan.heads[self.rank].selected
+        mine = {name: parts[self.rank] for name, parts in self.plan.cuts.items()}
         cut_state(model, state, mine)
         shrink(model, mine)
         keep(model, {name: cut.part for name, cut in mine.items()})
-        add_collectives(model, self.group, self.plan)
+        add_collectives(model, self, self.plan)
 
     def loaded(self, model: PreTrainedModel) -> None:
-        if self.group.rank:
+        if self.rank:
             drop_summed_biases(model, self.plan)
 
     def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
-        if self.driver is not None:
-            self.driver.batch(inputs, plan)
+        if self.sent is not None:
+            self.group.broadcast(pack(inputs, plan, self.sent))
 
     def logits(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.driver is not None:
-            self.driver.head(hidden, best=False)
-        return gather_columns(self.group, compute(hidden), self.plan.vocabulary)
+        self._begin_head(LOGITS, hidden)
+        return gather_columns(self, compute(hidden), self.plan.vocabulary)
 
     def best_tokens(
         self, hidden: Tensor, compute: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        if self.driver is not None:
-            self.driver.head(hidden, best=True)
-        return gather_best(self.group, compute(hidden), self.plan.vocabulary)
+        self._begin_head(BEST_TOKENS, hidden)
+        return gather_best(self, compute(hidden), self.plan.vocabulary)
+
+    def _begin_head(self, kind: int, hidden: Tensor) -> None:
+        if self.sent is not None:
+            self.group.broadcast(head_message(kind, len(hidden)))
+            self.gather(hidden)
 
     def least(self, mine: int) -> int:
-        return min(int(each) for each in self.group.gather(torch.tensor([int(mine)])))
+        return min(int(each) for each in self.gather(torch.tensor([int(mine)])))
 
 
-class CutTensor:
-    """A part of a tensor of a state dict, which is a slice of a safetensors file or a
-    `LazyTensor`; nothing else of it is read."""
-
-    def __init__(self, whole: Any, cut: Cut):
-        self.whole, self.cut = whole, cut
-
-    def get_shape(self) -> list[int]:
-        return list(self.cut.shape(self.whole.get_shape()))
-
-    def get_dtype(self) -> str:
-        return str(self.whole.get_dtype())
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        shape = self.whole.get_shape()
-        if not self.cut.size:
-            return torch.empty(self.get_shape(), dtype=getattr(torch, DTYPES[self.get_dtype()]))
-        parts = [self.whole[index] for index in self.cut.indices(shape)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.cut.dimension(shape))
+# --- an epoch -----------------------------------------------------------------------------------
 
 
-def cut_state(
-    model: PreTrainedModel, state: MutableMapping[str, Any], cuts: Mapping[str, Cut]
+@contextmanager
+def _joined(model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction) -> Iterator[int]:
+    """Use this group within the block, with the attention backend and graphs of member 0; yields
+    the number of KV slots that every member has.
+
+    Graphs are captured again with this group. No KV slot may be in use meanwhile. Raises ModelError
+    if this member cannot use the backend, RankFailed if another member is lost.
+    """
+    member = model.parallel
+    assert isinstance(member, TPMember)
+    member.join(group)
+    try:
+        rows = list(model.graphs.captured)
+        if group.rank == 0:
+            choice = json.dumps([model.attention, rows]).encode()
+            group.broadcast(torch.frombuffer(bytearray(choice), dtype=torch.uint8))
+        else:
+            attention, rows = json.loads(bytes(group.receive().numpy()))
+            model.adopt_backend(attention)
+        if rows:
+            capture_graphs(model, rows, capture)
+        else:
+            model.graphs.drop()  # those captured while it was loaded gather nothing
+        slots = member.least(model.num_slots)
+        member.sent = None if group.rank else Pages()
+        yield slots
+    finally:
+        member.join(None)
+        model.graphs.release()
+
+
+@contextmanager
+def leading_tp_group(
+    model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
+) -> Iterator[int]:
+    """Lead the other members of a tensor-parallel rank within the block; yields the number of KV
+    slots that all of them have. Raises ModelError, `RankFailed`."""
+    with _joined(model, group, capture) as slots:
+        yield slots
+        group.broadcast(torch.empty(0, dtype=torch.uint8))
+
+
+def follow_tp_leader(
+    model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
 ) -> None:
-    """Replace the tensors of a state dict that a model whose parameters are cut so will load by
-    their parts. A parameter may be made of several tensors, each of one of its matrices."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    parameters = model.state_dict()
-    for name in sorted(state, key=dot_natural_key):
-        found, _ = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, parameters
-        )
-        if found not in parameters and name in parameters:
-            found, _ = rename_source_key(name, [], [], model.base_model_prefix, parameters)
-        if (cut := cuts.get(found)) is not None:
-            state[name] = CutTensor(state[name], cut)
+    """Compute the batches of member 0 until it ends. Raises ModelError, `RankFailed`."""
+    pages = Pages()
+    with _joined(model, group, capture), progress.part(LATE_S):
+        while len(message := group.receive()):
+            if (head := head_of(message)) is None:
+                model.forward(*unpack(message, model, pages))
+                continue
+            kind, rows = head
+            none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
+            (model.logits if kind == LOGITS else model.best_tokens)(group.gather(none)[0])

@@ -10,28 +10,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention.variants import is_attention
-from pipespec.engine.formats.tp_cuts import (
+from pipespec.engine.formats.lazy import DTYPES, Units
+from pipespec.engine.low_bit.experts import use_loop
+from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
+from pipespec.engine.tensor_parallel.tp_cuts import (
     ALIGNMENT,
     IN,
     OUT,
-    WHOLE_UNITS,
     Cut,
-    CutUnits,
     HeadShare,
     head_unit,
     share,
     share_heads,
 )
-from pipespec.engine.low_bit.experts import use_loop
-from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
 from pipespec.engine.tensor_parallel.tp_divisibility import (
     COLWISE,
     GATHERED,
@@ -46,6 +46,13 @@ from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
 # The rule of an embedding of which a member has the rows of some tokens.
 EMBEDDING = "embedding"
@@ -77,7 +84,7 @@ class TPPlan:
     vocabulary: Sequence[Cut]
 
 
-def plan_cuts(model: PreTrainedModel, size: int, units: CutUnits = WHOLE_UNITS) -> TPPlan:
+def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
     """How `size` members divide a model whose stored matrices have these units. Raises ModelError
     if every head has a norm of its own, which no plan divides."""
     parameters = dict(model.named_parameters())
@@ -163,7 +170,7 @@ def _share_heads(
     config: PretrainedConfig,
     by_heads: Mapping[str, tuple[Tensor, str]],
     size: int,
-    units: CutUnits,
+    units: Units,
 ) -> list[HeadShare] | None:
     """The heads of all members, given the parameters that are divided by them."""
     if not by_heads:
@@ -186,6 +193,46 @@ def num_kv_heads(config: PretrainedConfig) -> int:
 
 
 # --- a member's part ---------------------------------------------------------------------------
+
+
+class CutTensor:
+    """A part of a tensor of a state dict, which is a slice of a safetensors file or a
+    `LazyTensor`; nothing else of it is read."""
+
+    def __init__(self, whole: Any, cut: Cut):
+        self.whole, self.cut = whole, cut
+
+    def get_shape(self) -> list[int]:
+        return list(self.cut.shape(self.whole.get_shape()))
+
+    def get_dtype(self) -> str:
+        return str(self.whole.get_dtype())
+
+    def __getitem__(self, _: Any) -> Tensor:
+        shape = self.whole.get_shape()
+        if not self.cut.size:
+            return torch.empty(self.get_shape(), dtype=getattr(torch, DTYPES[self.get_dtype()]))
+        parts = [self.whole[index] for index in self.cut.indices(shape)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.cut.dimension(shape))
+
+
+def cut_state(
+    model: PreTrainedModel, state: MutableMapping[str, Any], cuts: Mapping[str, Cut]
+) -> None:
+    """Replace the tensors of a state dict that a model whose parameters are cut so will load by
+    their parts. A parameter may be made of several tensors, each of one of its matrices."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    parameters = model.state_dict()
+    for name in sorted(state, key=dot_natural_key):
+        found, _ = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, parameters
+        )
+        if found not in parameters and name in parameters:
+            found, _ = rename_source_key(name, [], [], model.base_model_prefix, parameters)
+        if (cut := cuts.get(found)) is not None:
+            state[name] = CutTensor(state[name], cut)
 
 
 def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from pipespec.engine.formats.tp_cuts import OUT, Cut
 from pipespec.engine.graphs.graphs import capture_cuda_graph
 from pipespec.engine.tensor_parallel.tensor_parallel import gather_best, sum_parts
+from pipespec.engine.tensor_parallel.tp_cuts import OUT, Cut
 from pipespec.errors import RankFailed
 from pipespec.transport.tp_group import PIECE, TPProcessGroup, can_use_nccl
 from tests.helpers.members import together

@@ -29,7 +29,7 @@ from pipespec.cluster.deployment.memory import (
 from pipespec.cluster.ranks import rank_components
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
-from pipespec.engine.tensor_parallel.tensor_parallel import TPRank
+from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.errors import ConfigError
 from pipespec.placement.rank_needs import num_slots
 from tests.helpers import models
@@ -67,7 +67,7 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
 def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
     deployment = planned("cluster.tensor_parallel=2", *settings)
-    part = rank_components.load_model(deployment, rank, tp_rank=TPRank(1, 2))
+    part = rank_components.load_model(deployment, rank, part=TPMember(1, 2))
     assert part is not None
     assert required_bytes(deployment, rank, member=1)[WEIGHTS] == part.num_weight_bytes
     slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
@@ -85,7 +85,7 @@ def test_what_devices_of_a_group_hold_and_what_several_of_them_have_is_said() ->
     assert line is not None and "stage 2" in line and "draft" not in line
     assert line.count("on each of 3") == line.count("and 1 KV head of each layer once more") == 2
     parts = [
-        rank_components.load_model(deployment, 1, tp_rank=TPRank(member, 3)) for member in range(3)
+        rank_components.load_model(deployment, 1, part=TPMember(member, 3)) for member in range(3)
     ]
     for member, part in enumerate(parts):
         assert part is not None

@@ -20,22 +20,6 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CutUnits:
-    """How many consecutive rows and columns of the stored matrices cannot be divided: groups with
-    one scale, words that hold several weights."""
-
-    rows: int = 1
-    columns: int = 1
-
-    def __or__(self, other: CutUnits) -> CutUnits:
-        """The units of two kinds of matrices together."""
-        return CutUnits(math.lcm(self.rows, other.rows), math.lcm(self.columns, other.columns))
-
-
-WHOLE_UNITS = CutUnits()
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """The part `start` to `stop` of the `total` rows (`side` OUT) or columns (IN) of a matrix."""
 

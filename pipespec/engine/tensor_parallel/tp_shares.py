@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
+from pipespec.engine.formats.lazy import Units
 from pipespec.engine.formats.slice_tensors import LAYER
-from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.system.result_cache import cached_call
 
 
@@ -46,7 +46,7 @@ def tp_shares(path: Path, members: int) -> TPShares:
     return cached_call("shares", TPShares, depends, _count, files, members, units)
 
 
-def _count(files: StoredFiles, members: int, units: CutUnits) -> TPShares:
+def _count(files: StoredFiles, members: int, units: Units) -> TPShares:
     """By the model's own class, on PyTorch's meta device."""
     import torch
 

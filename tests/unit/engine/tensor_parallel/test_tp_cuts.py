@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine.formats.tp_cuts import IN, OUT, Cut, head_unit, share, share_heads
+from pipespec.engine.tensor_parallel.tp_cuts import IN, OUT, Cut, head_unit, share, share_heads
 
 NUMBERS = st.integers(1, 8)
 
