@@ -26,7 +26,7 @@ from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.formats.text_part import text_names
 from pipespec.engine.graphs.graphs import CaptureFunction
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.recurrence import fixed_plan, state_sizes
+from pipespec.engine.recurrence import recurrent_plan, state_sizes
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs, compile_slice
 from pipespec.engine.tensor_parallel.tp_member import TPMember, follow_tp_leader, leading_tp_group
@@ -435,7 +435,7 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
 def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monkeypatch):
     """Also after another sequence, and a batch too large for the graph, made their pools grow."""
     monkeypatch.setattr(state_sizes, "LEAST_ENTRIES", 16)
-    monkeypatch.setattr(fixed_plan, "MOST_DEPTH", 10)
+    monkeypatch.setattr(recurrent_plan, "MOST_DEPTH", 10)
     captured, replayed = [], []
 
     def capture(run):

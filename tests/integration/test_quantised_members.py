@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.low_bit.ggml_linear import GgmlLinear
+from pipespec.engine.low_bit.kept_linear import GgmlLinear
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.decoding import decode, load
 from tests.helpers.members import together

@@ -72,7 +72,6 @@ def attach(
     layer: nn.Module,
     backend: AttentionBackend,
     num_slots: int,
-    *,
     chunk: int | None,
     kv_heads: Sequence[int] | None,
     kv_dtype: str,

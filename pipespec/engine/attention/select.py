@@ -1,7 +1,4 @@
-"""Selects the attention backend of a slice: the first one that passes its self-test.
-
-Backends are imported when they are used.
-"""
+"""Selects the attention backend of a slice: the first one that passes its self-test."""
 
 from __future__ import annotations
 
@@ -32,16 +29,11 @@ def select_backend(
     device: torch.device,
     num_slots: int,
     layers: Sequence[AttentionLayer],
-    *,
     batch_invariant: bool = False,
 ) -> tuple[str, AttentionBackend, list[str]]:
     """The named backend for a slice with these layers, or the first fallback that passes its
-    self-test on the device. Returns its name, the backend, and a sentence for each backend that is
-    not used.
-
-    `auto` is `sdpa`, until `pipespec.engine.slice.speedups` has found a faster one.
-    `batch_invariant` applies to `sdpa` only.
-    """
+    self-test on the device: its name, the backend, and a sentence for each that is not used. `auto`
+    is `sdpa`, until `pipespec.engine.slice.speedups` has found a faster one."""
     refused: list[str] = []
     name = SDPA if name == AUTO else name
     while name != SDPA:

@@ -30,7 +30,7 @@ from pipespec.engine.attention.hook import AttentionState
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import Computer, empty, matrix, place
 from pipespec.engine.ggml.library import I32, I64, TYPES, Library
-from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
+from pipespec.engine.low_bit.kept_linear import GgmlEmbedding, GgmlLinear
 
 F32, F16 = TYPES["F32"], TYPES["F16"]
 # ggml's numbers of the two ways to rotate: neighbours, or one half with the other.

@@ -38,7 +38,7 @@ from pipespec.engine.inspection.model_config import (
     read_config,
 )
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
-from pipespec.engine.tensor_parallel.tp_divisibility import require_tp_divisible
+from pipespec.engine.tensor_parallel.tp_cuts import require_tp_divisible
 from pipespec.engine.tensor_parallel.tp_shares import tp_shares
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown

@@ -17,7 +17,7 @@ from pipespec.engine.recurrence.state_sizes import (
     layers_with_state,
     recurrent_sizes,
 )
-from pipespec.engine.tensor_parallel.tp_divisibility import has_plan
+from pipespec.engine.tensor_parallel.tp_cuts import has_plan
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.result_cache import cached_call

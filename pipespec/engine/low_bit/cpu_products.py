@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.ggml import compute, library
-from pipespec.engine.low_bit.ggml_linear import multiplied
+from pipespec.engine.low_bit.kept_linear import multiplied
 from pipespec.system.result_cache import cached_call
 
 # The numbers of rows that are measured: a token, and a batch with draft tokens.
@@ -90,8 +90,6 @@ class OtherLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Fastest:
-    """The name of the fastest way."""
-
     way: str
 
 

@@ -23,11 +23,8 @@ MAX_UNREAD = 64
 
 
 class ExpertCounts:
-    """Counts of a slice of layers.
-
-    A mixture is a module `experts` whose inputs are hidden states, the chosen experts
-    `[rows, chosen]` and their weights, as in Transformers.
-    """
+    """Counts of a slice. A mixture is a module `experts` whose inputs are hidden states, the chosen
+    experts `[rows, chosen]` and their weights, as in Transformers."""
 
     def __init__(self, base: nn.Module) -> None:
         self._mixtures = [

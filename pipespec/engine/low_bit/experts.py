@@ -24,7 +24,7 @@ from pipespec.engine.formats.fill_in_parts import require_shape
 from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
-from pipespec.engine.low_bit.ggml_linear import as_ggml
+from pipespec.engine.low_bit.kept_linear import as_ggml
 from pipespec.engine.low_bit.row_blocks import linear_in_blocks
 from pipespec.system.device_copy import to_host
 from pipespec.system.silence_warnings import silence_warnings
@@ -79,8 +79,7 @@ class ExpertStack(nn.Module):
 
 
 class RowBlockStack(nn.Module):
-    """A plain stack `[experts, out, in]` whose products do not depend on the other rows of their
-    batch."""
+    """A plain stack `[experts, out, in]`; see `row_blocks`."""
 
     def __init__(self, plain: nn.Parameter):
         super().__init__()
@@ -91,12 +90,8 @@ class RowBlockStack(nn.Module):
 
 
 class GgmlExperts(nn.Module):
-    """The matrices of the experts of a layer, in place of a parameter `[experts, out, in]` whose
-    rows may be those of several matrices of the files: `sources[expert]` are their names, each
-    `[out_features, in_features]`.
-
-    A row of a product does not depend on the other rows of its batch.
-    """
+    """The same multiplied by ggml: `sources[expert]` are the names of the matrices, each
+    `[out_features, in_features]`. A row of a product does not depend on the rest of its batch."""
 
     part: Part
 
@@ -109,7 +104,6 @@ class GgmlExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights."""
         return sum(each.memory.nbytes for each in self.weights)
 
     def fill(self, weights: Sequence[Sequence[Any]], device: torch.device) -> None:

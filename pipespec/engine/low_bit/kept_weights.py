@@ -7,7 +7,7 @@ differ from those of dequantised weights, so all stages of a cluster must use th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +28,13 @@ from pipespec.engine.low_bit.experts import (
     GgmlExperts,
     use_loop,
 )
-from pipespec.engine.low_bit.ggml_linear import GgmlEmbedding, GgmlLinear
-from pipespec.engine.low_bit.kept_linear import DequantisedLinear, Int4Linear, KeptLinear
+from pipespec.engine.low_bit.kept_linear import (
+    DequantisedLinear,
+    GgmlEmbedding,
+    GgmlLinear,
+    Int4Linear,
+    KeptLinear,
+)
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
 
@@ -70,29 +75,25 @@ class LayerMaker:
             return Int4Linear(name, out, inputs, bias)
         return DequantisedLinear(name, out, inputs, bias)
 
-    def experts(self, names: Sequence[Sequence[str]], out: int, inputs: int) -> GgmlExperts | None:
-        """The same for all experts of a layer, of the names of the matrices of each; None: they are
-        layers of their own."""
-        alike = (
-            len({self._kinds[name] for name in same}) == 1 for same in zip(*names, strict=True)
-        )
-        if self._by_ggml(self._kinds[names[0][0]]) and all(alike):
+    def experts(self, names: Sequence[Sequence[str]], out: int, inputs: int) -> nn.Module:
+        """The same for all experts of a layer, of the names of the matrices of each."""
+        kinds = [{self._kinds[name] for name in same} for same in zip(*names, strict=True)]
+        if self._by_ggml(self._kinds[names[0][0]]) and all(len(each) == 1 for each in kinds):
             return GgmlExperts(names, out, inputs)
-        return None
+        return ExpertStack([self.layer(name, out, inputs) for name in each] for each in names)
 
     def _by_ggml(self, kind: str) -> bool:
         return kind in ggml.TYPES and with_ggml(self._device)
 
 
 def replace(
-    model: nn.Module, parts: Mapping[str, Part], *, names: Iterable[str], make: LayerMaker
+    model: nn.Module, parts: Mapping[str, Part], *, names: Collection[str], make: LayerMaker
 ) -> None:
     """Let `make` make the layers of the matrices with these names in the files, where the model has
     them.
 
     `parts`: of the parameters of which the model has no more; those without rows or columns stay as
     they are. Raises ModelError."""
-    names = list(names)
     for name in names:
         parent, _, child = name.rpartition(".")
         try:
@@ -112,9 +113,8 @@ def replace(
 def _replace_experts(
     model: nn.Module, names: Iterable[str], make: LayerMaker, parts: Mapping[str, Part]
 ) -> None:
-    """Let the mixtures of a model have their experts, of these names in the files, in what `make`
-    makes. A stack of which none is named stays as it is; `parts` as in `replace`.
-    Raises ModelError if a mixture is of another form."""
+    """The same for the experts of mixtures. A stack of which none is named stays as it is. Raises
+    ModelError if a mixture is of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
     stacked: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -129,7 +129,7 @@ def _replace_experts(
             for stack, sources in stacked[path].items():
                 _, inputs, out = getattr(module, stack).shape
                 delattr(module, stack)
-                setattr(module, stack, _stack([[each] for each in sources], out, inputs, make))
+                setattr(module, stack, make.experts([[each] for each in sources], out, inputs))
             use_loop(module)
 
 
@@ -154,17 +154,11 @@ def _replace_stacks(
             [held[expert, _name(held, expert, names, path)] for names in of_parts]
             for expert in range(count)
         ]
-        found = _stack(sources, out // len(of_parts), inputs, make)
+        found = make.experts(sources, out // len(of_parts), inputs)
         for layer in found.modules():
             layer.part = parts.get(f"{path}.{stack}", WHOLE)  # type: ignore[assignment]
         setattr(module, stack, found)
     use_loop(module)
-
-
-def _stack(sources: Sequence[Sequence[str]], out: int, inputs: int, make: LayerMaker) -> nn.Module:
-    """The experts of a layer, of the names of the matrices `[out, inputs]` of each."""
-    whole = make.experts(sources, out, inputs)
-    return whole or ExpertStack([make.layer(n, out, inputs) for n in names] for names in sources)
 
 
 def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
@@ -186,17 +180,11 @@ def _untie(model: Any, embedding: str) -> None:
 
 
 def fill(
-    model: PreTrainedModel,
-    weights: Mapping[str, KeptMatrix],
-    device: torch.device,
-    form: str,
+    model: PreTrainedModel, weights: Mapping[str, KeptMatrix], device: torch.device, form: str
 ) -> None:
-    """Read the weights of the layers that `replace` made, and test the first of each shape.
-
-    Raises ModelError, PackedMatmulError.
-    """
-    tested = set()
-    unpacked = 0
+    """Read the weights of the layers that `replace` made, and test the first of each shape. Raises
+    ModelError, PackedMatmulError."""
+    tested, unpacked = set(), 0
     heap.release()
     for module in model.modules():
         if not isinstance(module, KeptLinear | GgmlLayer):

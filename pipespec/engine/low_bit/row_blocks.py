@@ -41,8 +41,6 @@ def linear_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class RowBlockLinear(nn.Linear):
-    """A linear layer that computes blocks of rows."""
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
         return linear_in_blocks(input, self.weight, self.bias)
 

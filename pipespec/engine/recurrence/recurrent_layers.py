@@ -20,9 +20,8 @@ from torch import nn
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence.batch_planning import plan_batch
-from pipespec.engine.recurrence.fixed_plan import FixedPlan
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
-from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
+from pipespec.engine.recurrence.recurrent_plan import FixedPlan, RecurrentPlan
 from pipespec.engine.recurrence.recurrent_state import RecurrentState, on_device
 from pipespec.engine.recurrence.state_sizes import fixed_entries
 
@@ -56,7 +55,7 @@ class RecurrentLayers:
         return bool(self.states)
 
     def end_sequence(self, page: int) -> None:
-        """The sequence of a page has ended; states that are kept of its text stay."""
+        """See `RecurrentBook.end`."""
         if self._book is not None:
             self._book.end(page)
 
@@ -67,8 +66,6 @@ class RecurrentLayers:
     def use(self, plan: RecurrentPlan[Any] | None, device: torch.device) -> None:
         """Use this plan in the next forward pass."""
         self._now = None if plan is None else on_device(plan, device)
-
-    # --- plans of fixed size ----------------------------------------------------------------------
 
     def reserve(self, rows: int, device: torch.device) -> FixedPlan | None:
         """Buffers for plans of up to so many rows; None: no layer keeps a state."""
@@ -87,7 +84,9 @@ class RecurrentLayers:
 
     def use_fixed(self, fixed: FixedPlan) -> None:
         """Use what these buffers hold in the next forward passes."""
-        self._now = replace(fixed.plan, capacity=self.capacity, num_states=self.num_states)
+        book = self._book
+        assert book is not None
+        self._now = replace(fixed.plan, capacity=book.capacity, num_states=book.num_states)
 
     def fits(self, plan: RecurrentPlan[np.ndarray]) -> bool:
         """Whether the pools of all layers have room for a plan, so that none is replaced."""
@@ -100,29 +99,12 @@ class RecurrentLayers:
 
     @torch.inference_mode()
     def start_from(self, page: int, slots: np.ndarray) -> None:
-        """The sequence of a page begins with the tokens in these KV slots, `[tokens]`, of another
-        one: copy the state that is kept after them. Raises ModelError if there is none."""
+        """See `RecurrentBook.start_from`; copies the state."""
         if self._book is None:
             return
         to, source = self._book.start_from(page, slots)
         for state in self.states:
             state.copy(to, source, self._book.num_states)
-
-    @property
-    def num_states(self) -> int:
-        """The states of sequences, and those that are kept of texts, which the next batch has room
-        for."""
-        return 0 if self._book is None else self._book.num_states
-
-    @property
-    def capacity(self) -> int:
-        """The tree nodes that the next batch has room for."""
-        return 0 if self._book is None else self._book.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all states and entries that are allocated."""
-        return sum(state.num_bytes for state in self.states)
 
 
 def attach(

@@ -19,7 +19,6 @@ from pipespec.system.silence_warnings import silence_warnings
 with silence_warnings():
     from transformers.activations import ACT2FN
 
-
 # The pools that have a row for each state; the others have one for each node.
 _BY_STATE = ("tails", "states")
 
@@ -63,10 +62,6 @@ class RecurrentState:
     pools: dict[str, Tensor] = field(default_factory=dict)
     num_growths: int = 0  # how often a pool was replaced by a larger one
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(pool.nbytes for pool in self.pools.values())
-
     def copy(self, to: int, source: int, num_states: int) -> None:
         """Copy a state; there are `num_states`."""
         for name in _BY_STATE:
@@ -80,8 +75,6 @@ class RecurrentState:
             len(pool) >= (plan.num_states if name in _BY_STATE else plan.capacity)
             for name, pool in self.pools.items()
         )
-
-    # --- the functions that replace those of Transformers -----------------------------------------
 
     def convolve(
         self,
@@ -186,12 +179,9 @@ class RecurrentState:
             inputs = hidden_states[0].float()
             rows = _Rows(C[0].float(), B[0].float(), inputs * steps[..., None], steps * A.float())
             skip = None if D is None else D.float()[:, None] * inputs
-            out = self._recur(rows, prompt, skip)
-            return out[None]
+            return self._recur(rows, prompt, skip)[None]
 
         return scan
-
-    # --- the recurrence ---------------------------------------------------------------------------
 
     def _recur(
         self,
@@ -264,11 +254,7 @@ class RecurrentState:
             out.index_copy_(0, trees.alone, found)
             if trees.commits:
                 folded = tree_rules.fold(
-                    state,
-                    column_keys,
-                    column_updates,
-                    column_decays,
-                    trees.committed,
+                    state, column_keys, column_updates, column_decays, trees.committed
                 )
                 states.index_copy_(0, trees.states, folded)
         own_rows = slice(first, first + len(out))

@@ -26,24 +26,19 @@ class KVSlotAllocator:
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
         self.counts = np.zeros(num_slots, np.int64)
-        # A stack: the slot that was freed last is used next, and a new pool starts with 0, 1, 2,
-        # ...
+        # A stack: the slot that was freed last is used next; a new pool starts with 0, 1, 2, ...
         self._free = np.arange(num_slots - 1, -1, -1)
-        self._num_free = num_slots
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
+        self.num_free = num_slots
 
     def allocate(self, count: int) -> np.ndarray:
         """Allocate slots, `[count]`. Raises OutOfSlots if fewer are free."""
-        if count > self._num_free:
+        if count > self.num_free:
             raise OutOfSlots(
-                f"{count} KV slots are needed but {self._num_free} of {self.num_slots} are free; "
+                f"{count} KV slots are needed but {self.num_free} of {self.num_slots} are free; "
                 "shorten the context (model.context) or narrow the tree (policy.width)."
             )
-        self._num_free -= count
-        slots = self._free[self._num_free : self._num_free + count][::-1].copy()
+        self.num_free -= count
+        slots = self._free[self.num_free : self.num_free + count][::-1].copy()
         self.counts[slots] = 1
         return slots
 
@@ -56,12 +51,12 @@ class KVSlotAllocator:
         left = self.counts.take(slots) - 1
         self.counts[slots] = left
         freed = slots[left == 0]
-        self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
-        self._num_free += len(freed)
+        self._free[self.num_free : self.num_free + len(freed)] = freed[::-1]
+        self.num_free += len(freed)
 
     def free(self) -> np.ndarray:
         """The free slots, for `check_integrity`."""
-        return self._free[: self._num_free]
+        return self._free[: self.num_free]
 
 
 class PageTable:

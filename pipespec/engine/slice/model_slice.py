@@ -1,10 +1,8 @@
 """A contiguous slice of the layers of a Hugging Face causal language model.
 
 There is no model code of our own: a slice is the model's own class without the modules of other
-slices. Transformers reads exactly the tensors that remain, converts, fuses, casts and quantises
-them as it does for the whole model, and runs its own forward pass. Only attention is ours:
-Transformers calls a registered function, which calls a backend with the layer's KV pool
-(`pipespec.engine.attention`)."""
+slices, which Transformers loads and runs. Only attention is ours: Transformers calls a registered
+function, which calls a backend with the layer's KV pool (`pipespec.engine.attention`)."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ from pipespec.engine.low_bit.kept_weights import weight_bytes
 from pipespec.engine.low_bit.row_blocks import make_batch_invariant
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
-from pipespec.engine.slice import loading
-from pipespec.engine.slice.slicing import ComputedBase, drop_placeholders, sliced_class
+from pipespec.engine.slice.loading import ComputedBase, drop_placeholders, load, sliced_class
 from pipespec.engine.slice.whole_slice import WholeSlice
 from pipespec.errors import ModelError
 from pipespec.system.device_copy import to_device
@@ -69,10 +66,8 @@ class ModelSlice:
         parallel: WholeSlice,
         kv_dtype: str = KV_PLAIN,
     ):
-        """Wrap a model that `loading.load` returned.
-
-        `batch_invariant`: on a CPU, make the result of a row independent of its batch, also in
-        bfloat16. `kv_dtype`: one of KV_DTYPES; K and V in 8 bits are read by SDPA alone."""
+        """Wrap a loaded model. `batch_invariant`: on a CPU, make the result of a row independent of
+        its batch, also in bfloat16. Others: see `load`."""
         config = model.config
         self.layers, self.num_slots = layers, num_slots
         self.num_layers: int = num_layers_of(config)  # of the whole model
@@ -96,12 +91,7 @@ class ModelSlice:
             state
             for index, layer in enumerate(self.base.layers)
             for state in hook.attach(
-                layer,
-                self.backend,
-                num_slots,
-                chunk=chunk_of(config, index),
-                kv_heads=self.parallel.kv_heads,
-                kv_dtype=kv_dtype,
+                layer, self.backend, num_slots, chunk_of(config, index), parallel.kv_heads, kv_dtype
             )
         ]
         self.recurrent = RecurrentLayers(self.base.layers, num_slots)
@@ -156,18 +146,10 @@ class ModelSlice:
                 support `dtype`.
         """
         parallel, device = parallel or WholeSlice(), torch.device(device)
-        model = loading.load(
-            Path(path), layers, dtype, quantization, device, parallel, progress=progress
-        )
-        made = cls(
-            model,
-            layers,
-            num_slots,
-            attention,
-            batch_invariant=quantization in KEPT_FORMATS,
-            parallel=parallel,
-            kv_dtype=kv_dtype,
-        )
+        model = load(Path(path), layers, dtype, quantization, device, parallel, progress=progress)
+        kept = quantization in KEPT_FORMATS
+        how: dict[str, Any] = {"batch_invariant": kept, "parallel": parallel, "kv_dtype": kv_dtype}
+        made = cls(model, layers, num_slots, attention, **how)
         if made.any_attention and quantization in GGML_FORMATS:
             use_ggml(made)
         return made
@@ -183,10 +165,8 @@ class ModelSlice:
         num_slots: int,
         attention: AttentionBackend | str = select.AUTO,
     ) -> ModelSlice:
-        """A slice of a model with this `config` and random weights, for measurements.
-
-        All layers of `config` are created first, also those outside of `layers`.
-        """
+        """A slice of a model with this `config` and random weights, for measurements. All layers
+        are created first, also those outside of `layers`."""
         with lock, torch.device(device):
             require_supported(config.model_type, "the model")
             hook.register()
@@ -231,15 +211,11 @@ class ModelSlice:
 
     @torch.inference_mode()
     def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
-        """Run one batch through the layers, storing its K and V at `plan.write`.
+        """Run one batch through the layers, storing its K and V at `plan.write`; returns hidden
+        states `[rows, hidden]`.
 
-        Args:
-            inputs: token ids, int64 `[rows]`, on the first slice; else hidden states
-                `[rows, hidden]` of the slice before. On any device.
-            positions: int64 `[rows]`.
-
-        Returns hidden states `[rows, hidden]`.
-        """
+        `inputs`: on any device, token ids, int64 `[rows]`, on the first slice, else hidden states
+        of the slice before. `positions`: int64 `[rows]`."""
         with self._steps.step(len(positions)):
             self.parallel.batch(inputs, plan)
             if self.of_ggml is not None:
@@ -267,22 +243,18 @@ class ModelSlice:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`.
-
-        A group needs all members for it, of which each computes those of a part of the vocabulary.
-        """
+        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`. If several
+        devices compute the slice, each has a part of the vocabulary."""
         return self.parallel.logits(hidden, self._own_logits)
 
     @torch.inference_mode()
     def best_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of the `logits` of each row, and its token: `[k]` each, NaN if a logit is.
-
-        The members of a group exchange no more than these.
-        """
+        Several devices exchange no more than these."""
         return self.parallel.best_tokens(hidden, self._own_logits)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        """The logits of this member's part of the vocabulary."""
+        """The logits of this device's part of the vocabulary."""
         assert self.is_last, "only the last slice has a head"
         replayed = self.graphs.logits(hidden)
         return self.head(hidden) if replayed is None else replayed
@@ -314,8 +286,8 @@ class ModelSlice:
             state.backend = backend
 
     def adopt_backend(self, name: str) -> None:
-        """Use the backend that the other members of the group use. Raises ModelError if it fails
-        its self-test here."""
+        """Use the backend that the other devices use. Raises ModelError if it fails its self-test
+        here."""
         if name == self.attention:
             return
         found, backend, refused = self._select(name)
@@ -328,10 +300,5 @@ class ModelSlice:
 
     @torch.inference_mode()
     def _select(self, name: str) -> tuple[str, AttentionBackend, list[str]]:
-        return select.select_backend(
-            name,
-            self.device,
-            self.num_slots,
-            self.attention_layers,
-            batch_invariant=self.batch_invariant,
-        )
+        layers, invariant = self.attention_layers, self.batch_invariant
+        return select.select_backend(name, self.device, self.num_slots, layers, invariant)

@@ -80,12 +80,8 @@ class LiveNodes:
         return local
 
     def _enter(self, rows: np.ndarray, local: np.ndarray) -> None:
-        for name, column in zip(
-            ("sequence", "node", "token", "position"),
-            (SEQUENCE, NODE, TOKEN, POSITION),
-            strict=True,
-        ):
-            getattr(self, name)[local] = rows[:, column]
+        self.sequence[local], self.node[local] = rows[:, SEQUENCE], rows[:, NODE]
+        self.token[local], self.position[local] = rows[:, TOKEN], rows[:, POSITION]
         waits = np.zeros(len(self.node), bool)  # for their parents' masks
         waits[local] = True
         while len(local):  # one level after another
@@ -98,7 +94,6 @@ class LiveNodes:
             local = local[~ready]
 
     def allocate_index(self) -> int:
-        """A free local index."""
         if not self._free:
             self._grow()
         return self._free.pop()
@@ -188,13 +183,12 @@ class Lineage:
     def apply(
         self, verdict: Verdict, ids: Sequence[int] | None = None
     ) -> tuple[list[int], list[np.ndarray]]:
-        """Apply a verdict: follow its tokens down from the tip. Tokens that are known already are
-        skipped. Returns local indices of nodes that were committed, in order, and of nodes that
-        died, in parts.
+        """Apply a verdict: follow its tokens, but for those that are known already, down from the
+        tip. Returns local indices of nodes that were committed, in order, and of nodes that died,
+        in parts.
 
         `ids` are the node ids of the tokens, if known: a node with the right token but another id
-        was dropped from the tree and proposed again since, and dies.
-        """
+        was dropped from the tree and proposed again since, and dies."""
         assert verdict.base <= self.decided, "a verdict is missing"
         committed: list[int] = []
         dead: list[np.ndarray] = []
@@ -204,7 +198,10 @@ class Lineage:
         for count, token in enumerate(tokens):
             node = None if ids is None else ids[first + count]
             child = None if self.expected else self._child_of_tip(live, token, node)
-            dying, live = self._split_by_survival(live, child)
+            dying, live = live, live[:0]
+            if child is not None:  # else the new tip is not here, so all die
+                stays = self.nodes.mask[:, child].take(dying)
+                dying, live = dying[~stays], dying[stays]
             if len(dying):
                 self._forget(dying, survivors=len(live))
                 dead.append(dying)
@@ -234,16 +231,6 @@ class Lineage:
         is_it = nodes.token.take(live) == token if node is None else nodes.node.take(live) == node
         found = live[is_it & (nodes.parent.take(live) == TIP)]
         return int(found[0]) if len(found) else None
-
-    def _split_by_survival(
-        self, live: np.ndarray, child: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes that die when `child` becomes the tip, and those that survive, `child`
-        included. None: the new tip is not here, so all die."""
-        if child is None:
-            return live, live[:0]
-        stays = self.nodes.mask[:, child].take(live)
-        return live[~stays], live[stays]
 
     def _become_tip(self, node: int) -> None:
         del self._index[self.tip]

@@ -59,11 +59,8 @@ class SliceRunner:
     def start_sequence(
         self, sequence: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
     ) -> None:
-        """Add a sequence, so that verdicts on it are applied even before its first row arrives.
-
-        It shares the first `shared` tokens of `parent`, a running or retained sequence, and their
-        KV slots.
-        """
+        """Add a sequence, so that verdicts on it are applied even before its first row arrives. It
+        shares the first `shared` tokens of `parent`, a running or retained sequence."""
         assert self.length(parent) >= shared, "the prefix to share is not here"
         self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
         self._page_of[sequence] = page = self.pages.allocate_row()
@@ -74,11 +71,8 @@ class SliceRunner:
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice and return them with `hidden`
-        `[rows, hidden]`.
-
-        Rows that are not valid, as their parent was ruled out while they were in flight, are
-        dropped. Raises OutOfSlots.
-        """
+        `[rows, hidden]`; others, whose parent was ruled out meanwhile, are dropped. Raises
+        OutOfSlots."""
         batch, plan = self._admit(batch)
         if plan is None:
             self.slots_read = 0
@@ -111,12 +105,9 @@ class SliceRunner:
         return batch, self._plan(batch, local, slots)
 
     def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
-        """The attention plan of a batch whose rows have these local indices.
-
-        All rows of a sequence see its committed tokens up to the first row of this batch. The tree
-        keys are the rows that are committed after that (a prompt chunk, causal) and every live
-        node.
-        """
+        """The attention plan of a batch whose rows have these local indices. All rows of a sequence
+        see its committed tokens up to the first row of this batch. The tree keys are the rows that
+        are committed after that (a prompt chunk, causal) and every live node."""
         rows = batch.rows
         nodes, positions = self.nodes, rows[:, POSITION].copy()
         spans = list(_spans(rows))
@@ -157,10 +148,7 @@ class SliceRunner:
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
         """Commit the nodes that the verdicts accepted and free the slots of those that they ruled
-        out.
-
-        `nodes`: the `ids` of `Lineage.apply`, if there is a single verdict.
-        """
+        out. `nodes`: the `ids` of `Lineage.apply`, if there is a single verdict."""
         committed: list[int] = []
         pages: list[int] = []
         dead: list[np.ndarray] = []
@@ -187,10 +175,7 @@ class SliceRunner:
 
     def verify(self, batch: Batch, state_of: Callable[[int], SamplingState]) -> list[Verdict]:
         """Decide the tokens after the tip of each sequence whose tip is in this batch (last stage
-        only).
-
-        `state_of` returns the sampling state of a sequence.
-        """
+        only), with the sampling states of `state_of`."""
         paths: dict[int, AcceptedPath] = {}
         path_rows: list[np.ndarray] = []  # the rows of each path
         for sequence, span in _spans(batch.rows):
@@ -232,10 +217,8 @@ class SliceRunner:
             decided = decided[: state.num_unscored]
             for start in range(0, len(decided), SCORED_ROWS):
                 mine = decided[start : start + SCORED_ROWS]
-                logprobs = state.score_prompt(
-                    batch.rows[mine, TOKEN].tolist(),
-                    self.model.logits(self._hidden(batch, mine)),
-                )
+                logits = self.model.logits(self._hidden(batch, mine))
+                logprobs = state.score_prompt(batch.rows[mine, TOKEN].tolist(), logits)
                 if not state.prompt_failed:
                     found.append((sequence, logprobs))
         return found
@@ -246,8 +229,7 @@ class SliceRunner:
         return batch.hidden.index_select(0, to_device(rows, batch.hidden.device))
 
     def discard(self, rows: np.ndarray) -> None:
-        """Remove computed nodes, rows `[k, 6]`, given with all nodes below them, and free their
-        slots."""
+        """Remove computed nodes, rows `[k, 6]`, given with all nodes below them."""
         for sequence, span in _spans(rows):
             local = self.lineages[sequence].discard(rows[span, NODE].tolist())
             self.slots.release(self.nodes.slot[local])

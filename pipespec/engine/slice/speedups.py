@@ -42,13 +42,9 @@ def autotune(
 ) -> None:
     """Switch a slice to its fastest backend, of those that pass their self-test.
 
-    Which one that is depends on the GPU, on what is installed and on whether a CUDA graph can be
-    captured around it. So whole forward passes are timed, with as many rows as speculation feeds
-    and a context of usual length.
-
-    `buckets`: rows of the graphs to capture (`capture_graphs`). Backends that fail their self-test
-    are listed in `model.refused`; backends that are not available, and failures of slower backends
-    to be captured, are not."""
+    Whole forward passes are timed, in graphs of `buckets` rows (`capture_graphs`) where these can
+    be captured. Backends that fail their self-test are listed in `model.refused`; those that are
+    not available, and failures of slower ones to be captured, are not."""
     time_ms = time_ms or step_ms
     took: dict[str, float] = {}
     refused = model.refused

@@ -45,8 +45,7 @@ class WholeSlice:
         model: PreTrainedModel,
     ) -> None:
         """Before the weights of a model load, from this state dict; its stored matrices have these
-        `units`. `keep` replaces layers of a model, given of which parameters it has what part.
-        Raises ModelError."""
+        `units`. `keep` replaces layers, given of which parameters the model has what part."""
         keep(model, {})
 
     def loaded(self, model: PreTrainedModel) -> None:

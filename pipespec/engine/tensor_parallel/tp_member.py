@@ -22,7 +22,7 @@ from pipespec.engine.tensor_parallel.tensor_parallel import (
     gather_best,
     gather_columns,
 )
-from pipespec.engine.tensor_parallel.tp_divisibility import has_plan, require_tp_divisible
+from pipespec.engine.tensor_parallel.tp_cuts import has_plan, require_tp_divisible
 from pipespec.engine.tensor_parallel.tp_messages import (
     BEST_TOKENS,
     LOGITS,

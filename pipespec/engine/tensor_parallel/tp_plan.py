@@ -24,22 +24,20 @@ from pipespec.engine.low_bit.experts import use_loop
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
 from pipespec.engine.tensor_parallel.tp_cuts import (
     ALIGNMENT,
+    COLWISE,
+    GATHERED,
     IN,
+    LOCAL,
     OUT,
+    PACKED,
+    ROWWISE,
+    SPLIT,
+    SUMMED,
     Cut,
     HeadShare,
     head_unit,
     share,
     share_heads,
-)
-from pipespec.engine.tensor_parallel.tp_divisibility import (
-    COLWISE,
-    GATHERED,
-    LOCAL,
-    PACKED,
-    ROWWISE,
-    SPLIT,
-    SUMMED,
 )
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings

@@ -52,7 +52,7 @@ def _count(files: StoredFiles, members: int, units: Units) -> TPShares:
 
     from pipespec.engine.checkpoint.building import lock
     from pipespec.engine.formats.architectures import num_layers_of
-    from pipespec.engine.slice.slicing import sliced_class
+    from pipespec.engine.slice.loading import sliced_class
     from pipespec.engine.tensor_parallel.tp_plan import num_kv_heads, plan_cuts
 
     config = files.config()

@@ -315,7 +315,7 @@ def test_least_recently_used_state_is_replaced_and_its_text_cut():
     run(toy, [Request(3, first[:36], 4)])
     assert toy.rows_read - before == 4, "of a text the longest prefix was given up first"
     for loop in toy.stages:
-        assert loop.runner.model.recurrent.num_states <= 4 + 4
+        assert loop.runner.model.recurrent._book.num_states <= 4 + 4
 
 
 def test_a_long_text_takes_half_of_the_states_at_most():
