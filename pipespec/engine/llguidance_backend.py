@@ -64,15 +64,9 @@ def require_installed(what: str) -> None:
         raise ConfigError(f"{what} needs llguidance; run: pip install 'pipespec[grammar]'.")
 
 
-# --- making grammars --------------------------------------------------------------------------
-
-
 def grammar_from_json_schema(schema: Any) -> str:
     """The grammar of the JSON that a schema (parsed, or as text) describes, without optional white
-    space.
-
-    Raises GrammarFailed.
-    """
+    space. Raises GrammarFailed."""
     from llguidance import LLMatcher
 
     if isinstance(schema, str):
@@ -86,14 +80,11 @@ def grammar_from_json_schema(schema: Any) -> str:
     try:
         text = json.dumps(schema)
         _check_size(text)
-        grammar: str = LLMatcher.grammar_from_json_schema(
-            text, overrides={"whitespace_flexible": False}
-        )
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
     except RecursionError:
         raise GrammarFailed("it is nested too deeply") from None
     except ValueError as error:
         raise GrammarFailed(_reason(str(error))) from None
-    return grammar
 
 
 def grammar_from_regex(regex: str) -> str:
@@ -102,8 +93,7 @@ def grammar_from_regex(regex: str) -> str:
     from llguidance import LLMatcher, regex_to_lark
 
     _check_size(regex)
-    grammar: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, use_ascii='d')}/")
-    return grammar
+    return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, use_ascii='d')}/")
 
 
 def grammar_from_choice(choices: Sequence[str]) -> str:
@@ -153,22 +143,13 @@ def _check_size(grammar: str) -> None:
         raise GrammarFailed(f"it takes {size} bytes, but may take {MAX_GRAMMAR}")
 
 
-# --- matchers ---------------------------------------------------------------------------------
-
-
 class Grammars:
     """Compiles grammars for the tokens of one model, in a thread of its own."""
 
     def __init__(self, tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos: Sequence[int]):
-        """
-        Args:
-            tokenizer: loads the model's tokenizer.
-            vocab_size: how many token ids the model has logits for.
-            eos: token ids that end a text.
-        """
-        self._load = tokenizer
-        self._vocab_size = vocab_size
-        self._eos = (*eos,)
+        """`tokenizer` loads the model's; `vocab_size`: for how many token ids it has logits; `eos`:
+        those that end a text."""
+        self._load, self._vocab_size, self._eos = tokenizer, vocab_size, (*eos,)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def warm(self) -> None:
@@ -181,8 +162,7 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, grammar: str) -> Future[Matcher]:
-        """Compile a grammar in the background. The future raises GrammarFailed if it is not
-        valid."""
+        """See `Compile`."""
         return self._thread.submit(self.compile, grammar)
 
     def compile(self, grammar: str) -> Matcher:
@@ -198,9 +178,8 @@ class Grammars:
         matcher, random = self.compile(grammar), Random(0)
         began = thread_time()
         for probed in range(PROBED):
-            allowed = np.flatnonzero(
-                unpack_mask(matcher.allowed(), self._tokens.vocab_size)
-            ).tolist()
+            mask = unpack_mask(matcher.allowed(), self._tokens.vocab_size)
+            allowed = np.flatnonzero(mask).tolist()
             if not allowed:
                 raise GrammarFailed("no text fits it")
             further = [token for token in allowed if token not in self._eos]
@@ -233,7 +212,7 @@ def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
 
 
 class LlguidanceMatcher:
-    """A `Matcher` by llguidance."""
+    """See `Matcher`."""
 
     def __init__(self, tokens: Any, grammar: str):
         from llguidance import LLMatcher, LLParserLimits
@@ -251,8 +230,7 @@ class LlguidanceMatcher:
         return bits
 
     def consume(self, tokens: Sequence[int]) -> int:
-        taken: int = self._matcher.try_consume_tokens([*tokens])
-        return taken
+        return self._matcher.try_consume_tokens([*tokens])
 
     def rollback(self, count: int) -> None:
         if count:

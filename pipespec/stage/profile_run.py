@@ -1,10 +1,7 @@
-"""Measures how long a stage's batches take by their rows, before the first request.
-
-Without it the head would feed the first draft tokens without knowing their cost, which is worst
-where every row takes time, and the first prompt would slow down a running answer until the stages
-have reported their times. Later times are measured on the batches themselves
-(`pipespec.stage.stage_loop`). Rows are random, so those of a mixture choose different experts.
-"""
+"""Measures how long a stage's batches take by their rows, before the first request: the head needs
+to know what its first draft tokens and prompts cost. Later times are measured on the batches
+themselves (`pipespec.stage.stage_loop`). Rows are random, so those of a mixture choose different
+experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The loop of a stage: receive, compute, verify, prune, send.
-
-It has more than 350 lines, as a step is read from its first line to its last.
-"""
+"""The loop of a stage: receive, compute, verify, prune, send."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ log = logging.getLogger(__name__)
 
 # Names of a stage's counters.
 COUNTS = ("steps", "rows", "dropped", "overruns")
-
 # Between two reports of a stage's measurements.
 PUBLISH_NS = 10**9
 
@@ -85,18 +81,14 @@ class StageLoop:
     ):
         """`times`: measurements of this stage's batches so far."""
         layout = settings.layout
-        self.runner = runner
-        self.link = link
-        self.controller = controller
+        self.runner, self.link, self.controller = runner, link, controller
+        self.settings, self.layout, self.timeline = settings, layout, timeline
         self.rank = link.rank
-        self.settings = settings
-        self.layout = layout
         self.last = link.rank == layout.last
         self.free = layout.sync == "free"
         # A neighbour in the same group computes the same batch in the same step.
         self.joins_previous = layout.same_group(link.rank - 1)
         self.joins_next = not self.last and layout.same_group(link.rank)
-        self.timeline = timeline
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
         self.step = 0
         self._done: list[Task] = []
@@ -170,16 +162,13 @@ class StageLoop:
             self.runner.start_sequence(start.sequence, start.parent, start.shared_len)
 
     def wait_for_prefix(self, batch: Batch, sequence: int, tokens: int) -> None:
-        """Apply verdicts until a sequence has so many tokens, as the head knew with this batch."""
         self.apply_verdicts_until(batch, lambda: self.runner.length(sequence) >= tokens)
 
     def finish_sequences(self, batch: Batch) -> dict[int, dict[str, Any]]:
         """Free what the sequences that leave with a batch hold, but for retained prefixes; returns
-        the reports on those that have ended, by request.
-
-        The `period` of a report has the counts of this stage since it last had no sequence, so that
-        steps for several requests at once are counted once (`stats.merge_periods`).
-        """
+        the reports on those that have ended, by request. Their `period` has the counts of this
+        stage since it last had no sequence, so that steps for several requests at once are counted
+        once (`stats.merge_periods`)."""
         reports = {}
         leaving = (*batch.finished, *batch.preempted)
         worked = self.worked() if leaving else self._worked
@@ -194,17 +183,15 @@ class StageLoop:
             if sequence in batch.finished:
                 now = self.counted()
                 since = {name: now[name] - before[name] for name in now}
-                events = list(self.timeline.events)
                 elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
-                period = {name: now[name] for name in PERIOD} | elapsed
                 reports[start.request] = {
                     "rank": self.rank,
                     **since,
-                    "period": period,
+                    "period": {name: now[name] for name in PERIOD} | elapsed,
                     "attention": self.settings.attention,
                     "experts": self.runner.model.experts.points(),
                     "times": pack(self._times.measured()),
-                    "events": events,
+                    "events": list(self.timeline.events),
                 }
         if not self._sequences:
             self._worked = worked
@@ -223,10 +210,8 @@ class StageLoop:
                 self._verifiers[start.sequence] = verifier
 
     def compute(self, batch: Batch) -> Batch:
-        """Run the batch through the slice; at the last stage, decide the verdicts too.
-
-        The least time of a step (`StepClock`) covers both.
-        """
+        """Run the batch through the slice; at the last stage, decide the verdicts too. The least
+        time of a step (`StepClock`) covers both."""
         # Running free, a verdict that has not arrived may free the slots that the batch needs.
         self.apply_verdicts_until(batch, lambda: self.runner.has_room(batch))
         self.settings.share_cores(any(self._behind))
@@ -241,14 +226,13 @@ class StageLoop:
                 state_of = self._verifiers.__getitem__
                 if any(verifier.num_unscored for verifier in self._verifiers.values()):
                     for sequence, logprobs in self.runner.score_prompts(computed, state_of):
-                        self.controller.add_prompt_logprobs(
-                            self._sequences[sequence][0].request, logprobs
-                        )
+                        start_of, _ = self._sequences[sequence]
+                        self.controller.add_prompt_logprobs(start_of.request, logprobs)
                 self._verdicts = self.runner.verify(computed, state_of)
                 self.log_failures()
         with self.timeline("pace"):
-            clock = self.settings.clock
-            paced = clock.wait_for_stage(start, self.rank, self.step, len(computed))
+            wait = self.settings.clock.wait_for_stage
+            paced = wait(start, self.rank, self.step, len(computed))
         self._counts["overruns"] += not paced
         if len(computed):
             took_ms = (self.timeline.clock() - start) / 1e6
@@ -259,19 +243,17 @@ class StageLoop:
         return computed
 
     def receive_draft_tokens(self, batch: Batch) -> int:
-        """Receive the draft tokens that the head has fed meanwhile of the lossy sequences in a
-        batch: in lockstep up to the step after that of the batch at least, so that a node's
-        children are known when the next token is decided. Returns its nanoseconds."""
+        """Receive what the head has fed meanwhile of the lossy sequences in a batch: in lockstep up
+        to the step after that of the batch at least, so that a node's children are known when the
+        next token is decided. Returns its nanoseconds."""
         begun = self.timeline.clock()
         here = self.step - self.layout.num_steps
-        waits = not self.free and self.layout.num_steps > 1
+        until = here + 1 if not self.free and self.layout.num_steps > 1 else None
         for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
             verifier = self._verifiers[sequence]
             if verifier.sampling.lossy:
                 with self.timeline("wait"):
-                    for draft in self.controller.read_draft_tokens(
-                        sequence, here + 1 if waits else None
-                    ):
+                    for draft in self.controller.read_draft_tokens(sequence, until):
                         verifier.add_draft_tokens(draft, since=here)
         return self.timeline.clock() - begun
 
@@ -321,9 +303,7 @@ class StageLoop:
         """Apply verdicts until this stage is `ready` for a batch. Running free, one that the head
         knew when it sent the batch may not have arrived yet; in lockstep all have."""
         while self.free and not self.last and not ready():
-            assert self.receiver.num_received <= batch.step, (
-                "the head knew every verdict that this batch needs"
-            )
+            assert self.receiver.num_received <= batch.step, "the head knew what this batch needs"
             self.apply_verdicts(self.receiver.verdict())
 
     def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
@@ -333,8 +313,7 @@ class StageLoop:
         self._done.append(prune(self.rank, self.receiver.num_received - 1))
 
     def publish(self, *, idle: bool) -> None:
-        """Publish this stage's measurements every second, and when it has just become `idle`, as
-        the next step may be far off."""
+        """Publish measurements every second, and when the stage has just become `idle`."""
         now = self.timeline.clock()
         if idle or now - self._published_ns > PUBLISH_NS:
             self._published_ns = now
@@ -342,8 +321,8 @@ class StageLoop:
                 self.controller.publish_stage_stats(self._times.measured(), self.worked())
 
     def worked(self) -> Counter[str]:
-        """Nanoseconds of this epoch with any sequence at this stage, and how many of these it
-        computed, waited for batches, and sent its own."""
+        """Nanoseconds of this epoch with any sequence here, and how many of these it computed,
+        waited for batches, and sent its own."""
         worked = Counter(self._worked)
         if self._sequences:
             totals = self.timeline.totals

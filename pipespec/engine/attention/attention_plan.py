@@ -28,18 +28,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.kv_format import POOL_TYPES, is_packed, packed
-from pipespec.engine.precision import KV_PLAIN
+from pipespec.engine.precision import KV_FP8, KV_INT8, KV_PLAIN, KV_SCALE_BYTES
+
+# The type of a pool in each format, and the largest number of its codes.
+POOL_TYPES = {KV_INT8: torch.int8, KV_FP8: torch.uint8}
+LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The rows of one request in one batch, and the keys they see.
-
-    `rows` is the segment's contiguous part of the batch; `positions` int64 `[rows]`. `prefix`
-    int64 `[p]` holds the slots of positions 0..p-1; `tree` int64 `[t]` those of the tree keys at
-    `tree_positions` int64 `[t]`; `mask` bool `[rows, t]` is True where a row sees a tree key.
-    """
+    """The rows of one request, a contiguous part of a batch, and the keys they see: `prefix` `[p]`
+    are the slots of positions 0..p-1, `tree` `[t]` those of the tree keys at `tree_positions`;
+    `mask` bool `[rows, t]` is True where a row sees a tree key."""
 
     rows: slice
     positions: np.ndarray
@@ -88,7 +88,7 @@ class AttentionPlan:
     imagined: bool = False
 
     def segments(self) -> Iterator[Segment]:
-        """The segments, in the order of their rows; nothing is copied."""
+        """In the order of their rows; nothing is copied."""
         seen = 0
         bounds = zip(
             pairwise(self.row_start.tolist()),
@@ -116,8 +116,8 @@ class Reach(NamedTuple):
     chunk: int | None = None
 
     def earliest(self, positions: Any) -> Any:
-        """The first position that rows at `positions` (an array or tensor of integers) see, which
-        may be negative; None: they see all."""
+        """The first position that rows at `positions` (an array or tensor) see, which may be
+        negative; None: they see all."""
         if self.chunk is not None:
             return positions - positions % self.chunk
         return None if self.window is None else positions - self.window + 1
@@ -147,7 +147,7 @@ class LayerOptions:
 @dataclass(slots=True, eq=False)
 class LayerPool:
     """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer, in the
-    model's type or in 8 bits (`kv_format`). The last slot belongs to no sequence: rows of padding
+    model's type or in 8 bits (`packed`). The last slot belongs to no sequence: rows of padding
     store there."""
 
     keys: Tensor
@@ -157,14 +157,13 @@ class LayerPool:
     def allocate(
         cls, num_slots: int, key: Tensor, value: Tensor, kv_dtype: str = KV_PLAIN
     ) -> LayerPool:
-        """A pool of `num_slots` slots for rows like those of `key` and `value`
-        (`[rows, kv_heads, dim]`), and one more for padding; `kv_dtype` is one of KV_DTYPES."""
+        """A pool for rows like those of `key` and `value` (`[rows, kv_heads, dim]`); `kv_dtype` is
+        one of KV_DTYPES."""
         if kv_dtype != KV_PLAIN:
             key, value = (packed(each[:1], POOL_TYPES[kv_dtype]) for each in (key, value))
         return cls(_zeros(num_slots + 1, key), _zeros(num_slots + 1, value))
 
     def store(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store K and V of rows at these slots."""
         for pool, rows in ((self.keys, key), (self.values, value)):
             pool.index_copy_(0, slots, packed(rows, pool.dtype) if is_packed(pool) else rows)
 
@@ -174,9 +173,38 @@ class LayerPool:
         return self.keys[:-1].nbytes + self.values[:-1].nbytes
 
 
+def is_packed(pool: Tensor) -> bool:
+    return pool.dtype in LARGEST
+
+
+def packed(numbers: Tensor, pool_type: torch.dtype) -> Tensor:
+    """`[rows, heads, dim]` -> `[rows, heads, dim + KV_SCALE_BYTES]`, as a pool of this type has it:
+    the codes of a head, then its scale in bfloat16. A row depends on itself alone, so the text is
+    the same for every policy and stage count."""
+    wide = numbers.float()
+    scales = (wide.abs().amax(-1, keepdim=True) / LARGEST[pool_type]).to(torch.bfloat16)
+    # A head of zeros has no scale; the least one keeps its codes finite.
+    codes = wide / scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+    codes = codes.clamp(-LARGEST[pool_type], LARGEST[pool_type])
+    if pool_type == torch.int8:
+        stored = codes.round().to(torch.int8)
+    else:
+        stored = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat((stored, scales.contiguous().view(pool_type)), -1)
+
+
+def unpacked(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `packed`, but for rounding, in this type; plain numbers in another type."""
+    if not is_packed(stored):
+        return stored.to(dtype)
+    codes, scales = stored[..., :-KV_SCALE_BYTES], stored[..., -KV_SCALE_BYTES:]
+    if stored.dtype == torch.uint8:
+        codes = codes.contiguous().view(torch.float8_e4m3fn)
+    return codes.to(dtype) * scales.contiguous().view(torch.bfloat16).to(dtype)
+
+
 def _zeros(num_slots: int, like: Tensor) -> Tensor:
-    """Zeros like `like`. In main memory, pages are allocated lazily: many pools are larger than the
-    requests that arrive ever need."""
+    """In main memory, pages are allocated lazily: many pools are larger than requests ever need."""
     shape = (num_slots, *like.shape[1:])
     if like.device.type != "cpu":
         return like.new_zeros(shape)
@@ -188,8 +216,7 @@ class AttentionBackend(Protocol):
     """The attention of the layers of one slice. It is used by one thread."""
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """Use this plan from now on. What all layers share is computed once, at the latest in the
-        first layer. The plan's arrays must not change before the next call."""
+        """Use this plan, whose arrays must not change, until the next call."""
         ...
 
     def attend(
@@ -204,11 +231,9 @@ class AttentionBackend(Protocol):
 
 
 def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False) -> AttentionPlan:
-    """The plan of a chunk of a prompt: each row sees `prefix` and the rows up to itself.
-
-    `prefix` int64 `[p]` and `write` int64 `[rows]` are slots; the rows' positions are p, p+1, ...
-    `imagined`: the prefix was never computed, and the rows are draft tokens.
-    """
+    """The plan of a chunk of a prompt: each row sees `prefix` `[p]` and the rows up to itself, in
+    the slots `write` `[rows]`. `imagined`: the prefix was never computed, and the rows are draft
+    tokens."""
     length, rows = len(prefix), len(write)
     positions, bounds = np.arange(length, length + rows), np.array([0, rows])
     kept = of_no_state(1)

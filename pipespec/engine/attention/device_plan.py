@@ -1,4 +1,4 @@
-"""An attention plan in a fixed buffer on the device.
+"""An attention plan in a fixed buffer on the device, and a backend that reads it.
 
 Backends that compute on the device alone, and CUDA graphs, read this instead of an
 `AttentionPlan`: the addresses never change, and one copy transfers the plan of a step. All columns
@@ -22,7 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.attention.attention_plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Reach,
+)
 from pipespec.system.device_copy import StagedArrays
 
 # Bits of a word of `mask`.
@@ -32,11 +37,12 @@ WORD = 32
 MOST_SPLITS, ALL_SPLITS, LEAST_KEYS = 16, 32, 64
 # Tree keys of one row that a reserved buffer has room for.
 MOST_TREE = 2048
+# Keys of a row that `TorchBackend` processes together.
+BLOCK = 128
 
 
 class PlanCapacity(NamedTuple):
-    """The size of a buffer: rows, tree keys of one row, tree keys of all segments, and keys of all
-    segments."""
+    """The size of a buffer: rows, tree keys of one row, and tree keys and keys of all segments."""
 
     rows: int
     tree: int
@@ -45,13 +51,11 @@ class PlanCapacity(NamedTuple):
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> PlanCapacity:
-        """The capacity that a plan needs."""
         tree = np.diff(plan.tree_start)
         keys = len(plan.tree) + int(plan.prefix_length.sum())
         return cls(len(plan.write), int(tree.max()), len(plan.tree), keys)
 
     def holds(self, other: PlanCapacity) -> bool:
-        """Whether a plan that needs `other` fits."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
     def grown(self, other: PlanCapacity) -> PlanCapacity:
@@ -107,11 +111,8 @@ class DevicePlan:
         tiles: Sequence[int] = (),
     ) -> None:
         """`trash` is the slot for rows of padding, `tiles` the sizes of the tilings."""
-        self.capacity = capacity
-        self.longest = 0
-        self._trash = trash
-        rows = capacity.rows
-        words = -(-capacity.tree // WORD)
+        self.capacity, self.longest, self._trash = capacity, 0, trash
+        rows, words = capacity.rows, -(-capacity.tree // WORD)
         shapes = dict.fromkeys(self._ROWS, (rows,)) | {
             **{f"tiles_{size}": (rows, 3) for size in tiles},
             **{f"splits_{size}": (rows,) for size in tiles},
@@ -123,9 +124,7 @@ class DevicePlan:
         }
         self._arrays = StagedArrays(shapes, torch.int32, device)
         found = self._arrays.device
-        self.tilings = {
-            size: Tiling(found[f"tiles_{size}"], found[f"splits_{size}"]) for size in tiles
-        }
+        self.tilings = {n: Tiling(found[f"tiles_{n}"], found[f"splits_{n}"]) for n in tiles}
         for name in (*self._ROWS, "mask", "tree_positions", "slots"):
             setattr(self, name, found[name])
 
@@ -178,7 +177,6 @@ class DevicePlanBackend:
     """The base class of backends that read a `DevicePlan`; `flat` is the current one."""
 
     def __init__(self, device: torch.device | str, num_slots: int, tiles: Sequence[int] = ()):
-        """`tiles`: numbers of rows of one segment that are computed together."""
         self._device, self._num_slots, self._tiles = device, num_slots, tiles
         self._growing = self._buffer(PlanCapacity(1, 1, 1, 1))
         self.flat = self._growing
@@ -200,6 +198,64 @@ class DevicePlanBackend:
 
     def _buffer(self, capacity: PlanCapacity) -> DevicePlan:
         return DevicePlan(capacity, self._num_slots, self._device, self._tiles)
+
+
+class TorchBackend(DevicePlanBackend):
+    """`static` in settings, in plain torch: the reference for kernels, and their fallback.
+
+    It works on every device and reads nothing on the host. Every row reads its own keys block by
+    block with online softmax (Milakov and Gimelshein 2018), in float32. It is slower than other
+    backends, as rows of one segment do not share their keys.
+    """
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
+    ) -> Tensor:
+        rows, heads, _ = query.shape
+        kv_heads = key.shape[1]
+        pool.store(self.flat.write[:rows].long(), key, value)
+        grouped = query.float().view(rows, kv_heads, heads // kv_heads, -1) * options.scaling
+        best = grouped.new_full(grouped.shape[:3], -torch.inf)
+        total = torch.zeros_like(best)
+        if options.sinks is not None:
+            best = options.sinks.float().view(kv_heads, -1).expand_as(best)
+            total = torch.ones_like(best)
+        out = grouped.new_zeros(*grouped.shape[:3], value.shape[2])
+        for start in range(0, self.flat.longest, BLOCK):
+            slots, seen = self._keys(rows, start, options.reach)
+            scores = torch.einsum("rkgd,rnkd->rkgn", grouped, pool.keys[slots].float())
+            if options.softcap is not None:
+                scores = torch.tanh(scores / options.softcap) * options.softcap
+            scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            higher = torch.maximum(best, scores.amax(-1))
+            # A row that has seen no key yet has the maximum -inf.
+            base = torch.where(higher == -torch.inf, 0.0, higher)
+            kept, weights = torch.exp(best - base), torch.exp(scores - base[..., None])
+            total = total * kept + weights.sum(-1)
+            added = torch.einsum("rkgn,rnkd->rkgd", weights, pool.values[slots].float())
+            out = out * kept[..., None] + added
+            best = higher
+        return (out / total[..., None]).to(query.dtype).view(rows, heads, -1)
+
+    def _keys(self, rows: int, start: int, reach: Reach) -> tuple[Tensor, Tensor]:
+        """The slots of the next block of keys of every row, `[rows, BLOCK]`, and whether it sees
+        them."""
+        flat = self.flat
+        columns = (flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first)
+        position, first, prefix, tree, tree_first = (column[:rows, None] for column in columns)
+        i = torch.arange(start, start + BLOCK, dtype=torch.int32, device=first.device)
+        there = i < prefix + tree
+        slots = flat.slots[torch.where(there, first + i, 0)]
+        beyond = there & (i >= prefix)
+        j = torch.where(beyond, i - prefix, 0)
+        words = flat.mask[:rows].gather(1, (j // WORD).long())
+        seen = there & ((i < prefix) | (words >> (j % WORD) & 1).bool())
+        earliest = reach.earliest(position)
+        if earliest is not None:
+            # `tree_first` of a row without tree keys may be out of range.
+            at = torch.where(beyond, flat.tree_positions[torch.where(beyond, tree_first + j, 0)], i)
+            seen &= at >= earliest
+        return slots, seen
 
 
 def _tiles(starts: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:

@@ -73,7 +73,6 @@ class _LayerKind:
         options: LayerOptions,
         dtype: torch.dtype,
     ) -> None:
-        """Plan both wrappers."""
         parts = [_parted(segment, options.reach) for segment in plan.segments()]
         like = (plan.row_start, sizes, options, dtype)
         self._open.plan([keys for keys, _, _ in parts], None, *like)
@@ -81,7 +80,6 @@ class _LayerKind:
         self.planned = True
 
     def run(self, query: Tensor, pool: LayerPool, sinks: Tensor | None) -> Tensor:
-        """`[rows, heads, value_dim]`."""
         found = [part.run(query, pool) for part in (self._open, self._masked) if part.any]
         weights = [weight for _, weight in found]
         if sinks is not None:
@@ -127,10 +125,7 @@ class _KernelPart:
             _int32(np.concatenate(([0], np.cumsum(counts)))),
             _int32(np.concatenate(keys)),
             torch.ones(len(keys), dtype=torch.int32),
-            heads,
-            kv_heads,
-            dim,
-            1,
+            *(heads, kv_heads, dim, 1),
             head_dim_vo=value_dim,
             packed_custom_mask=None if bits is None else torch.from_numpy(np.concatenate(bits)),
             sm_scale=options.scaling,

@@ -3,6 +3,15 @@
 Transformers calls a function that is registered by name. The function calls the slice's backend
 through one custom operator, which torch.compile and CUDA graphs treat as opaque. Each attention
 module has its KV pool and its backend in its attribute `kv`.
+
+Most modules pass all that matters to that function. The others rely on a mask, on a cache or on the
+order of rows, none of which there is in a batch of tree rows:
+
+    chunked attention    (Llama 4) the mask alone limits what a row sees
+    query temperatures   (Llama 4) a factor by position, which the module takes from the cache
+    sparse attention     (DeepSeek V3.2) an indexer selects the `index_topk` keys of each row; in a
+                         context of at most as many keys it selects all, so it is left out, and the
+                         context ends there (`pipespec.engine.inspection.model_config`)
 """
 
 from __future__ import annotations
@@ -18,11 +27,6 @@ from torch import Tensor, nn
 
 from pipespec.engine.attention.attention_plan import AttentionBackend, LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.attention.variants import (
-    QueryTemperature,
-    attention_modules,
-    take_temperature,
-)
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -32,20 +36,37 @@ with silence_warnings():
 # Registered with Transformers' attention interface only: without a mask function of the same name,
 # Transformers creates no attention mask, which is what we want.
 NAME = "pipespec"
+# Endings of the names of attention classes.
+_ATTENTION = ("Attention", "MLA")
+_LINEAR = "DeltaAttention"
+_CHUNKED = "chunked_attention"
+# The argument by which a decoder layer hands the rows' positions to its attention.
+POSITIONS = "query_positions"
 
 _numbers = count()
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Queries are multiplied by `1 + scale * log(1 + floor((position + 1) / floor))`."""
+
+    scale: float
+    floor: float
+
+    def applied(self, query: Tensor, positions: Tensor) -> Tensor:
+        """Those of `[1, heads, rows, dim]` at `[1, rows]`."""
+        steps = torch.floor((positions.float() + 1.0) / self.floor)
+        scales = torch.log1p(steps) * self.scale + 1.0
+        return (query * scales[:, None, :, None]).to(query.dtype)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionState:
     """The attribute `kv` of an attention module.
 
-    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too;
-    `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one; `kv_dtype`: one of
-    KV_DTYPES. The first call sets `layer` from the actual Q, K and V, whose shapes are more
-    reliable than what can be derived from the config. The custom operator identifies it by
-    `number`.
-    """
+    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too. The
+    first call sets `layer` from the actual Q, K and V, whose shapes are more reliable than what can
+    be derived from the config. The custom operator identifies the state by `number`."""
 
     backend: AttentionBackend
     num_slots: int
@@ -110,7 +131,7 @@ def _attend(
         query = state.temperature.applied(query, query_positions)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if state.layer is None:
-        # An empty one is that of `variants.leave_out_indexers`.
+        # An empty one is that of `leave_out_indexers`.
         assert attention_mask is None or not attention_mask.numel()
         pool = LayerPool.allocate(state.num_slots, key, value, state.kv_dtype)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -121,7 +142,62 @@ def _attend(
     return out.unsqueeze(0), None
 
 
-# --- the operator -----------------------------------------------------------------------------
+def attention_modules(layer: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder layer, in the order in which it calls them."""
+    return [each for each in layer.modules() if is_attention(each)]
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module attends to K and V."""
+    name = type(module).__name__
+    return name.endswith(_ATTENTION) and not name.endswith(_LINEAR)
+
+
+def chunk_of(config: Any, index: int) -> int | None:
+    """The chunk size of layer `index` of a model with this config; None: it is not chunked."""
+    types = getattr(config, "layer_types", None)
+    if types is None or types[index] != _CHUNKED:
+        return None
+    return int(config.attention_chunk_size)
+
+
+def take_temperature(layer: nn.Module, attention: nn.Module) -> QueryTemperature | None:
+    """Keep an attention module from scaling its queries, which the hook does from now on, and let
+    its layer hand on the positions; None: it does not scale them."""
+    if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
+        return None
+    attention.attn_temperature_tuning = False  # type: ignore[assignment]
+
+    def add_positions(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, {**kwargs, POSITIONS: kwargs["position_ids"]}
+
+    layer.register_forward_pre_hook(add_positions, with_kwargs=True)
+    return QueryTemperature(float(attention.attn_scale), float(attention.floor_scale))  # type: ignore[arg-type]
+
+
+def leave_out_indexers(model: nn.Module) -> None:
+    """Replace the indexers of sparse attention, also in layers that share that of another one."""
+    for module in list(model.modules()):
+        shared = getattr(module, "skip_topk", False)
+        if isinstance(getattr(module, "indexer", None), nn.Module) or shared:
+            module.indexer = _EveryKey()
+            module.register_forward_pre_hook(_with_mask, with_kwargs=True)
+
+
+class _EveryKey(nn.Module):
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _with_mask(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An empty mask, as the module indexes the one for its indexer."""
+    hidden: Tensor = kwargs["hidden_states"]
+    return args, {**kwargs, "attention_mask": hidden.new_zeros(1, 1, 0, 0)}
+
 
 _library = torch.library.Library(NAME, "DEF")
 _library.define(

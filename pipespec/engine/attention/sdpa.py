@@ -21,8 +21,8 @@ from pipespec.engine.attention.attention_plan import (
     LayerPool,
     Reach,
     Segment,
+    unpacked,
 )
-from pipespec.engine.attention.kv_format import unpacked
 from pipespec.system.device_copy import to_device
 
 # Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
@@ -36,29 +36,23 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SegmentKeys:
-    """The keys of one segment within reach of its rows.
-
-    `index` selects the slots; a slice needs no copy. `bias` `[rows, keys]` is 0 where a row sees
-    a key and -inf where not, or None where every row sees every key; for `_fused` it has a row
-    for each query head of a group.
-    """
+    """The keys of one segment within reach of its rows: `index` selects the slots; `bias` `[rows,
+    keys]` is 0 where a row sees a key, else -inf, or None where every row sees every key. For
+    `_fused` it has a row for each query head of a group."""
 
     rows: slice
     index: slice | Tensor
     bias: Tensor | None
 
     def read(self, pool: Tensor) -> Tensor:
-        """`[slots, kv_heads, dim]` -> `[keys, kv_heads, dim]`."""
         if isinstance(self.index, slice):
             return pool[self.index]
         return pool.index_select(0, self.index)  # four times as fast as pool[index]
 
 
 class SdpaBackend:
-    """See `AttentionBackend`.
-
-    With `batch_invariant` it computes in float64, so that a row rounded to the model's type does
-    not depend on the other rows of its batch."""
+    """See `AttentionBackend`. With `batch_invariant` it computes in float64, so that a row rounded
+    to the model's type does not depend on the other rows of its batch."""
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
@@ -108,7 +102,7 @@ def _fused(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOpt
 
 
 def _explicit(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOptions) -> Tensor:
-    """Explicit attention, for layers with softcap or sinks, which SDPA does not support."""
+    """For layers with softcap or sinks, which SDPA does not support."""
     rows, heads, _ = query.shape
     k, v = (unpacked(keys.read(each), query.dtype) for each in (pool.keys, pool.values))
     grouped = query.view(rows, k.shape[1], -1, query.shape[2])
@@ -129,15 +123,13 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: Layer
 def _prepared(
     plan: AttentionPlan, reach: Reach, group: int, like: Tensor
 ) -> tuple[Tensor, list[_SegmentKeys]]:
-    """The rows' slots and the keys of each segment, on the device; shared by layers with this
-    reach."""
+    """The rows' slots and the keys of each segment, on the device."""
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
     read = [_read(segment, reach) for segment in segments]
     indices = iter(_indices([index for index, _ in read if not isinstance(index, slice)], like))
-    biases = iter(
-        _biases([np.repeat(~seen, group, 0) for _, seen in read if seen is not None], like)
-    )
+    hidden = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
+    biases = iter(_biases(hidden, like))
     keys = [
         _SegmentKeys(
             segment.rows,

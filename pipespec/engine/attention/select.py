@@ -92,7 +92,7 @@ def make_backend(
 
         return TritonBackend(device, num_slots)
     if name == STATIC:
-        from pipespec.engine.attention.torch_backend import TorchBackend
+        from pipespec.engine.attention.device_plan import TorchBackend
 
         return TorchBackend(device, num_slots)
     from pipespec.engine.attention.sdpa import SdpaBackend

@@ -83,20 +83,17 @@ def _compared(
     keys = random(num_slots + 1, kv_heads, dim)
     values = random(num_slots + 1, kv_heads, value_dim)
     given = []
-    for each, dtype in (
-        (backend, like.dtype),
-        (SdpaBackend(), like.dtype),
-        (SdpaBackend(), torch.float64),
-    ):
+    others = (SdpaBackend(), like.dtype), (SdpaBackend(), torch.float64)
+    for each, dtype in ((backend, like.dtype), *others):
         pool = LayerPool(keys.to(dtype, copy=True), values.to(dtype, copy=True))
         each.prepare(plan)
         of_rows = query.to(dtype), key.to(dtype), value.to(dtype)
         given.append(each.attend(*of_rows, pool, layer.options))
         if each is backend:
             write = torch.from_numpy(plan.write).to(like.device)
-            others = torch.ones(num_slots, dtype=torch.bool, device=like.device)
-            others[write] = False
-            kept = pool.keys[:-1][others].equal(keys[:-1][others])
+            beside = torch.ones(num_slots, dtype=torch.bool, device=like.device)
+            beside[write] = False
+            kept = pool.keys[:-1][beside].equal(keys[:-1][beside])
             if not (kept and pool.keys[write].equal(key) and pool.values[write].equal(value)):
                 return "it stores K and V in other slots than those of the batch"
     *found, expected = given

@@ -108,13 +108,11 @@ class TritonBackend(DevicePlanBackend):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         keys, values = pool.keys, pool.values
         wide = {"dim": dim, "value_dim": value_dim, "DIM": _power(dim), "VALUE": _power(value_dim)}
-        kernels.store[rows, kv_heads](
-            key, value, keys, values, flat.write, kv_heads, **wide, **OPTIONS
-        )
+        stored = key, value, keys, values, flat.write
+        kernels.store[rows, kv_heads](*stored, kv_heads, **wide, **OPTIONS)
         group = heads // kv_heads
-        launch = attend_launch(
-            self.capability, query.itemsize, max(wide["DIM"], wide["VALUE"]), group
-        )
+        widest = max(wide["DIM"], wide["VALUE"])
+        launch = attend_launch(self.capability, query.itemsize, widest, group)
         taken = min(triton.next_power_of_2(group), launch.heads)
         tiling = flat.tilings[launch.rows]
         parts = torch.empty(
@@ -122,11 +120,7 @@ class TritonBackend(DevicePlanBackend):
         )
         weights = torch.empty(MOST_SPLITS, rows, heads, dtype=torch.float32, device=query.device)
         kernels.attend[flat.capacity.rows, kv_heads * triton.cdiv(group, taken), MOST_SPLITS](
-            query,
-            keys,
-            values,
-            parts,
-            weights,
+            *(query, keys, values, parts, weights),
             *(tiling.tiles, flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first),
             *(flat.mask, flat.tree_positions, flat.slots),
             rows,
@@ -152,13 +146,7 @@ class TritonBackend(DevicePlanBackend):
         out = torch.empty(rows, heads, value_dim, dtype=query.dtype, device=query.device)
         sinks = weights if options.sinks is None else options.sinks
         kernels.merge[rows, heads](
-            parts,
-            weights,
-            tiling.splits,
-            sinks,
-            out,
-            rows,
-            value_dim,
+            *(parts, weights, tiling.splits, sinks, out, rows, value_dim),
             VALUE=wide["VALUE"],
             SPLIT=MOST_SPLITS,
             SINKS=options.sinks is not None,

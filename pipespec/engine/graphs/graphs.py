@@ -74,13 +74,12 @@ class CapturedGraph:
         """`inputs` `[rows, ...]` are an example of the input of `compute`, with the rows of the
         bucket. No KV slot may be in use meanwhile."""
         self.rows = len(inputs)
-        self._compute = compute
+        self._compute, self._capture_by = compute, capture
         self._attention, self._recurrent = attention, recurrent
         self._inputs = torch.zeros_like(inputs)
         self._positions = torch.zeros(self.rows, dtype=torch.int64, device=inputs.device)
         self._flat = attention.reserve(self.rows)
         self._fixed = recurrent.reserve(self.rows, inputs.device)
-        self._capture_by = capture
         slot = np.zeros(1, np.int64)
         attention.prepare(causal_plan(slot[:0], slot), self._flat)
         self._capture()
@@ -113,8 +112,7 @@ class CapturedGraph:
 
     def replays_alike(self, inputs: Tensor, num_slots: int) -> bool:
         """Whether replayed and computed results are identical, for a growing text in so many KV
-        slots. The same batches are computed whatever is found, as by the other members of a
-        group."""
+        slots. The same batches are computed whatever is found, as by the other devices."""
         alike, length = True, 0
         slots = np.arange(num_slots)
         for rows in TEST_ROWS:
@@ -132,8 +130,7 @@ class CapturedGraph:
         return alike
 
     def _capture(self) -> None:
-        """Capture the forward pass. What it stores is overwritten by the next replay, or belongs to
-        no sequence."""
+        """What this stores is overwritten by the next replay, or belongs to no sequence."""
         if self._fixed is not None:
             self._fixed.clear()
         for _ in range(WARM_UP):
@@ -173,11 +170,8 @@ class CapturedHead:
 
 class SliceGraphs:
     """Those of the layers and of the output head. A batch takes the smallest that holds it.
-
-    Attributes:
-        captured: the numbers of rows of the layers' graphs, those that were released, or whose
-            capture was interrupted, included.
-    """
+    `captured`: the numbers of rows of the layers' graphs, those that were released, or whose
+    capture was interrupted, included."""
 
     def __init__(self) -> None:
         self._layers: list[CapturedGraph] = []  # by rising number of rows
@@ -186,11 +180,9 @@ class SliceGraphs:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the layers' graphs."""
         return tuple(graph.rows for graph in self._layers)
 
     def drop(self) -> None:
-        """Drop the layers' graphs."""
         self._layers, self.captured = [], ()
 
     def release(self) -> None:
@@ -229,13 +221,8 @@ class SliceGraphs:
         agree: Callable[[bool], bool],
     ) -> list[str]:
         """Capture a graph for inputs like each of these examples, in place of earlier ones; what
-        could not be captured, in sentences. Raises RankFailed if another member is lost.
-
-        Args:
-            name: of the attention backend.
-            num_slots: those that every member has.
-            agree: whether all members that compute the slice together say so.
-        """
+        could not be captured, in sentences. `name`: of the attention backend; `num_slots`: those
+        that every device of the stage has; `agree`: whether all of them say so."""
         self._layers, refused = [], []
         self.captured = tuple(map(len, examples))
         recurrent.make_room(max(map(len, examples), default=0))
@@ -243,10 +230,9 @@ class SliceGraphs:
             why = f"attention={name} cannot be captured"
             graph: CapturedGraph | None = None
             if isinstance(attention, DevicePlanBackend):
-                graph, why = _tried(
-                    partial(CapturedGraph, compute, inputs, attention, recurrent, capture)
-                )
-            # A replay waits for that of every other member.
+                args = compute, inputs, attention, recurrent, capture
+                graph, why = _tried(partial(CapturedGraph, *args))
+            # A replay waits for that of every other device.
             if agree(graph is not None) and graph is not None:
                 alike, why = _tried(partial(graph.replays_alike, inputs, num_slots))
                 if agree(bool(alike)):

@@ -63,7 +63,7 @@ class _Planning:
         ]
 
     def _read(self, slots: np.ndarray) -> np.ndarray:
-        """Sources of the entries of nodes in these slots."""
+        """Sources of the nodes in these slots."""
         self._entries.append(self._book.entries_at(slots))
         start, self._num_entries = self._num_entries, self._num_entries + len(slots)
         return np.arange(start, self._num_entries)
@@ -79,13 +79,7 @@ class _Planning:
         return book.length(state, pages[:base])
 
     def _sequence(
-        self,
-        part: Segment,
-        page: int,
-        num_committed: int,
-        length: int,
-        kept_at: int,
-        number: int,
+        self, part: Segment, page: int, num_committed: int, length: int, kept_at: int, number: int
     ) -> _Sequence:
         book, pages = self._book, self._plan.pages[page]
         base = _base(part, num_committed)
@@ -108,23 +102,17 @@ class _Planning:
             assert base <= kept_at <= end, "a state that is kept is of other rows"
             kept = book.kept_state(number)
             book.set_state(kept, kept_at, last(kept_at))
-        return _Sequence(
-            state, length, base, pending, live, columns, num_committed, kept, kept_at, part
-        )
+        of_nodes = pending, live, columns
+        return _Sequence(state, length, base, *of_nodes, num_committed, kept, kept_at, part)
 
     def result(self) -> RecurrentPlan[np.ndarray]:
         book, plan = self._book, self._plan
         num_rows, history = len(plan.write), book.history
         first_row = self._num_entries
         zero = first_row + num_rows
-        stored_rows, stored_entries = [], []
-        runs: list[Run] = []
-        trees: list[_Tree] = []
+        runs, trees = list[Run](), list[_Tree]()
         before = np.zeros((num_rows, history), np.int64)
-        states: list[int] = []
-        tails: list[list[int]] = []
-        also: list[int] = []
-        tails_also: list[list[int]] = []
+        stored_rows, stored_entries, states, tails, also, tails_also = ([] for _ in range(6))
         for number, sequence in enumerate(self._sequences):
             span = sequence.part.rows
             rows = np.arange(span.start, span.stop)
@@ -148,12 +136,11 @@ class _Planning:
                 tree = _Tree(sequence, first_row, plan.write, run)
                 trees.append(tree)
                 before[nodes] = inputs.before_nodes(tree)
-        entries = np.concatenate([*self._entries, np.zeros(0, np.int64)])
         return RecurrentPlan(
             capacity=book.capacity,
             num_states=book.num_states,
             fresh=np.array(self._fresh, np.int64),
-            entries=entries,
+            entries=np.concatenate([*self._entries, np.zeros(0, np.int64)]),
             fold=_fold(self._sequences, zero),
             runs=runs,
             trees=_groups(trees, zero),
@@ -174,9 +161,8 @@ class _Tree:
         self.state, self.num_committed = sequence.state, count
         self.rows = np.arange(span.start, span.stop)
         num_rows, num_live = len(self.rows), len(sequence.live)
-        positions = np.concatenate(
-            (part.tree_positions[sequence.live_columns], part.positions[run:])
-        )
+        of_live = part.tree_positions[sequence.live_columns]
+        positions = np.concatenate((of_live, part.positions[run:]))
         seen = np.zeros((num_rows, num_live + num_rows), bool)
         seen[:, :num_live] = part.mask[run:, sequence.live_columns]
         inside = seen[:, num_live:]
@@ -191,8 +177,8 @@ class _Tree:
         rising = np.argsort(part.positions[run:], kind="stable")  # parents before their children
         self.rows, self.own = self.rows[rising], own[rising]
         self.ancestors = seen[rising][:, order]
-        self.columns = np.concatenate((sequence.live, first_row + np.arange(span.start, span.stop)))
-        self.columns = self.columns[order]
+        sources = first_row + np.arange(span.start, span.stop)
+        self.columns = np.concatenate((sequence.live, sources))[order]
 
     def above(self, row: int, count: int) -> list[int]:
         """The sources of the ancestors of a row in its tree, the nearest first, at most `count`."""
@@ -212,9 +198,8 @@ class _Inputs:
         base, count = self._sequence.base, self._sequence.num_committed
         found = self._first + np.arange(count)[:, None] - np.arange(1, self._history + 1)
         for row in range(min(count, self._history)):
-            found[row, row:] = [
-                self._at(base + row - distance) for distance in range(row + 1, self._history + 1)
-            ]
+            before = range(base - 1, base + row - self._history - 1, -1)
+            found[row, row:] = [*map(self._at, before)]
         return found
 
     def before_nodes(self, tree: _Tree) -> np.ndarray:
@@ -263,7 +248,7 @@ def _fold(sequences: Sequence[_Sequence], zero: int) -> Fold[np.ndarray] | None:
 
 
 def _groups(trees: Sequence[_Tree], zero: int) -> list[Trees[np.ndarray]]:
-    """Trees of about the same size together."""
+    """Those of about the same size together."""
     by_size: dict[tuple[int, int], list[_Tree]] = {}
     for tree in trees:
         size = (_power(len(tree.rows)), _power(len(tree.columns)))
@@ -279,8 +264,7 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
     num = len(trees)
     most_rows = max(len(tree.rows) for tree in trees)
     most_columns = max(len(tree.columns) for tree in trees)
-    rows = np.zeros((num, most_rows), np.int64)
-    own = np.zeros((num, most_rows), np.int64)
+    rows, own = np.zeros((2, num, most_rows), np.int64)
     places = [index * most_rows + np.arange(len(tree.rows)) for index, tree in enumerate(trees)]
     columns = np.full((num, most_columns), zero)
     committed = np.zeros((num, most_columns), bool)
@@ -293,24 +277,21 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
         columns[index, :width] = tree.columns
         ancestors[index, :count, :width] = tree.ancestors
         committed[index, tree.own[: tree.num_committed]] = True
-    states = np.array([tree.state for tree in trees])
-    commits = bool(committed.any())
     depth = ancestors.sum(2)[:, :, None]
     path = most_columns - 1 - np.argsort(~ancestors[:, :, ::-1], axis=2, kind="stable")
     path = path[:, :, : depth.max()]
     ends = np.arange(path.shape[2]) >= depth
     path[ends] = most_columns
-    first = tuple((~ends).any(0).argmax(0).tolist())
     return Trees(
-        states=states,
+        states=np.array([tree.state for tree in trees]),
         rows=rows,
         columns=columns,
         ancestors=ancestors.astype(np.float32),
         path=path,
-        first=first,
+        first=tuple((~ends).any(0).argmax(0).tolist()),
         own=own,
         alone=np.concatenate([tree.rows for tree in trees]),
         places=np.concatenate(places),
         committed=committed,
-        commits=commits,
+        commits=bool(committed.any()),
     )

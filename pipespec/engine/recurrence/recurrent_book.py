@@ -26,8 +26,6 @@ _NO_PAGE = -2
 
 
 class RecurrentBook:
-    """The states and entries of the sequences of one slice; see the module."""
-
     def __init__(self, num_slots: int, history: int):
         """`history`: how many earlier inputs the convolutions read."""
         self.history = history
@@ -50,8 +48,8 @@ class RecurrentBook:
         return len(self._length)
 
     def start_from(self, page: int, slots: np.ndarray) -> tuple[int, int]:
-        """The sequence of a page begins with the tokens in these slots: the states to copy, to and
-        from. Raises ModelError if none is kept that has seen just these tokens."""
+        """The sequence of a page begins with the tokens in these KV slots, `[tokens]`, of another
+        one: the states to copy, to and from. Raises ModelError if none is kept after them."""
         found = np.flatnonzero((self._last == slots[-1]) & (self._length == len(slots)))
         if not len(found):
             raise ModelError(
@@ -64,16 +62,12 @@ class RecurrentBook:
 
     def reserve_padding(self) -> tuple[int, int]:
         """An entry and a state that no sequence gets."""
-        return int(self.allocate(_NO_PAGE, np.array([len(self._entry) - 1]))[0]), self.state_of(
-            _NO_PAGE
-        )
+        (entry,) = self.allocate(_NO_PAGE, np.array([len(self._entry) - 1])).tolist()
+        return entry, self.state_of(_NO_PAGE)
 
     def reserve_entries(self, count: int) -> None:
-        """Have the pools get room for so many entries at once."""
         while self.capacity < count:
             self._grow()
-
-    # --- states ---------------------------------------------------------------------------------
 
     def state_of(self, page: int) -> int:
         """The state of a page's sequence, made if there was none yet."""
@@ -93,7 +87,7 @@ class RecurrentBook:
         return states[key]
 
     def end(self, page: int) -> None:
-        """The sequence of a page has ended."""
+        """The sequence of a page has ended; states that are kept of its text stay."""
         self.keep_only(page, np.zeros(0, np.int64))
         state = self._states.pop(page, None)
         if state is not None:
@@ -110,8 +104,6 @@ class RecurrentBook:
     def set_state(self, state: int, length: int, last: int) -> None:
         """A state is now that after `length` tokens, the last of them in slot `last`."""
         self._length[state], self._last[state] = length, last
-
-    # --- entries --------------------------------------------------------------------------------
 
     def forget_slots(self, slots: np.ndarray) -> None:
         """These slots hold other tokens from now on."""

@@ -64,26 +64,22 @@ class RecurrentLayers:
         return None if self._book is None else plan_batch(self._book, plan)
 
     def use(self, plan: RecurrentPlan[Any] | None, device: torch.device) -> None:
-        """Use this plan in the next forward pass."""
         self._now = None if plan is None else on_device(plan, device)
 
     def reserve(self, rows: int, device: torch.device) -> FixedPlan | None:
         """Buffers for plans of up to so many rows; None: no layer keeps a state."""
-        book = self._book
-        if book is None:
+        if (book := self._book) is None:
             return None
         self.make_room(rows)
-        if self._padding is None:
-            self._padding = book.reserve_padding()
+        self._padding = self._padding or book.reserve_padding()
         return FixedPlan(rows, book.history, self._padding, device)
 
     def make_room(self, rows: int) -> None:
-        """Have the pools get room at once for what fixed plans of so many rows read."""
+        """Have the pools get room at once for plans of up to so many rows."""
         if self._book is not None:
             self._book.reserve_entries(fixed_entries(rows))
 
     def use_fixed(self, fixed: FixedPlan) -> None:
-        """Use what these buffers hold in the next forward passes."""
         book = self._book
         assert book is not None
         self._now = replace(fixed.plan, capacity=book.capacity, num_states=book.num_states)
@@ -124,13 +120,8 @@ def attach(
         ours[name] = state.apply_delta_rule(space[name])
     if SCAN in names:
         ours[SCAN] = state.scan(space[SCAN])
-    copy = FunctionType(
-        forward.__code__,
-        {**space, **ours},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    copied = forward.__name__, forward.__defaults__, forward.__closure__
+    copy = FunctionType(forward.__code__, {**space, **ours}, *copied)
     copy.__kwdefaults__ = forward.__kwdefaults__
     module.forward = MethodType(copy, module)
     return state

@@ -47,10 +47,8 @@ def _with_arrays(plan: Any, call: Callable[[np.ndarray], Any]) -> Any:
 
 @dataclass(slots=True, eq=False)
 class RecurrentState:
-    """What a module keeps between batches.
-
-    `history` inputs before a row are read by its convolution. Pools have an entry for each tree
-    node, in float32 but for the inputs of the convolution:
+    """What a module keeps between batches: pools, in float32 but for the inputs of its convolution,
+    which reads `history` inputs before a row.
 
     inputs `[entries, channels]`, tails `[states, history, channels]`: of the convolution.
     keys `[entries, G, K]`, updates `[entries, H, V]`, decays `[entries, H, D]`, states `[states, H,
@@ -63,7 +61,6 @@ class RecurrentState:
     num_growths: int = 0  # how often a pool was replaced by a larger one
 
     def copy(self, to: int, source: int, num_states: int) -> None:
-        """Copy a state; there are `num_states`."""
         for name in _BY_STATE:
             if name in self.pools:
                 pool = self._pool(name, num_states, self.pools[name])
@@ -84,8 +81,8 @@ class RecurrentState:
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """`causal_conv1d_fn`: `[1, channels, rows]`, weight `[channels, kernel]`; the inputs before
-        each row are those of its own path."""
+        """`causal_conv1d_fn` of `[1, channels, rows]`, with weight `[channels, kernel]`; the inputs
+        before each row are those of its own path."""
         plan, dtype = self.current(), hidden_states.dtype
         rows = hidden_states[0].T
         entries = self._pool("inputs", plan.capacity, rows)

@@ -23,9 +23,8 @@ def fixed_entries(rows: int) -> int:
 
 @dataclass(frozen=True)
 class RecurrentSizes:
-    """Numbers that a layer with a running state keeps, in float32 but for the inputs of its
-    convolution: `state` for a sequence, `node` for a tree node, and of these `state_inputs` and
-    `node_inputs` in the model's type."""
+    """Numbers that a layer keeps: `state` for a sequence, `node` for a tree node; of these
+    `state_inputs` and `node_inputs` in the model's type, the others in float32."""
 
     state: int
     node: int

@@ -51,8 +51,8 @@ def _behind(decays: Tensor, dim: int) -> Tensor:
 
 
 class Paths:
-    """The decays between the rows of some trees and their ancestors; `from_tip` is A(tip, i),
-    `[B, R, H, D]`, once the `scores` are computed."""
+    """The decays between rows and their ancestors. Once the `scores` are computed, `from_tip` is
+    A(tip, i), `[B, R, H, D]`."""
 
     from_tip: Tensor
 
@@ -60,8 +60,7 @@ class Paths:
         """Log `decays` `[B, C, H, D]` of the columns; `ancestors` `[B, R, C]`, 1 or 0, the row
         included; the same as columns, the nearest first, int64 `path` `[B, R, L]`, filled up with
         C; `first` `[L]` is the first row that has so many."""
-        self._decays, self._ancestors, self._path = decays, ancestors, path
-        self._first = first
+        self._decays, self._ancestors, self._path, self._first = decays, ancestors, path, first
 
     def scores(self, keys: Tensor, *rows: Tensor) -> list[Tensor]:
         """A(j, i) (k_j . x_i) of columns k `[B, C, G, K]` and each of several x of the rows,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention import hook
-from pipespec.engine.attention.variants import leave_out_indexers
+from pipespec.engine.attention.hook import leave_out_indexers
 from pipespec.engine.checkpoint.building import alone, build, require_all
 from pipespec.engine.checkpoint.checkpoint import Checkpoint
 from pipespec.engine.checkpoint.partial_checkpoint import require_parts

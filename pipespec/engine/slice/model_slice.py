@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
+from pipespec.engine.attention.hook import chunk_of
 from pipespec.engine.attention.self_test import AttentionLayer
-from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.checkpoint.building import lock
 from pipespec.engine.formats.architectures import num_layers_of, require_supported
 from pipespec.engine.formats.quantization import GGML_FORMATS, KEPT_FORMATS

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.formats.lazy import Part
 from pipespec.errors import ModelError
 
 # Rules of the supported architectures' plans: modules whose outputs are summed, whose input is
@@ -47,12 +48,10 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """How many rows or columns the part has."""
         return self.stop - self.start
 
     @property
-    def part(self) -> tuple[slice, slice]:
-        """Rows and columns of the matrix."""
+    def part(self) -> Part:
         mine = slice(self.start, self.stop)
         return (mine, slice(None)) if self.side == OUT else (slice(None), mine)
 
@@ -159,13 +158,8 @@ def has_plan(config: Any) -> bool:
 def require_tp_divisible(
     path: Path, model_type: str, has_tp_plan: bool, members: int, *, requantized: bool
 ) -> None:
-    """Raise ModelError unless the layers of a model can be divided among `members` devices.
-
-    Args:
-        has_tp_plan: see `has_plan`.
-        requantized: its weights are quantised while they load, or by a package that reads matrices
-            as a whole.
-    """
+    """Raise ModelError unless the layers of a model can be divided among `members` devices;
+    `has_tp_plan`: see `has_plan`, `requantized`: see `WholeSlice.require_divisible`."""
     if not has_tp_plan:
         raise ModelError(
             f"{path} cannot be computed by {members} devices together: Transformers has no "

@@ -47,11 +47,8 @@ if TYPE_CHECKING:
 
 
 class TPMember(WholeSlice):
-    """Member `rank` of `size` that compute a slice together, by a process group that differs in
-    each epoch.
-
-    Until the first epoch, `gather` repeats the member's own tensor. This has the right shape, which
-    is all that loading needs, and members do not wait for one another while they load.
+    """Member `rank` of `size`, by a process group that differs in each epoch. Until the first one,
+    `gather` repeats the member's own tensor, as loading needs its shape alone.
 
     Attributes:
         plan: how the members divide the model; set by `prepare`.

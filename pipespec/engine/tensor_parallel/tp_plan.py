@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.attention.variants import is_attention
+from pipespec.engine.attention.hook import is_attention
 from pipespec.engine.formats.lazy import DTYPES, Units
 from pipespec.engine.low_bit.experts import use_loop
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
@@ -62,9 +62,6 @@ _BIAS = ".bias"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-# --- where tensors are cut ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TPPlan:
     """How the members of a group divide a model.
@@ -85,10 +82,10 @@ class TPPlan:
 def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
     """How `size` members divide a model whose stored matrices have these units. Raises ModelError
     if every head has a norm of its own, which no plan divides."""
-    parameters = dict(model.named_parameters())
+    parameters, config = dict(model.named_parameters()), model.config
     if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
         raise ModelError(
-            f"{model.config.name_or_path} has a norm for every attention head, which "
+            f"{config.name_or_path} has a norm for every attention head, which "
             f"{size} devices cannot divide; make each device a stage of its own"
         )
     rules = _rules(model)
@@ -98,26 +95,21 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
         if (rule := rules.get(name)) in COLWISE or (rule in ROWWISE and not name.endswith(_BIAS))
     }
     by_heads = {name: each for name, each in divided.items() if _is_of_heads(model, name, each[1])}
-    heads = _share_heads(model.config, by_heads, size, units)
+    heads = _share_heads(config, by_heads, size, units)
     found = {}
     for name, (parameter, rule) in divided.items():
         side, total = _side_of(parameter, rule)
-        if name in by_heads:
-            assert heads is not None
-            kv = _is_kv(name)
-            width = total // (
-                num_kv_heads(model.config) if kv else model.config.num_attention_heads
-            )
-            parts = [each.kv_heads if kv else each.heads for each in heads]
-            found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
-            continue
-        unit = {GATHERED: units.rows, SPLIT: units.columns}.get(rule)
-        if unit is None:
-            unit = math.lcm(ALIGNMENT, units.rows, units.columns)
-        found[name] = [Cut(side, p.start, p.stop, total) for p in share(total, unit, size)]
-    rows = model.config.vocab_size
-    tokens = share(rows, math.lcm(ALIGNMENT, units.rows), size)
-    vocabulary = [Cut(OUT, part.start, part.stop, rows) for part in tokens]
+        if name in by_heads and heads is not None:
+            parts = [each.kv_heads if _is_kv(name) else each.heads for each in heads]
+            count = num_kv_heads(config) if _is_kv(name) else config.num_attention_heads
+            width = total // count
+        else:
+            usual = math.lcm(ALIGNMENT, units.rows, units.columns)
+            unit = {GATHERED: units.rows, SPLIT: units.columns}.get(rule, usual)
+            parts, width = share(total, unit, size), 1
+        found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
+    tokens = share(config.vocab_size, math.lcm(ALIGNMENT, units.rows), size)
+    vocabulary = [Cut(OUT, part.start, part.stop, config.vocab_size) for part in tokens]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is embedding or module is head:  # without parameters in another slice
@@ -129,8 +121,8 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
 
 
 def _rules(model: PreTrainedModel) -> dict[str, str]:
-    """The rules of the modules and parameters of the layers, by their names. The plan has `*` for
-    each number in a name; a parameter without a rule of its own has that of its module."""
+    """The rules of the modules and parameters of the layers. The plan has `*` for each number in a
+    name; a parameter without a rule of its own has that of its module."""
     plan = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
     unknown = set(plan.values()) - {*SUMMED, GATHERED, *LOCAL}
     assert not unknown, f"unknown rules: {unknown}"
@@ -155,7 +147,6 @@ def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:
 
 
 def _is_of_heads(model: PreTrainedModel, name: str, rule: str) -> bool:
-    """Whether a parameter is divided by heads."""
     owner = name.rpartition(".")[0].rpartition(".")[0]
     return rule in ("colwise", "rowwise") and is_attention(model.get_submodule(owner))
 
@@ -186,8 +177,7 @@ def _share_heads(
 
 def num_kv_heads(config: PretrainedConfig) -> int:
     """The KV heads of a layer."""
-    found: int | None = getattr(config, "num_key_value_heads", None)
-    return config.num_attention_heads if found is None else found
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 # --- a member's part ---------------------------------------------------------------------------

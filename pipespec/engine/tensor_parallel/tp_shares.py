@@ -62,15 +62,11 @@ def _count(files: StoredFiles, members: int, units: Units) -> TPShares:
     with lock, torch.device("meta"):
         model = sliced_class(config, layers)._from_config(config)
     plan = plan_cuts(model, members, units)
-    found = TPShares(
-        [0 for _ in layers],
-        [0 for _ in layers],
-        [[0] * members for _ in layers],
-        [part.size for part in plan.vocabulary],
-        [num_kv_heads(config)] * members
-        if plan.heads is None
-        else [each.num_stored for each in plan.heads],
-    )
+    rows, kv_heads = [part.size for part in plan.vocabulary], [num_kv_heads(config)] * members
+    if plan.heads is not None:
+        kv_heads = [each.num_stored for each in plan.heads]
+    zeros = [0] * len(layers)
+    found = TPShares(zeros, zeros.copy(), [[0] * members for _ in layers], rows, kv_heads)
     for name, parameter in model.named_parameters():
         if (place := LAYER.search(name)) is None:
             continue

@@ -21,8 +21,8 @@ from pipespec.engine.attention.attention_plan import (
     LayerPool,
     causal_plan,
 )
+from pipespec.engine.attention.device_plan import TorchBackend
 from pipespec.engine.attention.sdpa import SdpaBackend
-from pipespec.engine.attention.torch_backend import TorchBackend
 from tests.helpers.plans import OPTIONS, explicit, given_rows, plans
 
 NUM_SLOTS = 300

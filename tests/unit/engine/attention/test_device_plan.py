@@ -13,8 +13,13 @@ from pipespec.engine.attention.attention_plan import (
     Reach,
     Segment,
 )
-from pipespec.engine.attention.device_plan import MOST_SPLITS, WORD, DevicePlan, PlanCapacity
-from pipespec.engine.attention.torch_backend import TorchBackend
+from pipespec.engine.attention.device_plan import (
+    MOST_SPLITS,
+    WORD,
+    DevicePlan,
+    PlanCapacity,
+    TorchBackend,
+)
 from tests.helpers.plans import OPTIONS, explicit, given_rows, joined, plans, seen_by
 
 NUM_SLOTS = 700

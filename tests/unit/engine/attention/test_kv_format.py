@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine.attention.attention_plan import LayerPool
-from pipespec.engine.attention.kv_format import POOL_TYPES, packed, unpacked
+from pipespec.engine.attention.attention_plan import POOL_TYPES, LayerPool, packed, unpacked
 from pipespec.engine.precision import KV_SCALE_BYTES
 
 # The greatest error relative to the largest number of a head: half a step of the codes, and the

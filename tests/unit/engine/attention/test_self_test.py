@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipespec.engine.attention import select, self_test
 from pipespec.engine.attention.attention_plan import AttentionBackend, LayerOptions, LayerPool
+from pipespec.engine.attention.device_plan import TorchBackend
 from pipespec.engine.attention.sdpa import SdpaBackend
-from pipespec.engine.attention.torch_backend import TorchBackend
 from pipespec.engine.slice.model_slice import ModelSlice
 from tests.helpers import models
 

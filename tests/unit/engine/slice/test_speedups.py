@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipespec.engine.attention.torch_backend import TorchBackend
+from pipespec.engine.attention.device_plan import TorchBackend
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import autotune, compile_slice, step_ms
 from tests.helpers import models

@@ -113,7 +113,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
     assert found["backends"]["triton"] == {
         "not_available": "it needs a GPU, and the device is a cpu"
     }
-    from pipespec.engine.attention.torch_backend import TorchBackend
+    from pipespec.engine.attention.device_plan import TorchBackend
 
     right = TorchBackend.attend
     monkeypatch.setattr(TorchBackend, "attend", lambda *given: right(*given) + 0.01)
