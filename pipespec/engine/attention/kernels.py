@@ -36,8 +36,15 @@ def store(
 @triton.jit(
     do_not_specialize=["rows", "words", "span"],
     do_not_specialize_on_alignment=[
-        *("tiles", "positions", "firsts", "prefixes", "trees", "tree_firsts", "mask"),
-        *("tree_positions", "slots"),
+        "tiles",
+        "positions",
+        "firsts",
+        "prefixes",
+        "trees",
+        "tree_firsts",
+        "mask",
+        "tree_positions",
+        "slots",
     ],
 )
 def attend(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pipespec.controller.task_graph import Layout, TaskKind
 from pipespec.controller.verdict_exchange import unpack_verdicts
@@ -57,6 +57,17 @@ def guesses(step: int, *rows: tuple[int, int, int, int]) -> Batch:
     return Batch(step, found)
 
 
+def loop_of(
+    stage: SliceRunner,
+    link: StoryLink,
+    controller: StoryController,
+    timeline: Timeline | None = None,
+    **settings: Any,
+) -> StageLoop:
+    told = StageSettings(**{"layout": Layout(2), **settings})
+    return StageLoop(stage, link, controller, told, timeline or Timeline())
+
+
 def ran(
     model: ModelSlice,
     rank: int,
@@ -72,8 +83,7 @@ def ran(
     controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
     stage = SliceRunner(model, NUM_SLOTS)
-    settings = StageSettings(layout or Layout(2))
-    StageLoop(stage, link, controller, settings, Timeline()).run_until_stop()
+    loop_of(stage, link, controller, layout=layout or Layout(2)).run_until_stop()
     stage.check_integrity()
     return link.sent, controller, stage
 
@@ -97,8 +107,7 @@ def test_lost_kv_slot_is_detected_however_the_epoch_ends(
     if loses:
         stage.slots.allocate(1)
     batches = [prompt(0), *([Batch(1, stop=True)] if stopped else [])]
-    settings = StageSettings(Layout(2))
-    loop = StageLoop(stage, CutLink(1, batches), StoryController(), settings, Timeline())
+    loop = loop_of(stage, CutLink(1, batches), StoryController())
     if loses:
         with pytest.raises(AssertionError, match="other owners than are counted"):
             loop.run_until_stop()
@@ -116,18 +125,15 @@ def test_batch_is_sent_on_in_the_step_after_it_arrived(first):
     assert sent[1].hidden.shape == (3, first.hidden_size)
     assert sent[-1].stop
     steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in TaskKind}
-    assert (
-        steps[TaskKind.COMPUTE] == steps[TaskKind.PRUNE] == steps[TaskKind.TRANSFER] == [0, 1, 2, 3]
-    )
+    assert all(steps[kind] == [0, 1, 2, 3] for kind in steps)
 
 
 def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
     told: list[bool] = []
     level = guesses(2, (A, TIP, 5, 3), (B, TIP, 6, 3))
     link = StoryLink(1, [prompt(0), Batch(1), level, Batch(3, stop=True)])
-    settings = StageSettings(Layout(2), share_cores=told.append)
     runner = SliceRunner(first, NUM_SLOTS)
-    StageLoop(runner, link, StoryController(), settings, Timeline()).run_until_stop()
+    loop_of(runner, link, StoryController(), share_cores=told.append).run_until_stop()
     rows = [0, 3, 0, 2, 0]  # of the batches, each of which arrived a step before
     assert told == [False, *(before > 0 for before in rows[:-1])]
 
@@ -194,13 +200,9 @@ def test_last_stage_decides_tokens_and_prunes_its_tree(first, last):
     _, controller, stage = ran(last, 2, [computed])
     said = [unpack_verdicts(payload)[0] for payload in controller.payloads]
     (verdict,) = [verdict for verdicts in said for verdict in verdicts]
-    logits = last.logits(last_hidden(last, computed))
+    logits = last.logits(SliceRunner(last, NUM_SLOTS).compute(computed).hidden)
     assert verdict == Verdict(7, 3, (int(logits[-1].argmax()),))
     assert stage.length(7) == 3
-
-
-def last_hidden(model: ModelSlice, batch: Batch) -> torch.Tensor:
-    return SliceRunner(model, NUM_SLOTS).compute(batch).hidden
 
 
 def test_stage_publishes_how_long_batches_take(first):
@@ -208,8 +210,7 @@ def test_stage_publishes_how_long_batches_take(first):
     timeline = Timeline(clock=lambda: next(seconds) * 10**8)
     controller = StoryController()
     link = StoryLink(1, [prompt(0), Batch(1), Batch(2, stop=True)])
-    settings = StageSettings(Layout(2))
-    StageLoop(SliceRunner(first, NUM_SLOTS), link, controller, settings, timeline).run_until_stop()
+    loop_of(SliceRunner(first, NUM_SLOTS), link, controller, timeline).run_until_stop()
     ((rows, ms),) = controller.times.points
     assert rows == 3 and ms > 0
 
@@ -236,10 +237,8 @@ def test_stage_publishes_its_work_when_it_becomes_idle_without_idle_time(first):
     batches = [prompt(0), Batch(1, finished=(7,)), Batch(2), second, Batch(4, finished=(8,))]
     controller = StoryController()
     link = Link(1, [*batches, Batch(5, stop=True)])
-    settings = StageSettings(Layout(2))
-    StageLoop(
-        SliceRunner(first, NUM_SLOTS), link, controller, settings, Timeline(clock=clock)
-    ).run_until_stop()
+    timeline = Timeline(clock=clock)
+    loop_of(SliceRunner(first, NUM_SLOTS), link, controller, timeline).run_until_stop()
     assert told[0] == {}, "nothing yet"
     assert told[2] == told[3], "nothing new while it is idle"
     assert controller.counts.keys() == {"active_ns", "busy_ns", "receive_ns", "send_ns"}
@@ -261,14 +260,8 @@ def test_concurrent_requests_report_one_common_period(first):
         opening = replace(OPENING, sequence=request, request=request)
         return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0), started=(opening,))
 
-    batches = [
-        begins(0, 7),
-        begins(1, 8),
-        Batch(2, finished=(7,)),
-        Batch(3, finished=(8,)),
-        begins(4, 9),
-        Batch(5, finished=(9,)),
-    ]
+    ends = [Batch(step, finished=(7 + number,)) for number, step in enumerate((2, 3, 5))]
+    batches = [begins(0, 7), begins(1, 8), *ends[:2], begins(4, 9), ends[2]]
     _, controller, _ = ran(first, 1, batches)
     told = controller.reports
     assert [told[request]["steps"] for request in (7, 8, 9)] == [2, 2, 1]

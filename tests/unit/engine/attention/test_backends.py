@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +18,6 @@ from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
     LayerPool,
-    causal_plan,
 )
 from pipespec.engine.attention.device_plan import TorchBackend
 from pipespec.engine.attention.sdpa import SdpaBackend
@@ -51,22 +49,6 @@ def test_rows_attend_as_defined_plan_after_plan(
             assert pool.keys[plan.write].equal(key)
             assert pool.values[plan.write].equal(value)
             torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)
-
-
-def test_a_causal_plan_shows_each_row_the_rows_up_to_itself():
-    plan = causal_plan(np.array([4, 2]), np.array([7, 0, 1]))
-    (segment,) = plan.segments()
-    assert plan.write.tolist() == [7, 0, 1]
-    assert segment.positions.tolist() == segment.tree_positions.tolist() == [2, 3, 4]
-    assert segment.mask.tolist() == [[True, False, False], [True, True, False], [True] * 3]
-
-
-def test_a_pool_has_a_row_per_slot_and_knows_its_size():
-    pool = LayerPool.allocate(10, torch.zeros(1, 2, 8), torch.zeros(1, 2, 6))
-    # And one for the rows of padding.
-    assert pool.keys.shape == (11, 2, 8)
-    assert pool.values.shape == (11, 2, 6)
-    assert pool.num_bytes == 10 * 2 * (8 + 6) * 4
 
 
 @given(plans(NUM_SLOTS), st.sampled_from([torch.bfloat16, torch.float32]))

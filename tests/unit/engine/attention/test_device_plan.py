@@ -7,12 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.engine.attention.attention_plan import (
-    AttentionPlan,
-    LayerOptions,
-    Reach,
-    Segment,
-)
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, Reach, Segment
 from pipespec.engine.attention.device_plan import (
     MOST_SPLITS,
     WORD,
@@ -109,15 +104,6 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptio
     assert pool.keys[untouched].equal(before.keys[untouched])
     assert backend.flat is flat
     assert flat.slots.data_ptr() == where
-
-
-def test_a_buffer_grows_as_far_as_it_must() -> None:
-    small = PlanCapacity(1, 1, 1, 1)
-    grown = small.grown(PlanCapacity(5, 1, 3, 64))
-    assert grown == PlanCapacity(8, 1, 4, 64)
-    assert grown.holds(PlanCapacity(8, 1, 4, 64))
-    assert not grown.holds(PlanCapacity(9, 1, 1, 1))
-    assert not grown.holds(PlanCapacity(1, 2, 1, 1))
 
 
 def test_a_last_request_without_tree_keys_reads_none() -> None:

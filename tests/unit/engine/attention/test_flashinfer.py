@@ -86,11 +86,7 @@ def made() -> Any:
     st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
 )
 def test_wrappers_attend_as_defined_plan_after_plan(
-    made: Any,
-    these: list[AttentionPlan],
-    reach: Reach,
-    softcap: float | None,
-    sinks: Tensor | None,
+    made: Any, these: list[AttentionPlan], reach: Reach, softcap: float | None, sinks: Tensor | None
 ) -> None:
     backend = made()
     kinds = [LayerOptions(0.3), LayerOptions(0.3, reach.window, softcap, sinks, reach.chunk)]

@@ -64,11 +64,15 @@ def layer(kind: str, dtype: torch.dtype = torch.float32) -> self_test.AttentionL
     return self_test.AttentionLayer(4, KINDS[kind], pool)
 
 
+def error(backend: AttentionBackend, layers: list[self_test.AttentionLayer]) -> str | None:
+    return self_test.self_test_error(backend, self_test.NUM_SLOTS, layers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("made", [lambda: TorchBackend(CPU, self_test.NUM_SLOTS), SdpaBackend])
 def test_what_attends_as_defined_proves_itself(made: Callable[[], AttentionBackend], dtype):
     layers = [layer(kind, dtype) for kind in KINDS]
-    assert self_test.self_test_error(made(), self_test.NUM_SLOTS, layers) is None
+    assert error(made(), layers) is None
 
 
 @pytest.mark.parametrize(
@@ -82,22 +86,15 @@ def test_what_attends_as_defined_proves_itself(made: Callable[[], AttentionBacke
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fault_in_one_kind_of_layer_is_found(kind, change, dtype):
-    backend = Planted(change)
-    others = [layer("plain", dtype)]
-    assert self_test.self_test_error(backend, self_test.NUM_SLOTS, others) is None
-    found = self_test.self_test_error(backend, self_test.NUM_SLOTS, [*others, layer(kind, dtype)])
-    assert found is not None
-    assert "its error is" in found
+    backend, others = Planted(change), [layer("plain", dtype)]
+    assert error(backend, others) is None
+    assert "its error is" in error(backend, [*others, layer(kind, dtype)])
 
 
 def test_a_fault_in_what_is_read_or_stored_is_found():
     layers = [layer("plain")]
-    found = self_test.self_test_error(
-        Forgetful(CPU, self_test.NUM_SLOTS), self_test.NUM_SLOTS, layers
-    )
-    assert found is not None
-    assert "its error is" in found
-    found = self_test.self_test_error(Astray(CPU, self_test.NUM_SLOTS), self_test.NUM_SLOTS, layers)
+    assert "its error is" in error(Forgetful(CPU, self_test.NUM_SLOTS), layers)
+    found = error(Astray(CPU, self_test.NUM_SLOTS), layers)
     assert found == "it stores K and V in other slots than those of the batch"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,16 +25,17 @@ BUCKET = 32
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss")
 
 
+def loaded(folder: Path, attention: str = "static", **how: Any) -> ModelSlice:
+    return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention=attention, **how)
+
+
 @pytest.fixture(scope="module")
 def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSlice, ModelSlice]]:
     """Of each architecture a recorded slice, and one with PyTorch's attention."""
     found = {}
     for name in ARCHITECTURES:
         folder = models.build(name, tmp_path_factory.mktemp("models") / name)
-        recorded, plain = (
-            ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention=attention)
-            for attention in ("static", "sdpa")
-        )
+        recorded, plain = loaded(folder), loaded(folder, "sdpa")
         capture_graphs(recorded, [BUCKET], stand_in)
         assert recorded.refused == []
         found[name] = recorded, plain
@@ -66,10 +68,6 @@ def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
     finally:
         recording.run = whole
     assert len(replayed) == sum(len(plan.write) <= BUCKET for plan in these)
-
-
-def loaded(folder: Path) -> ModelSlice:
-    return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="static")
 
 
 def test_what_reads_on_the_host_is_computed_without_a_graph(tmp_path: Path):
@@ -112,7 +110,7 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
         capture_graphs(part, [8], capture)
         assert why in part.refused[0]
         assert part.graphs.rows == ()
-    other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
+    other = loaded(folder, "sdpa")
     capture_graphs(other, [8], stand_in)
     assert "attention=sdpa cannot be captured" in other.refused[0]
 
@@ -121,8 +119,8 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
     """Those of a whole draft model, which computes both in each of its rounds."""
     folder = models.build("gemma2", tmp_path / "model")  # soft-capped logits
     layers = range(models.NUM_LAYERS)
-    recorded, plain = (
-        ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa") for _ in range(2)
+    recorded, plain, wrong = (
+        ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa") for _ in range(3)
     )
     replayed = []
 
@@ -138,7 +136,6 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
         logits, expected = recorded.logits(hidden[:rows]), plain.logits(hidden[:rows])
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert len(replayed) == 3
-    wrong = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa")
     capture_head(wrong, [4], lambda run: (lambda: None, run()))
     assert "The output head computes up to 4 rows without a graph: " in wrong.refused[0]
 
@@ -148,14 +145,8 @@ def test_the_output_head_is_recorded_too(tmp_path: Path):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_cuda_graph_proves_itself(tmp_path: Path, name: str, attention: str):
     folder = models.build(name, tmp_path / "model")
-    part = ModelSlice.load(
-        folder,
-        range(2),
-        num_slots=NUM_SLOTS,
-        attention=attention,
-        device="cuda",
-        dtype=torch.bfloat16,  # the one type in which torch's grouped product waits for nothing
-    )
+    # The one type in which torch's grouped product waits for nothing.
+    part = loaded(folder, attention, device="cuda", dtype=torch.bfloat16)
     capture_graphs(part, [BUCKET])
     assert part.attention == attention
     assert part.refused == []

@@ -165,18 +165,6 @@ def test_repeated_verdict_changes_nothing():
     assert lineage.decided == 3 and list(lineage.expected) == [7]
 
 
-def test_a_row_whose_parent_died_is_dropped_silently():
-    lineage = new_lineage()
-    admit(lineage, Context(1, [5], [0]).rows(0, 1))
-    tree = Tree(0, -1, 5, 0, fed=True)
-    tree.add_children(np.array([ROOT]), np.array([[1, 2]]), np.zeros((1, 2)))
-    tree.add_children(np.array([1]), np.array([[3]]), np.zeros((1, 1)))
-    assert admit(lineage, tree.rows(1, np.array([1, 2]))).all()
-    lineage.apply(Verdict(1, 1, (2,)))
-    assert not admit(lineage, tree.rows(1, np.array([3]))).any()
-    lineage.check()
-
-
 def test_a_guess_that_was_dropped_and_made_again_is_not_taken_for_the_new_one():
     """Whoever feeds rows knows under which id a token was accepted."""
     rows = Context(1, [5], [0]).rows(0)

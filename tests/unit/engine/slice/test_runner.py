@@ -16,7 +16,17 @@ from pipespec.sampling.wire_format import pack
 from tests.helpers import models
 
 NUM_SLOTS = 1000
-GREEDY = SamplingParams()
+
+
+def rows_of(sequence: int, tokens: list[int], start: int = 0) -> np.ndarray:
+    return Context(sequence, tokens, list(range(len(tokens)))).rows(start)
+
+
+def alone(model: ModelSlice, rows: np.ndarray) -> torch.Tensor:
+    """The hidden states of rows that are computed by themselves."""
+    hidden = SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows)).hidden
+    assert hidden is not None
+    return hidden
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +82,8 @@ def test_sequences_that_begin_alike_share_slots_and_compute_what_each_does_alone
     """One shares with an open sequence, one with what stayed of another, one with both."""
     rng = np.random.default_rng(1)
     text = rng.integers(0, 50, 40).tolist()
-
-    def rows(sequence: int, tokens: list[int], start: int = 0) -> np.ndarray:
-        return Context(sequence, tokens, list(range(len(tokens)))).rows(start)
-
     stage = SliceRunner(model, NUM_SLOTS)
-    stage.compute(Batch(0, rows(1, text)))
+    stage.compute(Batch(0, rows_of(1, text)))
     texts = {2: [*text[:30], 7, 8], 3: [*text[:30], 7, 8, 9], 4: [*text[:20], 6]}
     parents = {2: (1, 30), 3: (2, 31), 4: (3, 20)}
     for sequence, tokens in texts.items():
@@ -87,10 +93,9 @@ def test_sequences_that_begin_alike_share_slots_and_compute_what_each_does_alone
             stage.release(1)
             stage.release(2, keep=31)
         stage.check_integrity()
-        hidden = stage.compute(Batch(0, rows(sequence, tokens, shared))).hidden
-        alone = SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows(sequence, tokens))).hidden
-        assert hidden is not None and alone is not None
-        torch.testing.assert_close(hidden, alone[shared:], rtol=1e-5, atol=1e-5)
+        hidden = stage.compute(Batch(0, rows_of(sequence, tokens, shared))).hidden
+        expected = alone(model, rows_of(sequence, tokens))[shared:]
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
         assert stage.tokens(sequence) == tokens
     assert NUM_SLOTS - stage.slots.num_free == 31 + 2 + 1, "each slot once"
     stage.release(2, keep=25)
@@ -147,9 +152,9 @@ def test_requests_of_one_batch_compute_what_each_does_alone(model):
     """Prompts in pieces, guesses and roots; one text is longer than the page table at first."""
     askers = [Asker(request, length) for request, length in enumerate((3, 1, 300, 2, 17), start=1)]
     together, stage = _decode(model, askers)
-    alone = [_decode(model, [asker])[0] for asker in askers]
+    apart = [_decode(model, [asker])[0] for asker in askers]
     for step, hidden in enumerate(together):
-        expected = torch.cat([each[step] for each in alone])
+        expected = torch.cat([each[step] for each in apart])
         torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
     assert [len(hidden) for hidden in together[1:]] == [
         sum(len(a.text.tokens) - a.cut + 2 for a in askers), 2 * len(askers), len(askers)
@@ -181,7 +186,7 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
     askers = [Asker(request, length) for request, length in ((1, 5), (2, 9), (3, 1))]
     verifiers = {
         a.request: SamplingState(
-            SequenceStart(a.request, a.request, 0, len(a.text.tokens), pack(GREEDY, ()))
+            SequenceStart(a.request, a.request, 0, len(a.text.tokens), pack(SamplingParams(), ()))
         )
         for a in askers
     }
@@ -196,9 +201,7 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
     assert products == [3], "a row of each request, in one product"
     assert [verdict.sequence for verdict in found] == [1, 2, 3]
     for asker, verdict in zip(askers, found, strict=True):
-        alone = SliceRunner(model, NUM_SLOTS)
-        hidden = alone.compute(Batch(0, asker.text.rows(0))).hidden
-        assert hidden is not None
+        hidden = alone(model, asker.text.rows(0))
         assert verdict.tokens == (int(model.logits(hidden[-1:]).argmax()),)
         assert verdict.base == len(asker.text.tokens)
 
@@ -212,9 +215,8 @@ def test_masks_see_their_node_and_one_another_and_leave_no_slot_behind(model):
     parallel = ParallelDraft(mask, tokens=4, end_position=NUM_SLOTS)
     nodes = np.arange(len(tree))
     masks = parallel.mask_rows(tree, 1, nodes)
-    context = Context(1, text, list(range(len(text))))
     stage = SliceRunner(model, NUM_SLOTS)
-    rows = np.concatenate((context.rows(0), tree.rows(1, nodes[1:]), masks))
+    rows = np.concatenate((rows_of(1, text), tree.rows(1, nodes[1:]), masks))
     hidden = stage.compute(Batch(0, rows)).hidden
     assert hidden is not None
     stage.discard(masks)
@@ -234,13 +236,8 @@ def test_masks_see_their_node_and_one_another_and_leave_no_slot_behind(model):
     assert stage.slots.num_free == NUM_SLOTS
     for node, found in zip(nodes.tolist(), hidden[-len(masks) :].split(3), strict=True):
         path = tree.token[tree.path(node)[1:]].tolist()
-        whole = [*text, *path, *[mask] * 3]
-        alone = SliceRunner(model, NUM_SLOTS)
-        expected = alone.compute(
-            Batch(0, Context(1, whole, list(range(len(whole)))).rows(0))
-        ).hidden
-        assert expected is not None
-        torch.testing.assert_close(found, expected[-3:], rtol=1e-5, atol=1e-5)
+        expected = alone(model, rows_of(1, [*text, *path, *[mask] * 3]))[-3:]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_rows_passes_through(model):
@@ -253,6 +250,5 @@ def test_a_batch_without_rows_passes_through(model):
 
 def test_a_full_pool_says_so(model):
     stage = SliceRunner(model, 4)
-    context = Context(1, [1] * 5, list(range(5)))
     with pytest.raises(OutOfSlots, match="5 KV slots are needed but 4 of 4"):
-        stage.compute(Batch(0, context.rows(0)))
+        stage.compute(Batch(0, rows_of(1, [1] * 5)))
