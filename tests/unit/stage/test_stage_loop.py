@@ -125,7 +125,8 @@ def test_batch_is_sent_on_in_the_step_after_it_arrived(first):
     assert sent[1].hidden.shape == (3, first.hidden_size)
     assert sent[-1].stop
     steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in TaskKind}
-    assert all(steps[kind] == [0, 1, 2, 3] for kind in steps)
+    for kind in (TaskKind.COMPUTE, TaskKind.PRUNE, TaskKind.TRANSFER):
+        assert steps[kind] == [0, 1, 2, 3]
 
 
 def test_stage_says_whether_the_batches_before_are_in_later_stages(first):
