@@ -54,12 +54,10 @@ _ERROR = "error: "
 
 
 def installed() -> bool:
-    """Whether llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 def require_installed(what: str) -> None:
-    """Raise ConfigError unless llguidance is installed; `what` needs it, for the message."""
     if not installed():
         raise ConfigError(f"{what} needs llguidance; run: pip install 'pipespec[grammar]'.")
 
@@ -97,7 +95,6 @@ def grammar_from_regex(regex: str) -> str:
 
 
 def grammar_from_choice(choices: Sequence[str]) -> str:
-    """The grammar of exactly these texts."""
     from llguidance import grammar_from
 
     text = json.dumps([*choices])
@@ -162,7 +159,6 @@ class Grammars:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, grammar: str) -> Future[Matcher]:
-        """See `Compile`."""
         return self._thread.submit(self.compile, grammar)
 
     def compile(self, grammar: str) -> Matcher:
@@ -191,7 +187,6 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """The tokenizer as llguidance reads it."""
         tokenizer = self._load()
         if not isinstance(tokenizer, BackendTokenizer):
             raise GrammarFailed("the model's tokenizer has no backend of the package tokenizers")
@@ -242,7 +237,6 @@ class LlguidanceMatcher:
 
 
 def _reason(text: str) -> str:
-    """The library's message as a clause."""
     for known, ours in _KNOWN_REASONS.items():
         if known in text:
             return ours

@@ -25,6 +25,7 @@ from pipespec.core import (
     Batch,
 )
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.engine.slice.speedups import synchronize
 from pipespec.timing.batch_times import RowTimes, profiled_sizes
 
 # A size is measured twice, and the least time counts, unless a batch takes longer than this; larger
@@ -70,18 +71,13 @@ def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
         batch.rows[:, TOKEN] = torch.randint(model.vocab_size, (rows,), generator=random).numpy()
     else:
         batch.hidden = torch.randn(rows, model.hidden_size, generator=random).to(model.dtype)
-    _wait(model.device)
+    synchronize(model.device)
     start = time.perf_counter_ns()
     computed = runner.compute(batch)
     if last:
         assert computed.hidden is not None
         model.logits(computed.hidden).argmax(-1)
-    _wait(model.device)
+    synchronize(model.device)
     took = time.perf_counter_ns() - start
     runner.release(NO_SEQUENCE)
     return took / 1e6
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

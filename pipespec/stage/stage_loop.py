@@ -13,16 +13,7 @@ import numpy as np
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
-from pipespec.core import (
-    DRAFT,
-    GRAMMAR,
-    KIND,
-    NOT_FINITE,
-    SEQUENCE,
-    Batch,
-    SequenceStart,
-    Verdict,
-)
+from pipespec.core import DRAFT, GRAMMAR, KIND, NOT_FINITE, SEQUENCE, Batch, SequenceStart, Verdict
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
@@ -116,7 +107,6 @@ class StageLoop:
         self.runner.check_integrity()
 
     def run_step(self) -> bool:
-        """Run one step; False: it was the last one."""
         batch = self.receive()
         if self.free:
             self.apply_arrived_verdicts()
@@ -213,7 +203,7 @@ class StageLoop:
         """Run the batch through the slice; at the last stage, decide the verdicts too. The least
         time of a step (`StepClock`) covers both."""
         # Running free, a verdict that has not arrived may free the slots that the batch needs.
-        self.apply_verdicts_until(batch, lambda: self.runner.has_room(batch))
+        self.apply_verdicts_until(batch, lambda: len(batch) <= self.runner.slots.num_free)
         self.settings.share_cores(any(self._behind))
         self._behind.append(len(batch) > 0)
         start = self.timeline.clock()
@@ -258,7 +248,6 @@ class StageLoop:
         return self.timeline.clock() - begun
 
     def log_failures(self) -> None:
-        """Log why requests end that have no next token."""
         for verdict in self._verdicts:
             if verdict.failed is None:
                 continue
@@ -334,12 +323,10 @@ class StageLoop:
 
     @property
     def _busy_ns(self) -> int:
-        """Nanoseconds of computing since there was no sequence."""
         totals = self.timeline.totals
         return totals["compute"] + totals["verify"] + totals["pace"]
 
     def counted(self) -> Counter[str]:
-        """Totals so far of this rank's part in a request's statistics."""
         totals = self.timeline.totals
         return Counter(
             elapsed_ns=self.timeline.clock(),

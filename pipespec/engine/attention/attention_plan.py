@@ -88,7 +88,6 @@ class AttentionPlan:
     imagined: bool = False
 
     def segments(self) -> Iterator[Segment]:
-        """In the order of their rows; nothing is copied."""
         seen = 0
         bounds = zip(
             pairwise(self.row_start.tolist()),

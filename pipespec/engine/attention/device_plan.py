@@ -22,12 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import (
-    AttentionPlan,
-    LayerOptions,
-    LayerPool,
-    Reach,
-)
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
 from pipespec.system.device_copy import StagedArrays
 
 # Bits of a word of `mask`.
@@ -91,18 +86,6 @@ class DevicePlan:
         longest: the largest number of keys of a row, on the host.
     """
 
-    write: Tensor
-    positions: Tensor
-    first: Tensor
-    prefix: Tensor
-    tree: Tensor
-    tree_first: Tensor
-    mask: Tensor
-    tree_positions: Tensor
-    slots: Tensor
-
-    _ROWS = ("write", "positions", "first", "prefix", "tree", "tree_first")
-
     def __init__(
         self,
         capacity: PlanCapacity,
@@ -113,20 +96,22 @@ class DevicePlan:
         """`trash` is the slot for rows of padding, `tiles` the sizes of the tilings."""
         self.capacity, self.longest, self._trash = capacity, 0, trash
         rows, words = capacity.rows, -(-capacity.tree // WORD)
-        shapes = dict.fromkeys(self._ROWS, (rows,)) | {
+        shapes = {
+            "rows": (6, rows),
             **{f"tiles_{size}": (rows, 3) for size in tiles},
             **{f"splits_{size}": (rows,) for size in tiles},
             "mask": (rows, words),
             "tree_positions": (capacity.trees,),
-            # The last column, as only the used part of it is copied; the key of padding comes
-            # first.
+            # The last one, as only the used part of it is copied; the key of padding comes first.
             "slots": (1 + capacity.keys,),
         }
         self._arrays = StagedArrays(shapes, torch.int32, device)
         found = self._arrays.device
         self.tilings = {n: Tiling(found[f"tiles_{n}"], found[f"splits_{n}"]) for n in tiles}
-        for name in (*self._ROWS, "mask", "tree_positions", "slots"):
-            setattr(self, name, found[name])
+        of_rows = found["rows"].unbind()
+        self.write, self.positions, self.first, self.prefix, self.tree, self.tree_first = of_rows
+        self.mask, self.tree_positions = found["mask"], found["tree_positions"]
+        self.slots = found["slots"]
 
     def fill(self, plan: AttentionPlan) -> None:
         """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
@@ -135,18 +120,9 @@ class DevicePlan:
         count = np.diff(plan.row_start)
         trees = np.diff(plan.tree_start)
         keys = np.concatenate(([0], np.cumsum(plan.prefix_length + trees)))
-        columns = {
-            "write": plan.write,
-            "positions": plan.positions,
-            "first": np.repeat(1 + keys[:-1], count),
-            "prefix": np.repeat(plan.prefix_length, count),
-            "tree": np.repeat(trees, count),
-            "tree_first": np.repeat(plan.tree_start[:-1], count),
-        }
-        padding = {"write": self._trash, "prefix": 1}
-        for name in self._ROWS:
-            host[name][:rows] = columns[name]
-            host[name][rows:] = padding.get(name, 0)
+        of_segments = np.stack((1 + keys[:-1], plan.prefix_length, trees, plan.tree_start[:-1]))
+        host["rows"][:, :rows] = plan.write, plan.positions, *np.repeat(of_segments, count, 1)
+        host["rows"][:, rows:] = np.array([[self._trash], [0], [0], [1], [0], [0]])
         starts = np.append(plan.row_start, self.capacity.rows)
         lengths = np.append(plan.prefix_length + trees, 1)
         for size in self.tilings:

@@ -93,8 +93,6 @@ class _LayerKind:
 
 
 class _KernelPart:
-    """A FlashInfer wrapper and its current plan."""
-
     def __init__(self, workspace: Tensor):
         self.any = False  # whether any row reads any key here
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")

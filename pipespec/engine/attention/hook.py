@@ -54,7 +54,6 @@ class QueryTemperature:
     floor: float
 
     def applied(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Those of `[1, heads, rows, dim]` at `[1, rows]`."""
         steps = torch.floor((positions.float() + 1.0) / self.floor)
         scales = torch.log1p(steps) * self.scale + 1.0
         return (query * scales[:, None, :, None]).to(query.dtype)
@@ -85,7 +84,6 @@ _states: WeakValueDictionary[int, AttentionState] = WeakValueDictionary()
 
 
 def register() -> None:
-    """Register `NAME` with Transformers; one entry serves all layers of all slices."""
     AttentionInterface.register(NAME, _attend)
 
 
@@ -143,12 +141,10 @@ def _attend(
 
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
-    """The attention modules of a decoder layer, in the order in which it calls them."""
     return [each for each in layer.modules() if is_attention(each)]
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module attends to K and V."""
     name = type(module).__name__
     return name.endswith(_ATTENTION) and not name.endswith(_LINEAR)
 

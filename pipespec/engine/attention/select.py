@@ -82,7 +82,6 @@ def backend_error(name: str, device: torch.device, layers: Sequence[AttentionLay
 def make_backend(
     name: str, device: torch.device, num_slots: int, *, batch_invariant: bool = False
 ) -> AttentionBackend:
-    """The named backend for pools of `num_slots` slots; `batch_invariant`: see `SdpaBackend`."""
     if name == FLASHINFER:
         from pipespec.engine.attention.flashinfer import FlashInferBackend
 

@@ -57,7 +57,6 @@ class Launch(NamedTuple):
 
 
 def tile_rows(capability: Capability) -> tuple[int, ...]:
-    """The numbers of rows that launches on a GPU have."""
     return (8, 16) if capability == HOPPER else (8,)
 
 
@@ -156,5 +155,4 @@ class TritonBackend(DevicePlanBackend):
 
 
 def _power(count: int) -> int:
-    """The next power of two, at least LEAST."""
     return max(triton.next_power_of_2(count), LEAST)

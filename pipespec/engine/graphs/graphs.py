@@ -206,7 +206,6 @@ class SliceGraphs:
         return None
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """The logits of `[k, hidden]`; None: no graph holds so many rows."""
         return next((each.run(hidden) for each in self._heads if len(hidden) <= each.rows), None)
 
     def capture_layers(

@@ -129,7 +129,6 @@ def use_fastest(model: nn.Module, room: float = math.inf) -> str:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is a linear layer with plain weights of a type that has other ways."""
     return (
         type(module) is nn.Linear
         and module.weight.dtype in TOLERANCE

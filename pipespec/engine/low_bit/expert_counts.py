@@ -18,8 +18,6 @@ from pipespec.timing.batch_times import size_bucket
 
 # One of so many batches is counted, so that counting costs little.
 SAMPLED = 16
-# Counts that may be on a device before they are read, which waits for it.
-MAX_UNREAD = 64
 
 
 class ExpertCounts:
@@ -32,9 +30,8 @@ class ExpertCounts:
         ]
         self._batches = 0
         self._layers: list[Tensor] = []  # experts read by each mixture, of the batch being counted
-        self._unread: list[tuple[int, Tensor]] = []  # rows, and the mean over the mixtures
-        # By bucket of rows: batches, and the sums of their rows and experts.
-        self._found: dict[int, tuple[int, int, float]] = {}
+        # By bucket of rows: batches, and the sums of their rows and, on the device, experts.
+        self._found: dict[int, tuple[int, int, Tensor | float]] = {}
 
     @contextmanager
     def sampled(self, rows: int) -> Iterator[None]:
@@ -51,21 +48,19 @@ class ExpertCounts:
                 hook.remove()
             layers, self._layers = self._layers, []
         if layers:
-            self._unread.append((rows, torch.stack(layers).float().mean()))
-        if len(self._unread) >= MAX_UNREAD:
-            self.points()
+            batches, sum_rows, experts = self._found.get(size_bucket(rows), (0, 0, 0.0))
+            experts = torch.stack(layers).double().mean() + experts
+            self._found[size_bucket(rows)] = batches + 1, sum_rows + rows, experts
 
     def points(self) -> list[tuple[float, float]]:
         """Rows of a batch and experts that they chose in a layer, on average, by rising rows."""
-        unread, self._unread = self._unread, []
-        means = to_host(torch.stack([mean for _, mean in unread]))[0].tolist() if unread else []
-        for (rows, _), experts in zip(unread, means, strict=True):
-            bucket = size_bucket(rows)
-            batches, sum_rows, sum_experts = self._found.get(bucket, (0, 0, 0.0))
-            self._found[bucket] = batches + 1, sum_rows + rows, sum_experts + experts
+        if not self._found:
+            return []
+        counts = [self._found[bucket] for bucket in sorted(self._found)]
+        (sums,) = to_host(torch.stack([torch.as_tensor(experts) for *_, experts in counts]))
         return [
             (rows / batches, experts / batches)
-            for _, (batches, rows, experts) in sorted(self._found.items())
+            for (batches, rows, _), experts in zip(counts, sums.tolist(), strict=True)
         ]
 
     def _count(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:

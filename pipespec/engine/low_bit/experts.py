@@ -59,7 +59,6 @@ class ExpertMatrix:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute the product of `rows` and the matrix."""
         if function not in _PRODUCTS or len(args) != 2 or kwargs:
             return NotImplemented
         rows, matrix = args
@@ -226,7 +225,6 @@ def _by_ggml(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 def _product(module: Any, stack: str, expert: int, rows: Tensor) -> Tensor:
-    """Rows times one matrix of a stack, with its bias if there is one."""
     matrix = getattr(module, stack)[expert]
     found: Tensor = rows @ matrix if module.is_transposed else functional.linear(rows, matrix)
     return found + getattr(module, f"{stack}_bias")[expert] if module.has_bias else found

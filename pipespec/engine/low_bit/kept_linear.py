@@ -56,7 +56,6 @@ class KeptLinear(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in]` -> `[..., out]`."""
         y = self.product(x.reshape(-1, self.in_features))
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
@@ -193,7 +192,6 @@ class GgmlEmbedding(nn.Module):
 
     @staticmethod
     def can_replace(plain: nn.Module) -> TypeGuard[nn.Embedding]:
-        """Whether the rows of an embedding are only read and scaled."""
         return type(plain) is nn.Embedding or (
             isinstance(plain, nn.Embedding) and hasattr(plain, _SCALE)
         )
@@ -209,7 +207,6 @@ class GgmlEmbedding(nn.Module):
         self.weights = held(weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 `[...]` -> `[..., hidden]`."""
         indices = tokens.reshape(-1).to(torch.int32).numpy()
         found = compute.rows_of(computer(), self.weights, indices)
         rows = torch.from_numpy(found).to(self.dtype).view(*tokens.shape, self.in_features)

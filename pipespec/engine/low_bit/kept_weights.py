@@ -55,7 +55,6 @@ RELEASED = 8 << 20
 
 
 def with_ggml(device: torch.device) -> bool:
-    """Whether ggml multiplies matrices of its types on this device."""
     return device.type == "cpu" and ggml.load() is not None
 
 
@@ -162,7 +161,6 @@ def _replace_stacks(
 
 
 def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
-    """Which of these names the files have."""
     for name in names:
         if (expert, name) in held:
             return name

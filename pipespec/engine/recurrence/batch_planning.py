@@ -38,7 +38,6 @@ class _Sequence:
 
     @property
     def end(self) -> int:
-        """Committed tokens after the batch."""
         return self.base + self.num_committed
 
 
@@ -220,7 +219,6 @@ class _Inputs:
         return [self._at(place) for place in range(end - self._history, end)]
 
     def _at(self, position: int) -> int:
-        """That of a committed token."""
         sequence = self._sequence
         if position >= sequence.base:
             return self._first + position - sequence.base
@@ -248,7 +246,6 @@ def _fold(sequences: Sequence[_Sequence], zero: int) -> Fold[np.ndarray] | None:
 
 
 def _groups(trees: Sequence[_Tree], zero: int) -> list[Trees[np.ndarray]]:
-    """Those of about the same size together."""
     by_size: dict[tuple[int, int], list[_Tree]] = {}
     for tree in trees:
         size = (_power(len(tree.rows)), _power(len(tree.columns)))

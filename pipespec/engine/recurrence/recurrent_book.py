@@ -40,7 +40,6 @@ class RecurrentBook:
 
     @property
     def capacity(self) -> int:
-        """Entries that the pools need room for."""
         return len(self._slot_of_entry)
 
     @property
@@ -112,7 +111,6 @@ class RecurrentBook:
         self._free(self._entry[slots])
 
     def entries_at(self, slots: np.ndarray) -> np.ndarray:
-        """The entries of nodes in these slots."""
         entries = self._entry[slots]
         assert (entries != NONE).all(), "a node has no entry"
         return entries
@@ -123,7 +121,6 @@ class RecurrentBook:
         self._free(np.setdiff1d(mine, entries, assume_unique=True))
 
     def allocate(self, page: int, slots: np.ndarray) -> np.ndarray:
-        """New entries for the nodes in these slots."""
         while len(free := np.flatnonzero(self._slot_of_entry == NONE)) < len(slots):
             self._grow()
         entries = free[: len(slots)]

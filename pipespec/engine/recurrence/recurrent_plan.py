@@ -175,7 +175,6 @@ class FixedPlan:
         )
 
     def clear(self) -> None:
-        """Hold a plan of padding alone."""
         self._write({})
 
     def fill(self, plan: RecurrentPlan[np.ndarray]) -> None:
@@ -209,6 +208,5 @@ class FixedPlan:
 
 
 def _arrays(prefix: str, part: Any) -> dict[str, np.ndarray]:
-    """The arrays of a part of a plan, by their names in a `FixedPlan`."""
     named = {} if part is None else {each.name: getattr(part, each.name) for each in fields(part)}
     return {prefix + name: each for name, each in named.items() if isinstance(each, np.ndarray)}

@@ -67,7 +67,6 @@ class RecurrentState:
                 pool[to] = pool[source]
 
     def has_room(self, plan: RecurrentPlan[Any]) -> bool:
-        """Whether no pool must grow for a plan."""
         return all(
             len(pool) >= (plan.num_states if name in _BY_STATE else plan.capacity)
             for name, pool in self.pools.items()

@@ -36,17 +36,14 @@ class RecurrentSizes:
         return 4 * (self.state - self.state_inputs) + item * self.state_inputs
 
     def node_bytes(self, item: int) -> int:
-        """Bytes for a tree node in one layer."""
         return 4 * (self.node - self.node_inputs) + item * self.node_inputs
 
 
 def layers_with_kv(config: Any) -> tuple[bool, ...]:
-    """Which layers hold K and V."""
     return tuple(kind not in _WITHOUT_KV for kind in _kinds(config))
 
 
 def layers_with_state(config: Any) -> tuple[bool, ...]:
-    """Which layers keep a running state."""
     return tuple(kind in _RECURRENT for kind in _kinds(config))
 
 

@@ -142,7 +142,6 @@ def outputs(read: Tensor, scores: Tensor, column_updates: Tensor) -> Tensor:
 
 
 def _add_updates(read: Tensor, scores: Tensor, column_updates: Tensor) -> Tensor:
-    """`read` `[B, H, R, V]` and what is read of the columns' u, `[B, H, R, V]`."""
     updates = column_updates.transpose(1, 2).flatten(0, 1)
     return torch.baddbmm(read.flatten(0, 1), scores.flatten(0, 1), updates).view_as(read)
 

@@ -55,7 +55,6 @@ class KVSlotAllocator:
         self.num_free += len(freed)
 
     def free(self) -> np.ndarray:
-        """The free slots, for `check_integrity`."""
         return self._free[: self.num_free]
 
 
@@ -71,7 +70,6 @@ class PageTable:
         self._free = [0]  # rows
 
     def allocate_row(self) -> int:
-        """The row of a new sequence."""
         if not self._free:
             sequences, positions = self.slots.shape
             self._free = list(range(2 * sequences - 1, sequences - 1, -1))

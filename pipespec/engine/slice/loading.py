@@ -175,7 +175,6 @@ def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
 
 
 def _leave_out(parent: nn.Module, module: nn.Module) -> None:
-    """Replace `parent`'s child `module` by a module without parameters."""
     name = next(name for name, child in parent.named_children() if child is module)
     setattr(parent, name, nn.Identity())
 

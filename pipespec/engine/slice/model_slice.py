@@ -192,7 +192,6 @@ class ModelSlice:
 
     @property
     def num_kv_bytes(self) -> int:
-        """Bytes of all KV pools of the slice."""
         return sum(layer.pool.num_bytes for layer in self.attention_layers)
 
     def describe(self) -> dict[str, Any]:

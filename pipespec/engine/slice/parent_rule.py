@@ -65,7 +65,6 @@ class LiveNodes:
         self._free = list(range(capacity - 1, TIP, -1))
 
     def of(self, sequence: int) -> np.ndarray:
-        """Local indices of a sequence's live nodes, rising."""
         return (self.sequence == sequence).nonzero()[0]  # faster than flatnonzero
 
     def admit(self, rows: np.ndarray, lineages: Mapping[int, Lineage]) -> np.ndarray:
@@ -221,7 +220,6 @@ class Lineage:
         return local
 
     def release(self) -> np.ndarray:
-        """Remove all live nodes; returns their local indices."""
         live = self.live
         self.nodes.free(live)
         return live

@@ -224,7 +224,6 @@ class SliceRunner:
         return found
 
     def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
-        """The hidden states of some rows of a computed batch, `[k, hidden]`."""
         assert batch.hidden is not None
         return batch.hidden.index_select(0, to_device(rows, batch.hidden.device))
 
@@ -262,14 +261,9 @@ class SliceRunner:
         return self.lineages[sequence].holds(node)
 
     def tokens(self, sequence: int) -> list[int]:
-        """The committed tokens of the sequence here."""
         row = self.pages.tokens[self._page_of[sequence]]
         text: list[int] = row[: self.length(sequence)].tolist()
         return text
-
-    def has_room(self, batch: Batch) -> bool:
-        """Whether there is a free slot for every row of the batch."""
-        return len(batch) <= self.slots.num_free
 
     def check_integrity(self) -> None:
         """Assert that every slot has as many owners as `KVSlotAllocator` counts."""

@@ -74,7 +74,6 @@ def autotune(
 
 @torch.inference_mode()
 def step_ms(model: ModelSlice) -> float:
-    """Milliseconds of a forward pass."""
     rows = min(ROWS, model.num_slots)
     context = min(CONTEXT, model.num_slots - rows)
     return median_ms(model.device, model.forward, *model.example_batch(rows, context))
@@ -89,16 +88,15 @@ def median_ms(device: torch.device, function: Callable[..., object], *args: obje
     while len(times) < LEAST_RUNS or (
         len(times) < MOST_RUNS and time.perf_counter() - begun < LEAST_S
     ):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         function(*args)
-        _synchronize(device)
+        synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times)
 
 
-def _synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

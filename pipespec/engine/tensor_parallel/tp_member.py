@@ -66,7 +66,6 @@ class TPMember(WholeSlice):
 
     @property
     def group(self) -> TPBroadcastGroup:
-        """That of the epoch."""
         assert self._group is not None, "the members do not meet"
         return self._group
 

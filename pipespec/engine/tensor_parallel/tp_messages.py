@@ -37,7 +37,6 @@ class Pages:
         self.slots = np.zeros((1, 256), np.int64)
 
     def reserve(self, sequences: int, positions: int) -> None:
-        """Grow to so many rows and columns at least."""
         rows, columns = self.slots.shape
         if sequences > rows or positions > columns:
             grown = np.zeros((max(sequences, rows), max(2 * columns, positions)), np.int64)

@@ -156,10 +156,7 @@ def _is_kv(name: str) -> bool:
 
 
 def _share_heads(
-    config: PretrainedConfig,
-    by_heads: Mapping[str, tuple[Tensor, str]],
-    size: int,
-    units: Units,
+    config: PretrainedConfig, by_heads: Mapping[str, tuple[Tensor, str]], size: int, units: Units
 ) -> list[HeadShare] | None:
     """The heads of all members, given the parameters that are divided by them."""
     if not by_heads:
@@ -176,7 +173,6 @@ def _share_heads(
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
-    """The KV heads of a layer."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
