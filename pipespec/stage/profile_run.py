@@ -11,19 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pipespec.core import (
-    COMMITTED,
-    DRAFT,
-    KIND,
-    NO_PARENT_NODE,
-    NODE,
-    NUM_COLUMNS,
-    PARENT,
-    POSITION,
-    SEQUENCE,
-    TOKEN,
-    Batch,
-)
+from pipespec import core
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.engine.slice.speedups import synchronize
 from pipespec.timing.batch_times import RowTimes, profiled_sizes
@@ -56,19 +44,20 @@ def profile_run(
 
 def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
     model = runner.model
-    batch = Batch(0, np.zeros((rows, NUM_COLUMNS), np.int64))
+    batch = core.Batch(0, np.zeros((rows, core.NUM_COLUMNS), np.int64))
     places = np.arange(rows)
-    batch.rows[:, SEQUENCE] = NO_SEQUENCE
-    batch.rows[:, NODE] = batch.rows[:, POSITION] = places
-    batch.rows[:, PARENT] = np.where(places, places - 1, NO_PARENT_NODE)
-    batch.rows[:, KIND] = COMMITTED
+    batch.rows[:, core.SEQUENCE] = NO_SEQUENCE
+    batch.rows[:, core.NODE] = batch.rows[:, core.POSITION] = places
+    batch.rows[:, core.PARENT] = np.where(places, places - 1, core.NO_PARENT_NODE)
+    batch.rows[:, core.KIND] = core.COMMITTED
     if model.recurrent:  # a tree below one row, as prompts take another way through such layers
         parents = (places - 1) // 2
-        batch.rows[1:, PARENT], batch.rows[1:, KIND] = parents[1:], DRAFT
-        batch.rows[:, POSITION] = np.log2(places + 1).astype(np.int64)
+        batch.rows[1:, core.PARENT], batch.rows[1:, core.KIND] = parents[1:], core.DRAFT
+        batch.rows[:, core.POSITION] = np.log2(places + 1).astype(np.int64)
     random = torch.Generator().manual_seed(rows)
     if model.is_first:
-        batch.rows[:, TOKEN] = torch.randint(model.vocab_size, (rows,), generator=random).numpy()
+        tokens = torch.randint(model.vocab_size, (rows,), generator=random)
+        batch.rows[:, core.TOKEN] = tokens.numpy()
     else:
         batch.hidden = torch.randn(rows, model.hidden_size, generator=random).to(model.dtype)
     synchronize(model.device)

@@ -13,10 +13,9 @@ With S the state at the tip and A(j, i) the product of the decays after j down t
     u_i = b_i (v_i - A(tip, i) S^T k_i - sum over ancestors j of i of A(j, i) (k_j . k_i) u_j)
 
 so a node needs its k, u and log decay alone, as attention needs its K and V. The u of a batch are
-the solution of a unit lower triangular system, parents first. Decays are products in log space:
-sums of the log decays along the path itself, never differences of sums, so that neither long texts
-nor strong decays lose digits. (Of decays by channel the factors themselves are multiplied along the
-path, which is as exact: they are 1 at most.) docs/how-it-works/linear-attention.md derives it all.
+the solution of a unit lower triangular system, parents first. Decays are sums of log decays along
+the path itself, never differences of sums, or by channel products of factors, so that neither long
+texts nor strong decays lose digits. docs/how-it-works/linear-attention.md derives it all.
 
 Shapes: B sequences, R rows and C columns (nodes that rows may descend from, the rows included, by
 rising position), L nodes of the longest path, G key heads, H value heads (a multiple of G), key

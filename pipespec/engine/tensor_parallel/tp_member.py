@@ -17,29 +17,13 @@ from pipespec.engine.graphs.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs
 from pipespec.engine.slice.whole_slice import WholeSlice
+from pipespec.engine.tensor_parallel import tp_messages, tp_plan
 from pipespec.engine.tensor_parallel.tensor_parallel import (
     TPBroadcastGroup,
     gather_best,
     gather_columns,
 )
 from pipespec.engine.tensor_parallel.tp_cuts import has_plan, require_tp_divisible
-from pipespec.engine.tensor_parallel.tp_messages import (
-    BEST_TOKENS,
-    LOGITS,
-    Pages,
-    head_message,
-    head_of,
-    pack,
-    unpack,
-)
-from pipespec.engine.tensor_parallel.tp_plan import (
-    TPPlan,
-    add_collectives,
-    cut_state,
-    drop_summed_biases,
-    plan_cuts,
-    shrink,
-)
 from pipespec.system.liveness import LATE_S, progress
 
 if TYPE_CHECKING:
@@ -55,8 +39,8 @@ class TPMember(WholeSlice):
         sent: of a member that leads, the pages that the others have; None: all are called alike.
     """
 
-    plan: TPPlan
-    sent: Pages | None = None
+    plan: tp_plan.TPPlan
+    sent: tp_messages.Pages | None = None
     no_compiler = "as compilers cannot handle the communication between its tensor-parallel members"
 
     def __init__(self, rank: int, size: int):
@@ -102,36 +86,36 @@ class TPMember(WholeSlice):
         model: PreTrainedModel,
     ) -> None:
         assert state is not None, "packages' matrices are not divided"
-        self.plan = plan_cuts(model, self.size, units)
+        self.plan = tp_plan.plan_cuts(model, self.size, units)
         if self.plan.heads is not None:
             self.kv_heads = self.plan.heads[self.rank].selected
         mine = {name: parts[self.rank] for name, parts in self.plan.cuts.items()}
-        cut_state(model, state, mine)
-        shrink(model, mine)
+        tp_plan.cut_state(model, state, mine)
+        tp_plan.shrink(model, mine)
         keep(model, {name: cut.part for name, cut in mine.items()})
-        add_collectives(model, self, self.plan)
+        tp_plan.add_collectives(model, self, self.plan)
 
     def loaded(self, model: PreTrainedModel) -> None:
         if self.rank:
-            drop_summed_biases(model, self.plan)
+            tp_plan.drop_summed_biases(model, self.plan)
 
     def batch(self, inputs: Tensor, plan: AttentionPlan) -> None:
         if self.sent is not None:
-            self.group.broadcast(pack(inputs, plan, self.sent))
+            self.group.broadcast(tp_messages.pack(inputs, plan, self.sent))
 
     def logits(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        self._begin_head(LOGITS, hidden)
+        self._begin_head(tp_messages.LOGITS, hidden)
         return gather_columns(self, compute(hidden), self.plan.vocabulary)
 
     def best_tokens(
         self, hidden: Tensor, compute: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        self._begin_head(BEST_TOKENS, hidden)
+        self._begin_head(tp_messages.BEST_TOKENS, hidden)
         return gather_best(self, compute(hidden), self.plan.vocabulary)
 
     def _begin_head(self, kind: int, hidden: Tensor) -> None:
         if self.sent is not None:
-            self.group.broadcast(head_message(kind, len(hidden)))
+            self.group.broadcast(tp_messages.head_message(kind, len(hidden)))
             self.gather(hidden)
 
     def least(self, mine: int) -> int:
@@ -165,7 +149,7 @@ def _joined(model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction
         else:
             model.graphs.drop()  # those captured while it was loaded gather nothing
         slots = member.least(model.num_slots)
-        member.sent = None if group.rank else Pages()
+        member.sent = None if group.rank else tp_messages.Pages()
         yield slots
     finally:
         member.join(None)
@@ -187,12 +171,13 @@ def follow_tp_leader(
     model: ModelSlice, group: TPBroadcastGroup, capture: CaptureFunction = capture_cuda_graph
 ) -> None:
     """Compute the batches of member 0 until it ends. Raises ModelError, `RankFailed`."""
-    pages = Pages()
+    pages = tp_messages.Pages()
     with _joined(model, group, capture), progress.part(LATE_S):
         while len(message := group.receive()):
-            if (head := head_of(message)) is None:
-                model.forward(*unpack(message, model, pages))
+            if (head := tp_messages.head_of(message)) is None:
+                model.forward(*tp_messages.unpack(message, model, pages))
                 continue
             kind, rows = head
             none = torch.zeros(rows, model.hidden_size, dtype=model.dtype, device=model.device)
-            (model.logits if kind == LOGITS else model.best_tokens)(group.gather(none)[0])
+            compute = model.logits if kind == tp_messages.LOGITS else model.best_tokens
+            compute(group.gather(none)[0])

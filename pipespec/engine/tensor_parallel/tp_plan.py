@@ -21,24 +21,9 @@ from torch import Tensor, nn
 from pipespec.engine.attention.hook import is_attention
 from pipespec.engine.formats.lazy import DTYPES, Units
 from pipespec.engine.low_bit.experts import use_loop
+from pipespec.engine.tensor_parallel import tp_cuts
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts
-from pipespec.engine.tensor_parallel.tp_cuts import (
-    ALIGNMENT,
-    COLWISE,
-    GATHERED,
-    IN,
-    LOCAL,
-    OUT,
-    PACKED,
-    ROWWISE,
-    SPLIT,
-    SUMMED,
-    Cut,
-    HeadShare,
-    head_unit,
-    share,
-    share_heads,
-)
+from pipespec.engine.tensor_parallel.tp_cuts import Cut, HeadShare
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -92,7 +77,8 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
     divided = {
         name: (each, rules[name])
         for name, each in parameters.items()
-        if (rule := rules.get(name)) in COLWISE or (rule in ROWWISE and not name.endswith(_BIAS))
+        if (rule := rules.get(name)) in tp_cuts.COLWISE
+        or (rule in tp_cuts.ROWWISE and not name.endswith(_BIAS))
     }
     by_heads = {name: each for name, each in divided.items() if _is_of_heads(model, name, each[1])}
     heads = _share_heads(config, by_heads, size, units)
@@ -104,12 +90,12 @@ def plan_cuts(model: PreTrainedModel, size: int, units: Units) -> TPPlan:
             count = num_kv_heads(config) if _is_kv(name) else config.num_attention_heads
             width = total // count
         else:
-            usual = math.lcm(ALIGNMENT, units.rows, units.columns)
-            unit = {GATHERED: units.rows, SPLIT: units.columns}.get(rule, usual)
-            parts, width = share(total, unit, size), 1
+            usual = math.lcm(tp_cuts.ALIGNMENT, units.rows, units.columns)
+            unit = {tp_cuts.GATHERED: units.rows, tp_cuts.SPLIT: units.columns}.get(rule, usual)
+            parts, width = tp_cuts.share(total, unit, size), 1
         found[name] = [Cut(side, width * p.start, width * p.stop, total) for p in parts]
-    tokens = share(config.vocab_size, math.lcm(ALIGNMENT, units.rows), size)
-    vocabulary = [Cut(OUT, part.start, part.stop, config.vocab_size) for part in tokens]
+    tokens = tp_cuts.share(config.vocab_size, math.lcm(tp_cuts.ALIGNMENT, units.rows), size)
+    vocabulary = [Cut(tp_cuts.OUT, part.start, part.stop, config.vocab_size) for part in tokens]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
         if module is embedding or module is head:  # without parameters in another slice
@@ -124,7 +110,7 @@ def _rules(model: PreTrainedModel) -> dict[str, str]:
     """The rules of the modules and parameters of the layers. The plan has `*` for each number in a
     name; a parameter without a rule of its own has that of its module."""
     plan = {name: rule for name, rule in model.tp_plan.items() if ".layers." in name}
-    unknown = set(plan.values()) - {*SUMMED, GATHERED, *LOCAL}
+    unknown = set(plan.values()) - {*tp_cuts.SUMMED, tp_cuts.GATHERED, *tp_cuts.LOCAL}
     assert not unknown, f"unknown rules: {unknown}"
     found: dict[str, str] = {}
     for module_name, module in model.named_modules():
@@ -141,8 +127,8 @@ def _rules(model: PreTrainedModel) -> dict[str, str]:
 
 def _side_of(parameter: Tensor, rule: str) -> tuple[str, int]:
     """The side of a parameter that a rule divides, and how many rows or columns it has."""
-    side = IN if rule in ROWWISE else OUT
-    matrices = 2 if rule == PACKED and parameter.ndim > 1 else 1
+    side = tp_cuts.IN if rule in tp_cuts.ROWWISE else tp_cuts.OUT
+    matrices = 2 if rule == tp_cuts.PACKED and parameter.ndim > 1 else 1
     return side, parameter.shape[Cut(side, 0, 0, 1).dimension(parameter.shape)] // matrices
 
 
@@ -163,13 +149,15 @@ def _share_heads(
         return None
     sides = {name: _side_of(*each) for name, each in by_heads.items() if not name.endswith(_BIAS)}
     undivided = {
-        name: (total, units.rows if side == OUT else units.columns)
+        name: (total, units.rows if side == tp_cuts.OUT else units.columns)
         for name, (side, total) in sides.items()
     }
     heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
-    unit = head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
-    kv_unit = head_unit(kv_heads, (each for name, each in undivided.items() if _is_kv(name)))
-    return share_heads(heads, kv_heads, size, unit, kv_unit)
+    unit = tp_cuts.head_unit(heads, (each for name, each in undivided.items() if not _is_kv(name)))
+    kv_unit = tp_cuts.head_unit(
+        kv_heads, (each for name, each in undivided.items() if _is_kv(name))
+    )
+    return tp_cuts.share_heads(heads, kv_heads, size, unit, kv_unit)
 
 
 def num_kv_heads(config: PretrainedConfig) -> int:
@@ -228,7 +216,7 @@ def shrink(model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
         part = nn.Parameter(whole.new_empty(mine.shape(whole.shape)), requires_grad=False)
         module.register_parameter(parameter, part)
         if isinstance(module, nn.Linear):
-            if mine.side == OUT:
+            if mine.side == tp_cuts.OUT:
                 module.out_features = mine.size
             else:
                 module.in_features = mine.size
@@ -245,7 +233,7 @@ def add_collectives(model: PreTrainedModel, group: TPGroup, plan: TPPlan) -> Non
     for name, parts in plan.cuts.items():
         owner = name.rpartition(".")[0]
         attention = model.get_submodule(owner.rpartition(".")[0])
-        last = parts[group.rank].side == IN and is_attention(attention)
+        last = parts[group.rank].side == tp_cuts.IN and is_attention(attention)
         if last and not parts[group.rank].size:
             forward = partial(_attend_with_no_heads, model.get_submodule(owner))
             setattr(attention, "forward", forward)  # noqa: B010
@@ -266,7 +254,7 @@ def _attend_with_no_heads(
 def drop_summed_biases(model: PreTrainedModel, plan: TPPlan) -> None:
     """After the weights are loaded: drop each bias that is added to a sum, which member 0 adds."""
     for name, module in model.named_modules():
-        if plan.rules.get(name) in SUMMED and getattr(module, "bias", None) is not None:
+        if plan.rules.get(name) in tp_cuts.SUMMED and getattr(module, "bias", None) is not None:
             module.bias = None
 
 
@@ -274,7 +262,7 @@ def _add_collective(module: nn.Module, rule: str, group: TPGroup, parts: Sequenc
     """Add the collective of its rule to a module's forward pass, given the parts of all members."""
     if rule == EMBEDDING:
         _add_lookup(module, group, parts)
-    elif rule == SPLIT:
+    elif rule == tp_cuts.SPLIT:
         mine = parts[group.rank]
 
         def part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -282,9 +270,9 @@ def _add_collective(module: nn.Module, rule: str, group: TPGroup, parts: Sequenc
             return whole[..., mine.start : mine.stop], *rest
 
         module.register_forward_pre_hook(part)
-    if rule in SUMMED:
+    if rule in tp_cuts.SUMMED:
         module.register_forward_hook(lambda _, __, output: sum_parts(group.gather(output)))
-    elif rule == GATHERED:
+    elif rule == tp_cuts.GATHERED:
 
         def whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             return gather_columns(group, output, parts)
