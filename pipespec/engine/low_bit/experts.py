@@ -24,8 +24,7 @@ from pipespec.engine.formats.fill_in_parts import require_shape
 from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
-from pipespec.engine.low_bit.kept_linear import as_ggml
-from pipespec.engine.low_bit.row_blocks import linear_in_blocks
+from pipespec.engine.low_bit.kept_linear import as_ggml, linear_in_blocks
 from pipespec.system.device_copy import to_host
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -78,7 +77,7 @@ class ExpertStack(nn.Module):
 
 
 class RowBlockStack(nn.Module):
-    """A plain stack `[experts, out, in]`; see `row_blocks`."""
+    """A plain stack `[experts, out, in]`; multiplied in blocks of rows."""
 
     def __init__(self, plain: nn.Parameter):
         super().__init__()

@@ -1,13 +1,22 @@
 """Linear layers whose weights stay in few bits: PyTorch's kernels for 4-bit integers multiply them,
-ggml does in the memory of their file, or they are dequantised as they are used."""
+ggml does in the memory of their file, or they are dequantised as they are used.
+
+A row of a product does not depend on the other rows of its batch. Libraries choose another kernel,
+and so another order of sums, for another number of rows. So a batch is computed in blocks of the
+same number of rows, of which the last is filled up; plain layers can be made to do so too.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipespec.engine.formats.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.gguf_blocks import GgmlWeights, in_blocks
@@ -15,8 +24,11 @@ from pipespec.engine.formats.gguf_tensors import in_turns
 from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
-from pipespec.engine.low_bit.row_blocks import ROWS, block_product, blocks_of
 
+# Rows of a block.
+ROWS = 16
+# The names of modules that choose the experts of rows; they return tensors `[rows, ...]`.
+_ROUTERS = ("gate", "router")
 # Weights that are dequantised at a time. On a CPU the caches should hold them.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel for integers.
@@ -25,12 +37,54 @@ INNER_TILES = (8, 4, 2)
 _SCALE = "scalar_embed_scale"
 
 
+def blocks_of(rows: Tensor) -> tuple[Tensor, ...]:
+    """`[rows, in]` as blocks `[ROWS, in]`, the last with rows of zeros at its end."""
+    return functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
+
+
+def block_product(block: Tensor, weights: Tensor) -> Tensor:
+    """`functional.linear` of a block of rows. On a CPU the operands are swapped, as libraries lay
+    out the second one anew in every product, and weights are many more."""
+    if block.device.type == "cpu":
+        return torch.mm(weights, block.t()).t()
+    return functional.linear(block, weights)
+
+
+def linear_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`, computed in blocks of rows: `[..., in]` -> `[..., out]`."""
+    rows = x.reshape(math.prod(x.shape[:-1]), weight.shape[1])  # which may be 0
+    product = torch.cat([functional.linear(block, weight, bias) for block in blocks_of(rows)])
+    return product[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
+class RowBlockLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
+        return linear_in_blocks(input, self.weight, self.bias)
+
+
+def make_batch_invariant(model: nn.Module) -> None:
+    """Let the plain linear layers of a model, and what chooses experts, compute blocks of rows."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            module.__class__ = RowBlockLinear
+        elif name.rpartition(".")[2] in _ROUTERS:
+            setattr(module, "forward", partial(_in_blocks, module.forward))  # noqa: B010
+
+
+def _in_blocks(forward: Callable[..., Any], hidden: Tensor, *rest: Any, **more: Any) -> Any:
+    """What `forward` returns of `[..., hidden]`, tensors `[rows, ...]`, computed in blocks."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    found = [forward(block, *rest, **more) for block in blocks_of(rows)]
+    if isinstance(found[0], Tensor):
+        return torch.cat(found)[: len(rows)]
+    return tuple(torch.cat(parts)[: len(rows)] for parts in zip(*found, strict=True))
+
+
 class KeptLinear(nn.Module):
     """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files or a
     `part` of it.
 
-    It has no weights until `fill`; `bias` is loaded like that of any layer. A row of a product does
-    not depend on the other rows of its batch.
+    It has no weights until `fill`; `bias` is loaded like that of any layer.
     """
 
     part: Part
@@ -64,7 +118,7 @@ class KeptLinear(nn.Module):
 class DequantisedLinear(KeptLinear):
     """A few rows of weights at a time (`gguf_blocks.BlockWeights`, `fp8.Fp8Weights`) become numbers
     of the model's type, so that no more than these are in memory, and are multiplied with blocks of
-    rows of the batch (`row_blocks`)."""
+    rows of the batch."""
 
     def fill(self, weights: Any, device: torch.device) -> None:
         require_shape(self, weights.shape)

@@ -152,18 +152,13 @@ class RecurrentState:
             dt_limit: tuple[float, float] = (0.0, float("inf")),
             **_: Any,
         ) -> Tensor:
+            how = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "D": D}
+
             def prompt(rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
                 out, new = kernel(
-                    hidden_states[:, rows],
-                    dt[:, rows],
-                    A,
-                    B[:, rows],
-                    C[:, rows],
+                    *(hidden_states[:, rows], dt[:, rows], A, B[:, rows], C[:, rows]),
                     chunk_size=chunk_size,
-                    D=D,
-                    dt_bias=dt_bias,
-                    dt_softplus=dt_softplus,
-                    dt_limit=dt_limit,
+                    **how,
                     return_final_states=True,
                     initial_states=state.transpose(1, 2)[None],
                 )

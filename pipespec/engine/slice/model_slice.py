@@ -26,8 +26,8 @@ from pipespec.engine.graphs.graphs import Compute, SliceGraphs
 from pipespec.engine.low_bit import cpu_products
 from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.low_bit.experts import make_experts_batch_invariant
+from pipespec.engine.low_bit.kept_linear import make_batch_invariant
 from pipespec.engine.low_bit.kept_weights import weight_bytes
-from pipespec.engine.low_bit.row_blocks import make_batch_invariant
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.slice.loading import ComputedBase, drop_placeholders, load, sliced_class

@@ -12,8 +12,7 @@ from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.engine.formats.gguf import KEPT_KINDS
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
 from pipespec.engine.low_bit import kept_linear
-from pipespec.engine.low_bit.kept_linear import DequantisedLinear
-from pipespec.engine.low_bit.row_blocks import make_batch_invariant
+from pipespec.engine.low_bit.kept_linear import DequantisedLinear, make_batch_invariant
 from tests.unit.engine.formats.test_gguf_blocks import drawn
 
 CPU = torch.device("cpu")
