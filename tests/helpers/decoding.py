@@ -18,11 +18,18 @@ from tests.helpers.models import NUM_LAYERS
 NUM_SLOTS = 96
 
 
-def load(path: Path, num_slices: int, group: TPGroup | None = None, **how: Any) -> list[ModelSlice]:
-    size = NUM_LAYERS // num_slices
+def load(
+    path: Path,
+    num_slices: int,
+    group: TPGroup | None = None,
+    *,
+    num_layers: int = NUM_LAYERS,
+    **how: Any,
+) -> list[ModelSlice]:
+    size = num_layers // num_slices
     return [
         ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS, group=group, **how)
-        for start in range(0, NUM_LAYERS, size)
+        for start in range(0, num_layers, size)
     ]
 
 

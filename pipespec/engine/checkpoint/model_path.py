@@ -9,8 +9,9 @@ from pathlib import Path
 from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
 from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
-from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names, parts_of
+from pipespec.engine.formats.gguf_tokenizer import require_tokenizer
 from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.engine.formats.fill_in_parts import row_parts
+from pipespec.engine.formats.stored import row_parts
 
 # Numbers of 4-bit floats (E2M1), doubled so that they are whole.
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -57,21 +57,17 @@ class BlockWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         kind = KINDS[self.kind]
         return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
         return self.rows.nbytes
 
     def part(self, rows: slice) -> BlockWeights:
-        """These rows of the matrix."""
         return replace(self, rows=self.rows[rows])
 
     def held(self, device: torch.device) -> BlockWeights:
-        """The same on a device."""
         return replace(self, rows=self.rows.to(device))
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +94,7 @@ class BlockWeights:
         return weights
 
     def _by_row(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        found = read(self.rows.reshape(-1, KINDS[self.kind].num_bytes))
-        return found.reshape(len(self.rows), -1)
+        return read(self.rows.reshape(-1, KINDS[self.kind].num_bytes)).reshape(len(self.rows), -1)
 
 
 @dataclass(frozen=True)

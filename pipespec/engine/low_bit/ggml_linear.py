@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.formats.fill_in_parts import require_shape
 from pipespec.engine.formats.gguf_blocks import GgmlWeights, in_blocks
 from pipespec.engine.formats.gguf_tensors import in_turns
-from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.formats.stored import WHOLE, Part, require_shape
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.low_bit.kept_linear import KeptLinear

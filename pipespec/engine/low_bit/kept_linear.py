@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.formats.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.gguf_blocks import in_blocks
-from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.formats.stored import WHOLE, Part, require_shape, row_parts
 from pipespec.engine.low_bit.row_blocks import ROWS, block_product, blocks_of
 
 # Weights that are dequantised at a time. On a CPU the caches should hold them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.formats.stored import DTYPES
 from pipespec.engine.formats.tp_cuts import Cut, CutUnits
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_best, gather_columns
 from pipespec.engine.tensor_parallel.tp_plan import (
