@@ -88,7 +88,6 @@ class BackendTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """The token of an id; None: there is none."""
         return self._tokenizer.id_to_token(ids)
 
     def get_vocab(self) -> Mapping[str, int]:

@@ -71,7 +71,6 @@ class Mxfp4Experts:
     scales: torch.Tensor
 
     def expert(self, number: int) -> BlockWeights:
-        """The matrix `[out, in]` of one of them."""
         return fp4_blocks(self.blocks[number], self.scales[number], MX_KIND)
 
     def dense(self) -> torch.Tensor:

@@ -105,7 +105,7 @@ class Fp8Packing(MatrixPacking):
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         shape = tensors[name + WEIGHT].shape
-        scales = next((tensors[name + each] for each in SCALES if name + each in tensors), None)
+        scales = tensors.get(_scales(name, tensors))
         if scales is None:
             raise self.unfit(f"{name}{SCALES[-1]} is missing")
         if scales.dtype not in DTYPES:
@@ -145,16 +145,15 @@ class Fp8Packing(MatrixPacking):
         return shape[1] % 2 == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        scales = next(tensors[name + each] for each in SCALES if name + each in tensors)
-        return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * math.prod(scales.shape)
+        scales = SCALE_BYTES * math.prod(tensors[_scales(name, tensors)].shape)
+        return tensors[name + WEIGHT].num_bytes + scales
 
     def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp8Weights:
         rows, columns = part
         codes = files.read(name + WEIGHT, rows, columns)
-        of_scales = next(name + each for each in SCALES if files.shape(name + each) is not None)
-        whole, shape = files.shape(name + WEIGHT), files.shape(of_scales)
-        assert whole is not None and shape is not None, "the headers contain them"
-        height, width = self._blocks(name, whole, shape)
+        of_scales = _scales(name, files.present)
+        shape = files.present[of_scales].shape
+        height, width = self._blocks(name, files.present[name + WEIGHT].shape, shape)
         blocks = (per(rows, height), per(columns, width))
         scales = files.read(of_scales, *(blocks[: len(shape)] if math.prod(shape) > 1 else ()))
         height, width = (min(pair) for pair in zip((height, width), codes.shape, strict=True))
@@ -178,6 +177,11 @@ def fp8_packing(path: Path, config: Mapping[str, Any]) -> Fp8Packing | None:
     if len(blocks) > 1:
         raise ValueError("its matrices have different blocks")
     return Fp8Packing(path, blocks.pop())
+
+
+def _scales(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """The name of the scales of a matrix."""
+    return next((name + each for each in SCALES if name + each in tensors), "")
 
 
 def _block(value: Any) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from pipespec.engine.formats.gguf_metadata import config_of, require_types
 from pipespec.engine.formats.gguf_tensors import (
     LATENT,
     ROWS,
+    SHIFTED,
     TRANSPOSED,
     Stored,
     in_turns,
@@ -120,7 +121,6 @@ class GgufFiles:
 
     @cached_property
     def _header(self) -> GgufHeader:
-        """Read or from the cache. Raises ModelError."""
         packages = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
         depends = {**self._identity(), **packages, "form": FORM}
         return cached_call("gguf", GgufHeader, depends, self._read)
@@ -276,7 +276,7 @@ class GgufFiles:
         """Rows and columns of a tensor as they are stored, the rows in Hugging Face's order."""
         data = self._data(stored, theirs)
         if part != WHOLE:
-            assert stored.form in (ROWS, LATENT), "no plan divides transposed stacks"
+            assert stored.form in (ROWS, SHIFTED, LATENT), "no plan divides transposed stacks"
         if stored.form == LATENT:
             return data[per(part[0], stored.shape[0] // len(data))]
         rows, columns = part

@@ -186,7 +186,6 @@ _MINISTRAL_3 = GgufArchitecture(
 
 
 def _is_deepseek_3(file: GgufFile) -> bool:
-    """Whether a file of `deepseek2` holds V3, of the names of its tensors."""
     return any(name.endswith(_CORRECTION) for name in file.tensors)
 
 

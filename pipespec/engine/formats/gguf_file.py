@@ -85,8 +85,11 @@ class GgufFile:
         self._files = dict.fromkeys(self.tensors, data)
         self.kind = str(self.metadata("general.architecture"))
 
+    def unread(self, what: str) -> ModelError:
+        """That the file is not read, and why."""
+        return ModelError(f"{self.path} {what}; {FOREIGN}")
+
     def add_tensors(self, other: GgufFile) -> None:
-        """Have the tensors of another part of the same checkpoint too."""
         self.tensors |= other.tensors
         self._files |= other._files
 
@@ -100,7 +103,6 @@ class GgufFile:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, by its name."""
         return {name: each.shape for name, each in self.tensors.items()}
 
     def data(self, name: str) -> np.ndarray:
@@ -141,8 +143,6 @@ class _NotWhole(Exception):
 
 
 class _Walk:
-    """One pass over the header, from the first byte on."""
-
     def __init__(self, path: Path, data: mmap.mmap | bytes, size: int):
         self.data, self.size = data, size
         self.at = self.elements = 0

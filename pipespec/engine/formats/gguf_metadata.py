@@ -23,7 +23,7 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
 }
-_TOKENS = ("bos", "eos", "padding")
+_TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
 # Llama 3's scaling of its rotary embedding but for the factor (`rope_type: llama3`).
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -36,12 +36,12 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
     """The config of Transformers. Raises ModelError."""
     from transformers import AutoConfig
 
-    path, shapes = file.path, file.shapes
+    shapes = file.shapes
     layers = file.field("block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(shapes):
         raise ModelError(
-            f"the metadata of {path} count {shown(layers)} layers ({file.kind}.block_count), but "
-            f"it holds {len(shapes)} tensors; fetch it again"
+            f"the metadata of {file.path} count {shown(layers)} layers ({file.kind}.block_count), "
+            f"but it holds {len(shapes)} tensors; fetch it again"
         )
     settings = {
         name: value
@@ -50,12 +50,9 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
     }
     for name, value in settings.items():
         if not isinstance(value, int | float):
-            raise ModelError(
-                f"{path} has layers that differ in {name}, which is not read; {FOREIGN}"
-            )
-    for each in _TOKENS:
-        name = "pad" if each == "padding" else each
-        settings[f"{name}_token_id"] = file.metadata(f"tokenizer.ggml.{each}_token_id")
+            raise file.unread(f"has layers that differ in {name}, which is not read")
+    for theirs, name in _TOKENS.items():
+        settings[f"{name}_token_id"] = file.metadata(f"tokenizer.ggml.{theirs}_token_id")
     if EMBEDDING in shapes:  # its rows may be more than the tokenizer's tokens
         settings["vocab_size"] = shapes[EMBEDDING][0]
     settings["tie_word_embeddings"] = OUTPUT not in shapes
@@ -64,10 +61,8 @@ def config_of(file: GgufFile, architecture: GgufArchitecture) -> Any:
             settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
         turned = file.field("rope.dimension_count")
         if turned not in (None, settings["head_dim"]) and not architecture.partial:
-            raise ModelError(
-                f"{path} turns {turned} of the {settings['head_dim']} numbers of a head by their "
-                f"position, which is not read; {FOREIGN}"
-            )
+            numbers = f"{turned} of the {settings['head_dim']} numbers of a head"
+            raise file.unread(f"turns {numbers} by their position, which is not read")
         rope = _rope(file, settings["head_dim"], architecture.yarn)
         if architecture.partial and turned is not None:
             rope["partial_rotary_factor"] = turned / settings["head_dim"]
@@ -98,41 +93,30 @@ def require_types(file: GgufFile) -> None:
             what = f"type {kind.name}, which gguf does not dequantise"
             dequantize(file.data(name)[:1], kind)
         except Exception as error:
-            raise ModelError(f"{file.path} holds tensors of {what}; {FOREIGN}") from error
+            raise file.unread(f"holds tensors of {what}") from error
 
 
 def _rope(file: GgufFile, head_dim: int, yarn: Mapping[str, Any] | None) -> dict[str, Any]:
     """The parameters of the rotary embedding; `yarn`: see `GgufArchitecture`."""
-    path, field = file.path, file.field
+    field = file.field
     rope: dict[str, Any] = {"rope_theta": float(field("rope.freq_base") or 10000.0)}
     kind = field("rope.scaling.type")
-    factor = next(
-        (
-            float(found)
-            for name in ("scaling.factor", "scale_linear")  # the second name is old
-            if (found := field(f"rope.{name}")) not in (None, 0, 1)
-        ),
-        1.0,
-    )
+    factor = float(field("rope.scaling.factor") or field("rope.scale_linear") or 1)  # an old name
     if kind is None:  # for llama.cpp a factor then means linear
         kind = "linear" if factor != 1 else "none"
     if ROPE_FACTORS in file.tensors:
         factors = [float(each) for each in file.data(ROPE_FACTORS)]
         scaled = _llama3(factors, rope["rope_theta"], head_dim)
         if kind != "none" or scaled is None:
-            raise ModelError(
-                f"{path} scales its rotary embedding in another way than Llama 3, which is not "
-                f"read; {FOREIGN}"
-            )
+            way = "in another way than Llama 3"
+            raise file.unread(f"scales its rotary embedding {way}, which is not read")
         return rope | scaled
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and yarn is not None:
         return rope | _yarn(file, factor) | dict(yarn)
     if kind != "none":
-        raise ModelError(
-            f"{path} scales its rotary embedding ({kind}), which is not read; {FOREIGN}"
-        )
+        raise file.unread(f"scales its rotary embedding ({kind}), which is not read")
     return rope | {"rope_type": "default"}
 
 

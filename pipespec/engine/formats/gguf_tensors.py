@@ -3,13 +3,12 @@ expert of a mixture has matrices of its own."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.gguf_architectures import GgufArchitecture
-from pipespec.engine.formats.gguf_file import FOREIGN, GgufFile
+from pipespec.engine.formats.gguf_file import GgufFile
 from pipespec.engine.formats.gguf_metadata import ROPE_FACTORS, not_valid
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.errors import ModelError
@@ -141,18 +140,12 @@ def names_of(file: GgufFile, architecture: GgufArchitecture, config: Any) -> dic
                 (heads, latent, of_keys), (_, of_values, _) = (shapes[part] for part in parts)
                 shape = heads * (of_keys + of_values), latent
                 found[name] = Stored(parts, shape, form=LATENT)
-    beyond = re.compile(rf"blk\.({'|'.join(map(str, range(config.num_hidden_layers, layers)))})\.")
-    homeless = {
-        theirs
-        for theirs in shapes.keys() - {part for each in found.values() for part in each.names}
-        if theirs != ROPE_FACTORS
-        and (layers == config.num_hidden_layers or not beyond.match(theirs))
-    }
-    if homeless:
-        raise ModelError(
-            f"{file.path} holds {len(homeless)} tensors that {config.model_type} of Transformers "
-            f"has no place for, for example {min(homeless)}; {FOREIGN}"
-        )
+    unused = ROPE_FACTORS, *(f"blk.{i}." for i in range(config.num_hidden_layers, layers))
+    homeless = shapes.keys() - {part for each in found.values() for part in each.names}
+    if homeless := {theirs for theirs in homeless if not theirs.startswith(unused)}:
+        without = f"{config.model_type} of Transformers has no place for"
+        example = f"for example {min(homeless)}"
+        raise file.unread(f"holds {len(homeless)} tensors that {without}, {example}")
     return found
 
 

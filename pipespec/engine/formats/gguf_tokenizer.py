@@ -231,15 +231,11 @@ def _add_whole(backend: Tokenizer, types: Mapping[str, int], *, strips: bool) ->
 
 
 def _enclose(backend: Tokenizer, first: str | None, last: str | None) -> None:
-    """Let texts begin and end with special tokens."""
     from tokenizers.processors import TemplateProcessing
 
-    used = [token for token in (first, last) if token is not None]
-    if used:
-        ends = [[token] if token is not None else [] for token in (first, last)]
-        one, other = [*ends[0], "$A", *ends[1]], [*ends[0], "$B", *ends[1]]
+    if used := [token for token in (first, last) if token is not None]:
+        pieces = ([] if first is None else [first], ["$A"], [] if last is None else [last])
         backend.post_processor = TemplateProcessing(
-            single=one,
-            pair=[*one, *other],
+            single=[*chain(*pieces)],
             special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(used)],
         )

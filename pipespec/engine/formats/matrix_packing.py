@@ -57,7 +57,6 @@ class MatrixPacking(ABC):
     def units(self) -> CutUnits: ...
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the matrices."""
         return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
 
     @abstractmethod
@@ -87,7 +86,6 @@ class MatrixPacking(ABC):
         return {name: partial(self.read, name, files)} if kept else {}
 
     def kept_layer(self, name: str, tensors: Mapping[str, Tensor]) -> KeptLayer:
-        """What a matrix adds to its layer."""
         shape = self.shape(name, tensors)
         if self.keeps(name, shape):
             return KeptLayer(math.prod(shape), self.kept_bytes(name, tensors))

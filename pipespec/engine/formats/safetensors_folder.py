@@ -258,10 +258,6 @@ class SafetensorsFolder:
         whole = self._slice(name)
         return whole[index if any(each != slice(None) for each in index) else ...]
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor as it is stored; None: there is none."""
-        return self.present[name].shape if name in self.present else None
-
     @cached_property
     def _packed(self) -> dict[str, str]:
         """The packed matrices, by the name of each once it is plain."""

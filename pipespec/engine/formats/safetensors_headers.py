@@ -196,7 +196,6 @@ def absent_tensors(
 
 
 def _inner(name: str) -> str:
-    """The name of a tensor within its layer."""
     found = LAYER.search(name)
     return name if found is None else found[2]
 

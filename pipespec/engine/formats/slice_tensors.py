@@ -68,5 +68,4 @@ def described(parts: Iterable[str]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """ "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -4,11 +4,12 @@ they are read, and in how many bits weights are."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without it
@@ -36,7 +37,8 @@ _one_at_a_time = threading.Lock()
 class StoredTensors(Protocol):
     """The tensors of safetensors files, by name."""
 
-    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    @property
+    def present(self) -> Mapping[str, Tensor]: ...
     def read(self, name: str, *index: Any) -> Any: ...
 
 
@@ -115,7 +117,6 @@ class LazyTensor:
 
 
 def part_shape(shape: tuple[int, int], part: Part) -> tuple[int, int]:
-    """The shape of a part of a matrix of this shape."""
     rows, columns = (len(range(size)[some]) for size, some in zip(shape, part, strict=True))
     return rows, columns
 

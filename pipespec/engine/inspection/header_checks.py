@@ -78,7 +78,6 @@ def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:
-    """Names and values of the numbers in a JSON value, to that depth."""
     if type(value) in (int, float):
         yield prefix, value
     elif depth:

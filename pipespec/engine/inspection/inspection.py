@@ -196,7 +196,6 @@ class CheckpointInfo(ModelFacts):
         return numbers + 2 * heads * KV_SCALE_BYTES
 
     def kv_layers(self, layers: range) -> int:
-        """How many of these layers hold K and V."""
         return sum(self.has_kv[layers.start : layers.stop]) if self.has_kv else len(layers)
 
     def recurrent_bytes(self, layers: range, dtype: str, sequences: int, nodes: int) -> int:
@@ -210,7 +209,6 @@ class CheckpointInfo(ModelFacts):
         return sum(self.has_state[layers.start : layers.stop]) * of_layer
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
-        """Raise ModelError unless the layers can be divided among `members` devices."""
         requantized = self.storage.quantization is not None or quantization is not None
         require_tp_divisible(
             self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
@@ -229,7 +227,6 @@ class CheckpointInfo(ModelFacts):
 
     @property
     def can_keep(self) -> bool:
-        """Whether some of its weights can stay in the few bits of the files."""
         return any(each.weights for each in self.storage.kept_layers)
 
     def check_quantization(self, name: str, quantization: str | None) -> None:

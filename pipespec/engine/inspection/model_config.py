@@ -98,7 +98,6 @@ def _layers(config: Any) -> Sequence[Any]:
 
 
 def _kv_size(config: Any) -> int:
-    """How many numbers K and V of a token have in a layer."""
     heads = config.num_attention_heads
     if config.model_type == "mimo_v2_flash":  # sliding layers have twice the heads
         return int(2 * config.num_key_value_heads * (config.head_dim + config.v_head_dim))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipespec.engine.formats.gguf import KEPT_KINDS
-from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
+from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, block_sizes
 from pipespec.engine.low_bit import kept_linear
 from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from tests.unit.engine.formats.test_gguf_blocks import drawn
@@ -19,7 +19,7 @@ def layer_of(
     kind: str, factor: float = 1.0, out: int = OUT
 ) -> tuple[DequantisedLinear, torch.Tensor]:
     """A layer with random weights, and these in float32."""
-    rows = torch.from_numpy(drawn(kind, out, 512 // KINDS[kind].size))
+    rows = torch.from_numpy(drawn(kind, out, 512 // block_sizes(kind)[0]))
     weights = BlockWeights(rows, kind, factor)
     layer = DequantisedLinear("it", out, 512)
     layer.fill(weights, CPU)
@@ -33,7 +33,8 @@ def test_blocks_are_dequantised_exactly(kind, dtype):
     layer, expected = layer_of(kind)
     found = layer(torch.eye(512, dtype=dtype)).T
     assert torch.equal(found, expected.to(dtype))
-    assert layer.num_bytes == OUT * 512 // KINDS[kind].size * KINDS[kind].num_bytes
+    size, num_bytes = block_sizes(kind)
+    assert layer.num_bytes == OUT * 512 // size * num_bytes
 
 
 def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
