@@ -75,7 +75,7 @@ _BYTE_OF = _byte_of()
 
 
 class Detokenizer:
-    """Turns token ids into text that is final. The pieces joined, `flush` included, equal the
+    """Turns token ids into text that is final. The pieces joined, and `pending`, equal the
     tokenizer's `decode` of all the ids without special tokens and without the clean-up of spaces,
     which would rewrite text already returned. With `context` (the prompt's ids) they equal what
     `decode` appends to the context's text."""
@@ -88,21 +88,13 @@ class Detokenizer:
         self._shown = len(self._ids)
         self._in_raw_bytes = False
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` make final; may be empty, never ends within a character."""
-        return "".join([self._push(token) for token in ids])
-
-    def flush(self) -> str:
-        """The rest at the end of the text, broken characters as U+FFFD."""
-        text = self.pending
-        self._shown = len(self._ids)
-        return text
-
     @property
     def pending(self) -> str:
+        """The rest at the end of the text, broken characters as U+FFFD."""
         return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
-    def _push(self, token: int) -> str:
+    def push(self, token: int) -> str:
+        """The text that a token makes final; may be empty, never ends within a character."""
         self._ids.append(token)
         # One invalid byte turns its whole run of raw bytes into U+FFFD: wait for the run's end,
         # which a special token, being left out of the text, is not.
@@ -182,9 +174,15 @@ class StopStrings:
 
 
 class FinalText:
-    """The final text of one answer, up to the first stop string. `context` are the prompt's ids.
-    Stop strings that end in the text of the first `min_tokens` tokens are ignored; of one that
-    begins there and ends later, that beginning remains."""
+    """The final text of one answer, up to the first stop string.
+
+    Args:
+        context: the prompt's ids.
+        min_tokens: stop strings that end in the text of so many tokens are ignored; of one that
+            begins there and ends later, that beginning remains.
+        markers: the texts of special tokens that are shown, by their ids; stop strings are matched
+            without them.
+    """
 
     def __init__(
         self,
@@ -192,10 +190,15 @@ class FinalText:
         context: Sequence[int] = (),
         stops: Sequence[str] = (),
         min_tokens: int = 0,
+        markers: Mapping[int, str] | None = None,
     ):
         self._text = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)
         self._free = min_tokens  # tokens without a check for stop strings
+        self._markers = markers or {}
+        self._final = 0  # characters of the text that tokens made final
+        self._shown = 0  # those of them that were returned
+        self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
 
     @property
     def found(self) -> str | None:
@@ -205,54 +208,26 @@ class FinalText:
         return "".join([self._push(token) for token in ids])
 
     def flush(self) -> str:
-        return self._stops.push(self._text.flush()) + self._stops.flush()
-
-    def completes(self, token: int) -> bool:
-        """Whether a stop string is complete with this token, the next one."""
-        self.push([token])
-        return self.found is not None
-
-    def _push(self, token: int) -> str:
-        return self._before_stop(self._text.push([token]))
-
-    def _before_stop(self, piece: str) -> str:
-        if self._free:
-            self._free -= 1
-            return self._stops.pass_over(piece)
-        return self._stops.push(piece)
-
-
-class MarkedText(FinalText):
-    """The same text including the text of some special tokens. `markers` maps their ids to their
-    texts. Stop strings are matched without them."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        context: Sequence[int],
-        stops: Sequence[str],
-        min_tokens: int,
-        markers: Mapping[int, str],
-    ):
-        super().__init__(tokenizer, context, stops, min_tokens)
-        self._markers = markers
-        self._final = 0  # characters of the text that tokens made final
-        self._shown = 0  # those of them that were returned
-        self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
-
-    def flush(self) -> str:
-        text = self._marked(super().flush())
+        text = self._marked(self._stops.push(self._text.pending) + self._stops.flush())
         rest = "" if self.found is not None else "".join(marker for _, marker in self._waiting)
         self._waiting.clear()
         return text + rest
 
+    def completes(self, token: int) -> bool:
+        """Whether a stop string is complete with this token, the next one."""
+        self._push(token)
+        return self.found is not None
+
     def _push(self, token: int) -> str:
-        marker = self._markers.get(token)
-        if marker is not None:
-            self._waiting.append((self._final + len(self._text.pending), marker))
-        piece = self._text.push([token])
+        if token in self._markers:
+            place = self._final + len(self._text.pending)
+            self._waiting.append((place, self._markers[token]))
+        piece = self._text.push(token)
         self._final += len(piece)
-        return self._marked(self._before_stop(piece))
+        if self._free:
+            self._free -= 1
+            return self._marked(self._stops.pass_over(piece))
+        return self._marked(self._stops.push(piece))
 
     def _marked(self, text: str) -> str:
         """The next final text, with its markers."""

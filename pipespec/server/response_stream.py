@@ -24,7 +24,7 @@ from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
 from pipespec.server.reply_format import OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
-from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
+from pipespec.text import FinalText, Tokenizer, special_markers
 
 # A connection sends something at least this often while its request waits.
 KEEPALIVE_S = 10.0
@@ -168,11 +168,10 @@ def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
     special = request.tool_use.parser.special if request.tool_use else ()
     special += request.reasoning.special if request.reasoning else ()
     markers = special_markers(tokenizer, special) if special else {}
-    texts: list[FinalText] = []
-    for choice, sampling in enumerate(request.sampling_params):
-        arguments = tokenizer, request.prompt_of(choice), request.stop, sampling.min_tokens
-        texts.append(MarkedText(*arguments, markers) if markers else FinalText(*arguments))
-    return texts
+    return [
+        FinalText(tokenizer, request.prompt_of(choice), request.stop, sampling.min_tokens, markers)
+        for choice, sampling in enumerate(request.sampling_params)
+    ]
 
 
 # --- whole replies ------------------------------------------------------------------------------

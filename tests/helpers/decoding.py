@@ -20,12 +20,17 @@ NUM_SLOTS = 96
 
 
 def load(
-    path: Path, num_slices: int, group: TPBroadcastGroup | None = None, **how: Any
+    path: Path,
+    num_slices: int,
+    group: TPBroadcastGroup | None = None,
+    *,
+    num_layers: int = NUM_LAYERS,
+    **how: Any,
 ) -> list[ModelSlice]:
     """The slices, or what a member of this group has of them."""
-    size = NUM_LAYERS // num_slices
+    size = num_layers // num_slices
     found = []
-    for start in range(0, NUM_LAYERS, size):
+    for start in range(0, num_layers, size):
         part = None if group is None else TPMember(group.rank, group.size)
         how["parallel"] = part or how.get("parallel")
         layers = range(start, start + size)

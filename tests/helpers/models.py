@@ -420,7 +420,7 @@ def _spread(model: PreTrainedModel) -> None:
 
 def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
     """The tensors that a slice of a checkpoint holds, by name; `how` is passed to `ModelSlice`."""
-    held = ModelSlice.load(path, layers, num_slots=4, **how)
+    held = ModelSlice.load(path, layers, num_slots=4, **{"dtype": torch.float32, **how})
     return dict(held.model.state_dict()) | dict(held.base.state_dict())
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.parts import fetching, range_source
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
@@ -149,7 +149,7 @@ def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
 def slice_bytes(path: Path, parts: set[str]) -> int:
     """Bytes of the tensors of a slice, as they are in the files."""
     found = 0
-    for file, names in Checkpoint(path).files.names_by_file(parts).items():
+    for file, names in open_files(path).names_by_file(parts).items():
         ranges = ranges_of(file)
         found += sum(ranges[stored][1] - ranges[stored][0] for stored in names.values())
     return found

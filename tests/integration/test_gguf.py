@@ -21,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipespec.client.model_info import full_name
 from pipespec.cluster.deployment.held_weights import expanded
 from pipespec.config.choices import options
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.fingerprint import fingerprint
@@ -33,7 +32,7 @@ from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import llama_cpp
 from tests.helpers.matrix import some_of
-from tests.helpers.models import NUM_LAYERS, build, logits
+from tests.helpers.models import NUM_LAYERS, build, logits, weights
 from tools.rig import cluster
 from tools.rig.gguf_files import write
 
@@ -61,7 +60,6 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-# Kinds whose weights or texts several tests compare.
 # Kinds, and types of blocks, of which every run of the tests decodes a text.
 READ = ("llama", "deepseek_v2", "gemma3_text", "gpt_oss")
 BLOCKS = (Type.Q4_0, Type.Q4_K, Type.Q8_0)
@@ -151,11 +149,6 @@ def files(tmp_path_factory):
         return file
 
     return get
-
-
-def weights(path: Path, layers: range) -> dict[str, torch.Tensor]:
-    model = ModelSlice.load(path, layers, dtype=torch.float32, num_slots=4)
-    return dict(model.model.state_dict()) | dict(model.base.state_dict())
 
 
 def whole(path: Path) -> AutoModelForCausalLM:
@@ -409,27 +402,6 @@ def test_a_scaled_rotary_embedding_is_read(tmp_path):
         path = write(source, tmp_path / f"{i}.gguf", "llama", lambda _: Type.F32, **stored)
         expected = cluster.reference(source, [PROMPT, PROMPT[3:]], NEW_TOKENS)
         assert text(path, "cluster.stages=2") == expected
-
-
-@pytest.mark.parametrize(("kind", "keep"), some_of(("llama", "qwen3"), ("no", "yes")))
-def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep, long):
-    """Through the whole product; the draft is a GGUF file too."""
-    path = files(kind, Type.Q8_0)
-    (expected,) = cluster.reference(path.parent, [PROMPT], NEW_TOKENS, gguf_file=path.name)
-    for stages in (1, 2, 4) if long else (2,):
-        deployment = cluster.make_deployment(
-            path,
-            files(kind, Type.Q4_0),
-            f"cluster.stages={stages}",
-            "policy.width=8",
-            "model.dtype=float32",
-            f"model.keep_quantized={keep}",
-        )
-        with EmbeddedRedis() as redis:
-            ((tokens, _, _),) = cluster.decode(
-                deployment, redis, [{"prompt": tuple(PROMPT), "max_new_tokens": NEW_TOKENS}]
-            )
-        assert tokens == expected
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,15 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from gguf import GGMLQuantizationType as Type
 
 from pipespec.engine.formats.fp4 import MXFP4, NVFP4
 from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.inspection.inspection import inspect
-from tests.helpers.models import build
-from tools.rig import fp4_files, fp8_files, gguf_files, packing
+from tests.helpers import few_bits
 
 SIZES = {
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
@@ -54,9 +51,9 @@ CASES = (
     Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 6 * MB),
     Case("Q8_0", "float32", None, 8.5, 12),
     # Held as mapped.
-    *(Case(f"fp8 {kind}", "bfloat16", FP8, 0, 4, 0) for kind in FP8_KINDS),
-    Case("fp8 deepseek", "float32", FP8, 0, 4, 0),
-    Case("fp8 deepseek", "bfloat16", None, 8, 8),
+    *(Case(kind, "bfloat16", FP8, 0, 4, 0) for kind in FP8_KINDS),
+    Case("deepseek", "float32", FP8, 0, 4, 0),
+    Case("deepseek", "bfloat16", None, 8, 8),
     # Pages beside those of the layer are mapped.
     Case(MXFP4, "bfloat16", MXFP4, 4.25, 4, 1 * MB),
     Case(NVFP4, "bfloat16", NVFP4, 4.5, 4, 1 * MB),
@@ -65,33 +62,16 @@ CASES = (
 )
 
 
-def checkpoint(source: Path, stored: str, path: Path) -> Path:
-    """The model of a folder in this form."""
-    if stored.startswith("fp8"):
-        kind = fp8_files.KINDS[stored.removeprefix("fp8 ")]
-        fp8_files.write(source, path, path.with_suffix(".plain"), kind)
-    elif stored in fp4_files.FORMS:
-        fp4_files.pack(source, path, path.with_suffix(".plain"), stored)
-    elif stored == "awq":
-        packing.pack(source, path, path.with_suffix(".plain"), packing.KINDS["awq"])
-    else:
-        path = path.with_suffix(".gguf")
-        gguf_files.write(
-            source, path, "llama", lambda name: Type.F16 if "embed" in name else Type[stored]
-        )
-        inspect(path)  # the header is read once, by whoever starts the ranks
-    return path
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[Case, tuple[int, int]]:
     """Of each case, by how much the process grew at most, and what it has then, bytes."""
     root = tmp_path_factory.mktemp("memory")
     paths = {}
     for size, sizes in SIZES.items():
-        source = build("llama", root / size, **sizes)
         for stored in dict.fromkeys(case.stored for case in CASES):
-            paths[size, stored] = str(checkpoint(source, stored, root / f"{size}-{stored}"))
+            path = few_bits.make(root / f"{size}-{stored}", stored, "llama", **sizes)
+            inspect(path)  # a GGUF header is read once, by whoever starts the ranks
+            paths[size, stored] = str(path)
     asked = [
         [paths["small", case.stored], paths["large", case.stored], case.dtype, case.form]
         for case in CASES

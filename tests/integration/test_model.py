@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from pipespec.core import SamplingParams
 from pipespec.engine.attention.attention_plan import Segment, causal_plan
 from pipespec.engine.checkpoint.fingerprint import fingerprint
-from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS
-from pipespec.engine.formats.text_part import text_names
+from pipespec.engine.formats.architectures import ARCHITECTURES, WRAPPERS, text_names
 from pipespec.engine.graphs.graphs import CaptureFunction
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.recurrence import recurrent_plan, state_sizes

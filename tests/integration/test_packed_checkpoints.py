@@ -34,15 +34,16 @@ from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
-from tests.helpers.models import NUM_LAYERS, build, logits, weights
-from tools.rig import cluster, fp4_files, fp8_files
-from tools.rig.packing import KINDS, pack, words
+from tests.helpers import few_bits
+from tests.helpers.few_bits import FP4S, FP8S
+from tests.helpers.models import NUM_LAYERS, logits, weights
+from tools.rig import cluster
+from tools.rig.packing import KINDS, compressed_tensors, pack, words
 
 DEMO = resource_dir("demo")
 PROMPT = list(range(20, 33))
 NEW_TOKENS = 12
 KEEPS = ("awq", "gptq", "gptq symmetric", "gptq v2", "compressed", "compressed asymmetric")
-FP8S, FP4S = tuple(fp8_files.KINDS), tuple(fp4_files.FORMS)
 # Blocks of 128 by 128 do not divide the second.
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 ODD_SIZES = {"hidden_size": 160, "intermediate_size": 288}
@@ -64,13 +65,7 @@ def packed(tmp_path_factory):
         folder = root / "-".join([kind, model_type, *map(str, options.values())]).replace(" ", "_")
         if not folder.exists():
             sizes = ODD_SIZES if kind in FP8S else SIZES
-            to = build(model_type, folder / "source", **sizes), folder / "packed", folder / "plain"
-            if kind in FP8S:
-                fp8_files.write(*to, fp8_files.KINDS[kind], **options)
-            elif kind in FP4S:
-                fp4_files.pack(*to, kind)
-            else:
-                pack(*to, KINDS[kind], **options)
+            few_bits.make(folder, kind, model_type, **sizes, **options)
         return folder / "packed", folder / "plain"
 
     return get
@@ -89,32 +84,27 @@ def assert_same_weights(path: Path, plain: Path, layers: range, kind: str, **how
         )
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *FP8S, *FP4S])
-def test_a_slice_holds_the_plain_weights_bit_for_bit(packed, kind):
-    for layers in (range(4), range(1, 2)):
-        for dtype in (torch.float32, torch.float16) if kind in KINDS else (torch.float32,):
-            assert_same_weights(*packed(kind), layers, kind, dtype=dtype)
-
-
 @pytest.mark.parametrize(
     ("kind", "model_type"),
     [
+        *((kind, "llama") for kind in few_bits.FORMS),
+        # Biases, and experts.
         *((kind, "qwen2") for kind in ("awq", "gptq", "compressed")),
         *((kind, "mixtral") for kind in ("awq", "gptq", "compressed", "mxfp4")),
-        *(("deepseek", model_type) for model_type in ("qwen3_moe", "deepseek_v3")),
-        *if_long(
-            *(("deepseek", model_type) for model_type in ("mixtral", "glm4_moe", "qwen2_moe"))
-        ),
+        *(("deepseek", each) for each in ("qwen3_moe", "deepseek_v3")),
+        *if_long(*(("deepseek", each) for each in ("mixtral", "glm4_moe", "qwen2_moe"))),
     ],
 )
-def test_biases_and_experts(packed, kind, model_type):
-    assert_same_weights(*packed(kind, model_type), range(1, 3), kind, dtype=torch.float32)
+def test_a_slice_holds_the_plain_weights_bit_for_bit(packed, kind, model_type):
+    for layers in (range(4), range(1, 2)):
+        for dtype in (torch.float32, torch.float16) if kind in KINDS else (torch.float32,):
+            assert_same_weights(*packed(kind, model_type), layers, kind, dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["awq", "autofp8"])
 def test_layers_that_are_left_unquantised_stay_as_they_are(packed, kind):
     path, plain = packed(kind, skip="layers.1.")
-    assert_same_weights(path, plain, range(4), kind, dtype=torch.float32)
+    assert_same_weights(path, plain, range(4), kind)
     kept = inspect(path).storage.kept_layers
     assert kept[1].weights == 0 < kept[0].weights
 
@@ -139,38 +129,27 @@ def test_the_reference_packs_as_compressed_tensors_does(packed):
         assert all(torch.equal(theirs[name], ours[name]) for name in ours), kind
 
 
-def eight_bits_each(plain: Path, folder: Path, form: str) -> Path:
-    """A checkpoint whose matrices are numbers of eight bits with a scale for each row."""
+def integers(plain: Path, folder: Path) -> Path:
+    """A checkpoint whose matrices are bytes with a scale for each row."""
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         tensors[name] = tensor
         if name.endswith("_proj.weight"):
-            integer = form == "int-quantized"
-            most = 127 if integer else 448
-            scale = tensor.float().abs().amax(1, keepdim=True) / most
-            codes = tensor.float() / scale
-            eighth = codes.round().to(torch.int8) if integer else codes.to(torch.float8_e4m3fn)
-            tensors |= {name: eighth, f"{name}_scale": scale.half()}
-    kind = "int" if form == "int-quantized" else "float"
-    how = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True}
-    stored = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}},
-        "ignore": ["lm_head"],
-    }
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127
+            codes = (tensor.float() / scale).round().to(torch.int8)
+            tensors |= {name: codes, f"{name}_scale": scale.half()}
+    how = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    stored = compressed_tensors("int-quantized", how)
     config = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-@pytest.mark.parametrize("form", ["int-quantized", "float-quantized"])
-def test_numbers_of_eight_bits_become_plain_weights(packed, tmp_path, form):
+def test_integers_of_eight_bits_become_plain_weights(packed, tmp_path):
     """As Transformers makes them of the whole model."""
-    path = eight_bits_each(packed("awq")[1], tmp_path / form, form)
+    path = integers(packed("awq")[1], tmp_path / "bytes")
     expected = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float16,
@@ -193,22 +172,6 @@ def text(path: Path, *overrides: str) -> list[list[int]]:
     kept = "model.keep_quantized=no" not in overrides
     assert (deployment.weight_format(deployment.target) is not None) == kept
     return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "model_type", "keep"),
-    [
-        *((kind, "llama", "no") for kind in ("awq", "gptq reordered", "compressed asymmetric")),
-        *if_long(("compressed channel", "llama", "no"), ("compressed channel", "llama", "auto")),
-        *if_long(("deepseek", "deepseek_v3", "no"), ("deepseek", "deepseek_v3", "auto")),
-    ],
-)
-def test_token_ids_in_float32_are_those_of_the_plain_weights(packed, kind, model_type, keep):
-    """Through the whole product, the target packed and its own draft."""
-    path, plain = packed(kind, model_type)
-    expected = cluster.reference(plain, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
-    settings = ("cluster.stages=2", "policy.width=8", "model.dtype=float32")
-    assert text(path, *settings, f"model.keep_quantized={keep}") == expected
 
 
 @pytest.mark.parametrize(
@@ -277,7 +240,7 @@ def test_integers_of_eight_bits_stay_where_ggml_multiplies_them(packed, tmp_path
     """In float32, but for rounding; where some have a zero point of their own, in no type."""
     path, plain = packed("compressed 8 bits")
     if form == "int-quantized":
-        path = eight_bits_each(plain, tmp_path / "bytes", form)
+        path = integers(plain, tmp_path / "bytes")
     info = inspect(path)
     assert info.weight_format(None, "auto", "float32") == PACKED_INT8
     assert info.weight_format(None, "auto", "bfloat16") is None

@@ -2,89 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.low_bit.kept_linear import GgmlLinear
 from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers import few_bits
 from tests.helpers.decoding import decode, load
 from tests.helpers.members import together
-from tests.helpers.models import NUM_LAYERS, build
-from tools.rig import fp4_files, fp8_files, gguf_files, packing
+from tests.helpers.models import NUM_LAYERS
 
 PROMPT = torch.arange(20, 33)
 NEW_TOKENS = 8
+GGUF_TYPES = ("Q4_0", "Q4_K", "Q6_K", "Q8_0")
+# One of each way in which parts are read, and experts.
+OFTEN = (("awq", "mixtral"),)
 # Columns of an MLP are 6 groups of 32, heads of attention are of one group each.
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
 
 
-def _packed(kind: str) -> Callable[[Path, str], Path]:
-    def make(folder: Path, model_type: str) -> Path:
-        source = build(model_type, folder / "source", **SIZES)
-        packing.pack(source, folder / "packed", folder / "plain", packing.KINDS[kind])
-        return folder / "packed"
-
-    return make
-
-
-def _fp8(kind: str) -> Callable[[Path, str], Path]:
-    def make(folder: Path, model_type: str) -> Path:
-        # Blocks of 128 by 128: one for all four heads but the last, three for an MLP.
-        source = build(model_type, folder / "source", hidden_size=160, intermediate_size=288)
-        fp8_files.write(source, folder / "packed", folder / "plain", fp8_files.KINDS[kind])
-        return folder / "packed"
-
-    return make
-
-
-def _fp4(form: str) -> Callable[[Path, str], Path]:
-    def make(folder: Path, model_type: str) -> Path:
-        source = build(model_type, folder / "source", **SIZES)
-        fp4_files.pack(source, folder / "packed", folder / "plain", form)
-        return folder / "packed"
-
-    return make
-
-
-def _gguf(stored: Type) -> Callable[[Path, str], Path]:
-    def make(folder: Path, model_type: str) -> Path:
-        wide = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
-        source = build(model_type, folder / "source", **wide)
-        type_of = lambda name: Type.F16 if "embed" in name else stored  # noqa: E731
-        return gguf_files.write(source, folder / "it.gguf", model_type, type_of)
-
-    return make
-
-
-FORMATS: dict[str, Callable[[Path, str], Path]] = {
-    **{kind: _packed(kind) for kind in packing.KINDS},
-    **{f"fp8 {kind}": _fp8(kind) for kind in fp8_files.KINDS},
-    **{form: _fp4(form) for form in fp4_files.FORMS},
-    **{f"gguf {kind.name}": _gguf(kind) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K, Type.Q8_0)},
-}
-# One of each way in which parts are read, and experts.
-OFTEN = (("awq", "mixtral"),)
+def made(folder: Path, form: str, model_type: str) -> Path:
+    # Blocks of FP8, 128 by 128: one for all four heads but the last, three for an MLP.
+    sizes = {"hidden_size": 160, "intermediate_size": 288} if form in few_bits.FP8S else SIZES
+    if form in GGUF_TYPES:
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    return few_bits.make(folder, form, model_type, **sizes)
 
 
 @pytest.mark.parametrize(
     ("form", "model_type"),
     [
         case if case in OFTEN else pytest.param(*case, marks=pytest.mark.long)
-        for case in ((form, model) for form in FORMATS for model in ("llama", "mixtral"))
+        for case in itertools.product((*few_bits.FORMS, *GGUF_TYPES), ("llama", "mixtral"))
     ],
 )
 def test_members_share_weights_of_few_bits(tmp_path, form, model_type, long):
     """Dequantised, they have the tokens of the whole; kept in few bits, one text for all slices and
     batches. The memory of each is foretold."""
-    path = FORMATS[form](tmp_path, model_type)
+    path = made(tmp_path, form, model_type)
     info = inspect(path)
     whole = decode(load(path, 1, dtype=torch.float32), PROMPT, 5, NEW_TOKENS)
     kept = info.weight_format(None, "auto", "bfloat16")
@@ -118,11 +80,11 @@ def test_members_share_weights_of_few_bits(tmp_path, form, model_type, long):
 
 def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
     """Where no head or group is on both."""
-    path = build("llama", tmp_path / "source", hidden_size=64, head_dim=32, intermediate_size=256)
-    packing.pack(path, tmp_path / "packed", tmp_path / "plain", packing.KINDS["awq"])
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}
+    path = few_bits.make(tmp_path, "awq", "llama", **sizes)
     how = {"dtype": torch.bfloat16, "quantization": "int4"}
-    whole = inspect(tmp_path / "packed").loaded("bfloat16", "int4").total
-    for held in together(2, lambda g: load(tmp_path / "packed", 1, g, **how)[0].num_weight_bytes):
+    whole = inspect(path).loaded("bfloat16", "int4").total
+    for held in together(2, lambda g: load(path, 1, g, **how)[0].num_weight_bytes):
         assert held <= 1.1 * whole / 2
 
 
@@ -135,7 +97,7 @@ def _stored(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def test_a_member_reads_no_codes_or_scales_of_another(tmp_path):
     """Neither rows nor columns: the first member has the same weights if those are other bits."""
-    path = FORMATS["awq"](tmp_path, "llama")
+    path = made(tmp_path, "awq", "llama")
     damaged = tmp_path / "damaged"
     shutil.copytree(path, damaged)
     tensors = load_file(path / "model.safetensors")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,13 +27,13 @@ from pipespec.cluster import session
 from pipespec.cluster.ranks.rank_components import load_model as build_rank
 from pipespec.cluster.weights.local import on_this_host
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.formats.fp4 import MXFP4
 from pipespec.engine.formats.quantization import METHODS, QUANTIZATIONS
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
+from tests.helpers.decoding import decode, load
 from tests.helpers.matrix import some_of
 from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
@@ -70,29 +69,6 @@ def reference(path: Path, **settings: Any) -> Tensor:
     )
     with torch.inference_mode():
         return model(torch.tensor([PROMPT])).logits[0]
-
-
-def greedy(slices: list[ModelSlice], prompt: list[int], count: int) -> list[int]:
-    """Prefill in chunks of five, then token by token."""
-    ids, tokens, cached = torch.tensor(prompt), [], 0
-    while len(tokens) < count:
-        for rows in ids.split(5):
-            slots = np.arange(cached + len(rows))
-            plan, hidden = causal_plan(slots[:cached], slots[cached:]), rows
-            for part in slices:
-                hidden = part.forward(hidden, torch.from_numpy(plan.positions), plan)
-            cached += len(rows)
-        ids = slices[-1].logits(hidden)[-1:].argmax(-1)
-        tokens.append(int(ids))
-    return tokens
-
-
-def load(path: Path, count: int, num_layers: int, **how: Any) -> list[ModelSlice]:
-    size = num_layers // count
-    return [
-        ModelSlice.load(path, range(start, start + size), num_slots=96, **how)
-        for start in range(0, num_layers, size)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +132,8 @@ def test_a_checkpoint_that_is_quantised_already(quantised, quantization):
     assert info.dtype == "bfloat16"
     (expected,) = cluster.reference(path, [PROMPT], NEW_TOKENS, dtype=torch.bfloat16)
     for count in (1, 4):
-        slices = load(path, count, DEMO_LAYERS, dtype=torch.bfloat16)
-        assert greedy(slices, PROMPT, NEW_TOKENS) == expected
+        slices = load(path, count, num_layers=DEMO_LAYERS, dtype=torch.bfloat16)
+        assert decode(slices, torch.tensor(PROMPT), 5, NEW_TOKENS) == expected
     assert slices[1].num_weight_bytes == pytest.approx(sum(info.stored.layers[4:8]), rel=0.01)
     assert info.loaded("float32", None).layers == info.stored.layers
 
@@ -328,9 +304,13 @@ def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
     del stored["quant_method"]
     edit(path, quantization_config=stored)
     assert inspect(path).storage.quantization == "bitsandbytes"
-    slices = load(path, 4, DEMO_LAYERS, dtype=torch.bfloat16)
-    expected = greedy(load(quantised("nf4"), 1, DEMO_LAYERS, dtype=torch.bfloat16), PROMPT, 4)
-    assert greedy(slices, PROMPT, 4) == expected
+    found, expected = (
+        decode(
+            load(each, 4, num_layers=DEMO_LAYERS, dtype=torch.bfloat16), torch.tensor(PROMPT), 5, 4
+        )
+        for each in (path, quantised("nf4"))
+    )
+    assert found == expected
 
 
 def test_a_host_with_another_target_is_refused(quantised):

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from pipespec.text import (
     Detokenizer,
     FinalText,
-    MarkedText,
     StopStrings,
     special_markers,
     token_bytes,
@@ -75,7 +74,7 @@ def chunks(data: st.DataObject, ids: list[int]) -> list[list[int]]:
 def test_no_piece_holds_a_broken_character(text: str) -> None:
     tokenizer = byte_level()
     stream = Detokenizer(tokenizer)
-    pieces = [stream.push([token]) for token in tokenizer.encode(text)]
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert "".join(pieces) == text, "nothing is left to flush once the last character is whole"
 
@@ -87,8 +86,7 @@ def test_any_tokens_give_what_decode_gives(make, data: st.DataObject) -> None:
     tokenizer = make()
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 8), max_size=40))
     stream = Detokenizer(tokenizer)
-    pieces = [stream.push(chunk) for chunk in chunks(data, ids)]
-    assert "".join(pieces) + stream.flush() == whole(tokenizer, ids)
+    assert "".join(map(stream.push, ids)) + stream.pending == whole(tokenizer, ids)
 
 
 @given(
@@ -102,7 +100,7 @@ def test_text_after_a_context_equals_what_decode_appends(
     prompt = tokenizer.convert_tokens_to_ids(context)
     ids = tokenizer.convert_tokens_to_ids(after)
     stream = Detokenizer(tokenizer, prompt)
-    text = whole(tokenizer, prompt) + stream.push(ids) + stream.flush()
+    text = whole(tokenizer, prompt) + "".join(map(stream.push, ids)) + stream.pending
     assert text == whole(tokenizer, prompt + ids)
 
 
@@ -201,7 +199,7 @@ def test_marked_text_is_the_same_text_with_markers_in_their_places(
     ids = [token for part in parts for token in tokenizer.encode(part)]
     plain = FinalText(tokenizer, (), stops, least)
     text = plain.push(ids) + plain.flush()
-    marked = MarkedText(tokenizer, (), stops, least, {tokenizer.eos_token_id: EOS})
+    marked = FinalText(tokenizer, (), stops, least, {tokenizer.eos_token_id: EOS})
     shown = "".join(marked.push(chunk) for chunk in chunks(data, ids)) + marked.flush()
     assert (shown.replace(EOS, ""), marked.found) == (text, plain.found)
     # Before the stop string a marker is where it was written; behind it there is none.
@@ -213,7 +211,7 @@ def test_marked_text_is_the_same_text_with_markers_in_their_places(
 def test_a_marker_that_a_beginning_stop_string_holds_back_keeps_its_place() -> None:
     tokenizer = byte_level()
     eos = tokenizer.eos_token_id
-    text = MarkedText(tokenizer, (), ["the cat"], 0, {eos: EOS})
+    text = FinalText(tokenizer, (), ["the cat"], 0, {eos: EOS})
     assert text.push([*tokenizer.encode("a the"), eos]) == "a "
     assert text.push(tokenizer.encode("re")) == f"the{EOS}re"
 
@@ -222,9 +220,9 @@ def test_a_marker_within_a_character_loses_nothing() -> None:
     tokenizer = byte_level()
     first, *rest = tokenizer.encode("🙂")
     eos = tokenizer.eos_token_id
-    text = MarkedText(tokenizer, (), (), 0, {eos: EOS})
+    text = FinalText(tokenizer, (), (), 0, {eos: EOS})
     assert text.push([first, eos, *rest]) + text.flush() == f"🙂{EOS}"
-    text = MarkedText(tokenizer, (), (), 0, {eos: EOS})
+    text = FinalText(tokenizer, (), (), 0, {eos: EOS})
     assert text.push([first, eos]) + text.flush() == f"{REPLACEMENT}{EOS}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import StoredFiles
 from pipespec.engine.formats.architectures import num_layers_of
-from pipespec.engine.formats.lazy import LazyTensor, Part
-from pipespec.engine.formats.safetensors_folder import FOREIGN
+from pipespec.engine.formats.safetensors_folder import FOREIGN, view
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
+from pipespec.engine.formats.stored import LazyTensor, Part
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 from pipespec.system.validation import reason
@@ -54,6 +54,19 @@ def alone(*, progress: bool = False) -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def source_of(
+    files: StoredFiles, parts: Collection[str], dtype: torch.dtype
+) -> Iterator[tuple[Path | None, dict[str, Any] | None]]:
+    """What `from_pretrained` loads these parts (`slice_tensors`) from: a state dict whose tensors
+    are read lazily, or the folder that a package of Transformers reads."""
+    if files.by_package:
+        with view(files.path, parts) as folder:
+            yield folder, None
+    else:
+        yield None, {name: files.tensor(name, dtype) for name in files.headers(parts)}
+
+
 def build(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
@@ -61,7 +74,7 @@ def build(
     device: torch.device,
     **options: Any,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """A model of the weights of a `Checkpoint.source`, and what Transformers reports of them."""
+    """A model of the weights of a `source_of`, and what Transformers reports of them."""
     folder, state = source
     return model_class.from_pretrained(
         folder,
@@ -87,7 +100,7 @@ def require_all(path: Path, loaded: Mapping[str, Any]) -> None:
             )
 
 
-def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+def check_fit(files: StoredFiles, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
     """Load a model from the headers of plain weights, on PyTorch's meta device.
 
     Transformers renames and stacks tensors as for real weights. Raises ModelError if tensors are
@@ -95,17 +108,14 @@ def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: 
     layers would be left out.
     """
 
-    def empty(tensor: Tensor, _: Part) -> torch.Tensor:
-        return torch.empty(tensor.shape, device="meta")
-
-    path = checkpoint.path
+    path = files.path
     with alone():
-        config = checkpoint.files.config()
+        config = files.config()
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the headers are those of plain weights
         state = {
-            name: LazyTensor(tensor.shape, "F32", partial(empty, tensor))
-            for name, tensor in tensors.items()
+            name: LazyTensor(each.shape, "F32", partial(_empty, each.shape))
+            for name, each in tensors.items()
         }
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         try:
@@ -135,6 +145,10 @@ def check_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: 
             f"left out, for example {min(weights)}; correct config.json, or fetch the checkpoint "
             "again"
         )
+
+
+def _empty(shape: tuple[int, ...], _: Part) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _name(key: str | tuple[Any, ...]) -> str:

@@ -1,48 +1,15 @@
-"""A checkpoint, whatever the format of its files."""
+"""The files of a checkpoint, whatever their format."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.formats.gguf import GgufFiles, is_gguf
-from pipespec.engine.formats.safetensors_folder import SafetensorsFolder, view
-
-if TYPE_CHECKING:  # headers are read without it
-    import torch
+from pipespec.engine.formats.safetensors_folder import SafetensorsFolder
 
 StoredFiles = GgufFiles | SafetensorsFolder
 
 
-class Checkpoint:
-    """A checkpoint on this machine.
-
-    Attributes:
-        path: its folder, or GGUF file.
-        files: its files, in their format.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.files: StoredFiles = GgufFiles(path) if is_gguf(path) else SafetensorsFolder(path)
-
-    @classmethod
-    def open(cls, model: str | Path) -> Checkpoint:
-        """That of a folder, a GGUF file, or the id of a model on the Hugging Face Hub. Raises
-        ModelError."""
-        return cls(resolve(model))
-
-    @contextmanager
-    def source(
-        self, parts: Collection[str], dtype: torch.dtype
-    ) -> Iterator[tuple[Path | None, dict[str, Any] | None]]:
-        """What `from_pretrained` loads these parts (`slice_tensors`) from: a state dict whose
-        tensors are read lazily, or the folder that a package of Transformers reads."""
-        if self.files.by_package:
-            with view(self.path, parts) as folder:
-                yield folder, None
-        else:
-            yield None, {name: self.files.tensor(name, dtype) for name in self.files.headers(parts)}
+def open_files(path: Path) -> StoredFiles:
+    """Those of a folder, or of a GGUF file; nothing is read yet."""
+    return GgufFiles(path) if is_gguf(path) else SafetensorsFolder(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipespec.engine.checkpoint.model_path import known_model
 from pipespec.engine.checkpoint.partial_checkpoint import missing
 from pipespec.engine.checkpoint.parts.parts_file import is_partial
-from pipespec.engine.formats.architectures import count_field
+from pipespec.engine.formats.architectures import count_field, text_config, text_names
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
 from pipespec.engine.formats.safetensors_headers import (
@@ -25,7 +25,6 @@ from pipespec.engine.formats.safetensors_headers import (
     weight_map,
 )
 from pipespec.engine.formats.slice_tensors import OUTPUT_HEADS, part_of
-from pipespec.engine.formats.text_part import text_config, text_names
 from pipespec.errors import ModelError
 from pipespec.system.validation import (
     Missing,
@@ -71,9 +70,14 @@ def fingerprint(model: str) -> Fingerprint:
     try:
         return _of_file(path) if is_gguf(path) else _of_folder(path)
     except OSError as error:
-        return Fingerprint(str(path), f"cannot be read ({error.strerror})")
+        problem = f"cannot be read ({error.strerror})"
+    except Missing:
+        problem = f"holds no {CONFIG}"
+    except Unreadable as error:
+        problem = f"cannot be read ({CONFIG}: {error})"
     except ModelError as error:
-        return Fingerprint(str(path), str(error))
+        problem = str(error)
+    return Fingerprint(str(path), problem)
 
 
 def _of_file(path: Path) -> Fingerprint:
@@ -88,13 +92,8 @@ def _of_file(path: Path) -> Fingerprint:
 
 
 def _of_folder(path: Path) -> Fingerprint:
-    """Raises OSError, or ModelError with a clause."""
-    try:
-        config = read_bytes(path / CONFIG)
-    except Missing as error:
-        raise ModelError(f"holds no {CONFIG}") from error
-    except Unreadable as error:
-        raise ModelError(f"cannot be read ({CONFIG}: {error})") from error
+    """Raises OSError, Unreadable of config.json, or ModelError with a clause."""
+    config = read_bytes(path / CONFIG)
     index, shard_of = None, {}
     if os.path.isfile(path / INDEX):
         try:

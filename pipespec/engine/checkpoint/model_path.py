@@ -9,8 +9,9 @@ from pathlib import Path
 from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
 from pipespec.engine.checkpoint.parts.opening import open_repository
 from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
-from pipespec.engine.formats.gguf import is_gguf, require_tokenizer
+from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names, parts_of
+from pipespec.engine.formats.gguf_tokenizer import require_tokenizer
 from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
@@ -96,14 +97,13 @@ def resolve_config(model: str | Path) -> Path:
 
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
-    source = HubSource(hub_id)
-    # With a copy here, a hub that does not answer at once is not waited for.
-    tries = MAX_TRIES if _here(hub_id, file) is None else 1
+    source, here = HubSource(hub_id), _here(hub_id, file)
     try:
-        revision = source.revision(max_tries=tries)
+        # With a copy here, a hub that does not answer at once is not waited for.
+        revision = source.revision(max_tries=MAX_TRIES if here is None else 1)
     except Unavailable as error:
-        if (found := _here(hub_id, file)) is not None:
-            return found
+        if here is not None:
+            return here
         raise ModelError(
             f"there is no model folder {hub_id!r} and the hub could not be asked for a model of "
             f"that name: {error}; give an existing folder, or check the name and the network"

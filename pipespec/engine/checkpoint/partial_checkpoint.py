@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import cached_model
 from pipespec.engine.checkpoint.parts.fetching import fetch_all
 from pipespec.engine.checkpoint.parts.folder import (
@@ -27,7 +27,7 @@ from pipespec.errors import ModelError
 def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
     """The tensors of these parts (`slice_tensors`) that a checkpoint lacks here, by file. Raises
     ModelError."""
-    files = Checkpoint(path).files
+    files = open_files(path)
     if all(os.path.isfile(file) and not is_partial(file) for file in files.weight_files()):
         return {}
     found: dict[str, list[str]] = {}
@@ -47,7 +47,7 @@ def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
 def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
     """The blocks of each weight file that is here with its header or tensors of these parts. Raises
     ModelError."""
-    files = Checkpoint(path).files
+    files = open_files(path)
     found, names = {}, files.names_by_file(parts)
     for file in filter(Path.is_file, files.weight_files()):
         ranges = ranges_of(file)

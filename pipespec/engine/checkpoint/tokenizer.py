@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
+from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason
@@ -74,8 +74,7 @@ class BackendTokenizer:
         """The ids of a text; the text of a special token becomes that token."""
         # Unlike `encode`, this releases the GIL while a long text is encoded.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return encoding.ids
 
     def decode(
         self,
@@ -86,18 +85,13 @@ class BackendTokenizer:
     ) -> str:
         """The text of ids. It is not cleaned up, which could change text that was sent already."""
         assert not clean_up_tokenization_spaces
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """The token of an id; None: there is none."""
-        token: str | None = self._tokenizer.id_to_token(ids)
-        return token
+        return self._tokenizer.id_to_token(ids)
 
     def get_vocab(self) -> Mapping[str, int]:
-        """The id of every token."""
-        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return vocabulary
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def apply_chat_template(
         self,
@@ -110,8 +104,7 @@ class BackendTokenizer:
     ) -> str:
         """The conversation as one text. Raises whatever the template raises."""
         assert self.chat_template is not None and not tokenize
-        return render(
-            self.chat_template,
+        return _compiled(self.chat_template).render(
             messages=conversation,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -122,7 +115,7 @@ class BackendTokenizer:
 
 def load(path: Path) -> ChatTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
-    files = Checkpoint(path).files
+    files = open_files(path)
     try:
         depends = {
             "files": files.tokenizer_state(),
@@ -131,28 +124,16 @@ def load(path: Path) -> ChatTokenizer:
         }
     except Unreadable as error:
         raise files.tokenizer_refused(str(error)) from None
-    found = cached_call(
-        "tokenizers", _CachedTokenizer, depends, lambda: _CachedTokenizer(_backend(files))
-    ).tokenizer
-    if found is not None:
-        return found
-    tokenizer: ChatTokenizer = _checked(files)
-    return tokenizer
+    found = cached_call("tokenizers", BackendTokenizer, depends, _backend, files)
+    return found if found.backend else _checked(files)
 
 
-@dataclass(frozen=True)
-class _CachedTokenizer:
-    """The cache entry of a model's tokenizer; None: it has no backend."""
-
-    tokenizer: BackendTokenizer | None
-
-
-def _backend(files: StoredFiles) -> BackendTokenizer | None:
-    """The backend of a tokenizer; None: it has none. Raises ModelError."""
+def _backend(files: StoredFiles) -> BackendTokenizer:
+    """The tokenizer, without text if it has no backend. Raises ModelError."""
     tokenizer = _checked(files)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return None
+        return BackendTokenizer("")
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several of them, by name
         template = template.get("default")
@@ -197,19 +178,9 @@ def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-# --- chat templates ---------------------------------------------------------------------------
-
-
-def render(template: str, **names: Any) -> str:
-    """Render a chat template in the same environment as Transformers.
-
-    Raises whatever the template raises.
-    """
-    return str(_compiled(template).render(**names))
-
-
 @lru_cache(maxsize=4)  # compiling takes longer than rendering
 def _compiled(template: str) -> Any:
+    """A chat template in the same environment as in Transformers, without its import."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols

@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.fill_in_parts import row_parts
-from pipespec.engine.formats.lazy import WHOLE, Part, Units, per
-from pipespec.engine.formats.matrix_packing import MatrixPacking, unfit
+from pipespec.engine.formats.matrix_packing import MatrixPacking
 from pipespec.engine.formats.safetensors_headers import Tensor
-from pipespec.engine.formats.stored import StoredTensors
+from pipespec.engine.formats.stored import WHOLE, Part, StoredTensors, Units, per, row_parts
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
@@ -32,7 +30,7 @@ if TYPE_CHECKING:  # headers are read without them
 MXFP4, NVFP4 = "mxfp4", "nvfp4"
 MX_KIND, NV_KIND = "MXFP4", "NVFP4"
 # By the format in config.json: the format in memory, the kind of blocks, and numbers per scale.
-FORMATS = {
+FP4_FORMATS = {
     "nvfp4-pack-quantized": (NVFP4, NV_KIND, 16),
     "mxfp4-pack-quantized": (MXFP4, MX_KIND, 32),
 }
@@ -72,7 +70,6 @@ class Mxfp4Experts:
     scales: torch.Tensor
 
     def expert(self, number: int) -> BlockWeights:
-        """The matrix `[out, in]` of one of them."""
         return fp4_blocks(self.blocks[number], self.scales[number], MX_KIND)
 
     def dense(self) -> torch.Tensor:
@@ -104,7 +101,7 @@ class Fp4Packing(MatrixPacking):
             if scales.shape == expected and scales.dtype == SCALE_TYPES[self.kind]:
                 return out, inputs
         why = f"{name} is no matrix of 4-bit floats with a scale for {self.group} of them"
-        raise unfit(self.path, why)
+        raise self.unfit(why)
 
     @property
     def units(self) -> Units:
@@ -117,19 +114,9 @@ class Fp4Packing(MatrixPacking):
         rows, columns = part
         pairs = files.read(name + PACKED, rows, per(columns, 2))
         scales = files.read(name + SCALE, rows, per(columns, self.group))
-        assert pairs is not None and scales is not None, "the headers contain them"
+        factor = 1 / float(files.read(name + GLOBAL)) if self.kind == NV_KIND else 1.0
         by_group = pairs.view(len(pairs), -1, self.group // 2)
-        if self.kind == MX_KIND:
-            return fp4_blocks(by_group, scales, self.kind)
-        whole = files.read(name + GLOBAL)
-        assert whole is not None, "the headers contain it"
-        return fp4_blocks(by_group, scales, self.kind, 1 / float(whole))
-
-
-def fp4_packing(path: Path, config: Mapping[str, Any]) -> Fp4Packing | None:
-    """The packing by the `quantization_config` of config.json; None: it is of another kind."""
-    found = FORMATS.get(str(config.get("format")))
-    return None if found is None else Fp4Packing(path, *found)
+        return fp4_blocks(by_group, scales, self.kind, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +137,7 @@ class Mxfp4Packing(MatrixPacking):
         wrong = len(blocks.shape) != 4 or blocks.shape[-1] != CODE_BYTES or blocks.dtype != "U8"
         if wrong or scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
             why = f"{name} is not in blocks of {GROUP} numbers with a scale each"
-            raise unfit(self.path, why)
+            raise self.unfit(why)
         experts, out, groups, _ = blocks.shape
         return experts, groups * GROUP, out
 

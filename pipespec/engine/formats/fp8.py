@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.fill_in_parts import row_parts
-from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, Units, per
-from pipespec.engine.formats.matrix_packing import (
-    WEIGHT,
-    MatrixPacking,
-    unfit,
-    unsupported,
-)
+from pipespec.engine.formats.matrix_packing import WEIGHT, MatrixPacking, weight_groups
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.formats.safetensors_headers import Tensor
-from pipespec.engine.formats.stored import StoredTensors
+from pipespec.engine.formats.stored import (
+    DTYPES,
+    WHOLE,
+    Part,
+    StoredTensors,
+    Units,
+    per,
+    row_parts,
+)
 from pipespec.errors import ModelError
-from pipespec.system.validation import Unreadable, typed
+from pipespec.system.validation import typed
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
-
 
 FP8, FBGEMM = "fp8", "fbgemm_fp8"
 FLOAT_QUANTIZED = "float-quantized"
@@ -54,17 +54,13 @@ class Fp8Weights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        out, inputs = self.codes.shape
-        return out, inputs
+        return self.codes.shape[0], self.codes.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
         return self.codes.nbytes + self.scales.nbytes
 
     def part(self, rows: slice) -> Fp8Weights:
-        """These rows of the matrix."""
         import torch
 
         start, stop, _ = rows.indices(len(self.codes))
@@ -111,48 +107,39 @@ class Fp8Packing(MatrixPacking):
     dense_dtype = "F32"
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        return [
-            name.removesuffix(WEIGHT)
-            for name, each in tensors.items()
-            if each.dtype == CODE_TYPE and name.endswith(WEIGHT)
-        ]
+        found = MatrixPacking.matrices(self, tensors)
+        return [name for name in found if tensors[name + WEIGHT].dtype == CODE_TYPE]
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         shape = tensors[name + WEIGHT].shape
-        try:
-            self._blocks(name, shape, self._scales(name, tensors))
-        except ValueError as error:
-            raise unfit(self.path, error) from error
+        scales = tensors.get(_scales(name, tensors))
+        if scales is None:
+            raise self.unfit(f"{name}{SCALES[-1]} is missing")
+        if scales.dtype not in DTYPES:
+            raise self.unfit(f"the scales of {name} are {scales.dtype}")
+        if len(shape) != 2:
+            raise self.unfit(f"{name}{WEIGHT} is no matrix")
+        self._blocks(name, shape, scales.shape)
         return shape
-
-    def _scales(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The shape of the scales."""
-        found = next((tensors[name + each] for each in SCALES if name + each in tensors), None)
-        if found is None:
-            raise ValueError(f"{name}{SCALES[-1]} is missing")
-        if found.dtype not in DTYPES:
-            raise ValueError(f"the scales of {name} are {found.dtype}")
-        return found.shape
 
     def _blocks(
         self, name: str, shape: tuple[int, ...], scales: tuple[int, ...]
     ) -> tuple[int, int]:
-        """Rows and columns of a block. Raises ValueError."""
-        if len(shape) != 2:
-            raise ValueError(f"{name}{WEIGHT} is no matrix")
+        """Rows and columns of a block. Raises ModelError."""
         out, inputs = shape
         if math.prod(scales) == 1:
             return out, inputs
         if scales in ((out,), (out, 1)):
             return 1, inputs
         if self.block is None:
-            raise ValueError(f"it names no blocks, but {name} has scales {list(scales)}")
+            why = f"it names no blocks, but {name} has scales {list(scales)}"
+            raise self.unfit(why)
         height, width = self.block
         expected = (-(-out // height), -(-inputs // width))
         if scales != expected:
-            raise ValueError(
+            raise self.unfit(
                 f"the scales of {name} are {list(scales)}, but must be {list(expected)} for blocks "
-                f"of {height} by {width}"
+                f"of {height} by {width}",
             )
         return height, width
 
@@ -162,22 +149,20 @@ class Fp8Packing(MatrixPacking):
         return Units(height, math.lcm(width, 2))  # see `keeps`
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and shape[1] % 2 == 0
+        return shape[1] % 2 == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        scales = math.prod(self._scales(name, tensors))
-        return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
+        scales = SCALE_BYTES * math.prod(tensors[_scales(name, tensors)].shape)
+        return tensors[name + WEIGHT].num_bytes + scales
 
     def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> Fp8Weights:
         rows, columns = part
         codes = files.read(name + WEIGHT, rows, columns)
-        of_scales = next(name + each for each in SCALES if files.shape(name + each) is not None)
-        whole, shape = files.shape(name + WEIGHT), files.shape(of_scales)
-        assert whole is not None and shape is not None, "the headers contain them"
-        height, width = self._blocks(name, whole, shape)
+        of_scales = _scales(name, files.present)
+        shape = files.present[of_scales].shape
+        height, width = self._blocks(name, files.present[name + WEIGHT].shape, shape)
         blocks = (per(rows, height), per(columns, width))
         scales = files.read(of_scales, *(blocks[: len(shape)] if math.prod(shape) > 1 else ()))
-        assert codes is not None and scales is not None, "the headers contain them"
         height, width = (min(pair) for pair in zip((height, width), codes.shape, strict=True))
         of_rows = -(-codes.shape[0] // height)
         return Fp8Weights(codes, scales.float().reshape(of_rows, -1), height, width)
@@ -185,28 +170,25 @@ class Fp8Packing(MatrixPacking):
 
 def fp8_packing(path: Path, config: Mapping[str, Any]) -> Fp8Packing | None:
     """The packing by the `quantization_config` of config.json; None: it is of another kind. Raises
-    ModelError."""
-    method = config.get("quant_method")
-    try:
-        if method in (FP8, FBGEMM):
-            return Fp8Packing(path, _block(config.get("weight_block_size")))
-        if method != COMPRESSED or config.get("format") not in FLOAT_FORMATS:
+    Unreadable, ValueError."""
+    if config["quant_method"] in (FP8, FBGEMM):
+        return Fp8Packing(path, _block(config.get("weight_block_size")))
+    if config["quant_method"] != COMPRESSED or config.get("format") not in FLOAT_FORMATS:
+        return None
+    weights = weight_groups(config)
+    if any(each.get("num_bits") != 8 or each.get("type") != "float" for each in weights):
+        if config["format"] != FLOAT_QUANTIZED:
             return None
-        groups = config.get("config_groups")
-        found = list(groups.values()) if isinstance(groups, dict) else []
-        weights: list[Any] = [each.get("weights") for each in found if isinstance(each, dict)]
-        if not weights or not all(isinstance(each, dict) for each in weights):
-            raise ValueError("config_groups names no weights")
-        if any(each.get("num_bits") != 8 or each.get("type") != "float" for each in weights):
-            if config["format"] != FLOAT_QUANTIZED:
-                return None
-            raise ValueError("its weights are not all floats of 8 bits")
-        blocks = {_block(each.get("block_structure")) for each in weights}
-        if len(blocks) > 1:
-            raise ValueError("its matrices have different blocks")
-    except (Unreadable, ValueError) as error:
-        raise unsupported(path, method, error) from error
+        raise ValueError("its weights are not all floats of 8 bits")
+    blocks = {_block(each.get("block_structure")) for each in weights}
+    if len(blocks) > 1:
+        raise ValueError("its matrices have different blocks")
     return Fp8Packing(path, blocks.pop())
+
+
+def _scales(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """The name of the scales of a matrix."""
+    return next((name + each for each in SCALES if name + each in tensors), "")
 
 
 def _block(value: Any) -> tuple[int, int] | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-# A value of the metadata of the architecture; None: there is none.
-Field = Callable[[str], Any]
-# Of each tensor in the file, by its name.
-Shapes = Mapping[str, tuple[int, ...]]
+from pipespec.engine.formats.gguf_file import GgufFile
+from pipespec.errors import ModelError
 
 _MIXTURE = {"expert_used_count": "num_experts_per_tok"}
 _QWEN_MIXTURE = {
@@ -26,14 +24,6 @@ _SOFTMAX, _SIGMOID = 1, 2
 _EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
-class Known(NamedTuple):
-    """What is known of a file: its metadata, the settings that they make, and its tensors."""
-
-    field: Field
-    settings: Mapping[str, Any]
-    shapes: Shapes
-
-
 @dataclass(frozen=True)
 class GgufArchitecture:
     """How files of an architecture of llama.cpp become a model of Transformers.
@@ -42,12 +32,12 @@ class GgufArchitecture:
         model_type: of Transformers.
         fields: the config's names of further metadata.
         settings: of the config, which llama.cpp takes for granted.
-        more: makes further settings of what is known of a file.
+        more: makes further settings of a file and of the settings that its metadata make.
         yarn: what llama.cpp takes for granted of a rotary embedding scaled by YaRN; None: such a
             scaling is not read.
         partial: some numbers of a head may not be turned by their position.
-        permuted: parts of names in the file of matrices in which llama.cpp interleaves the two
-            halves of each head; Hugging Face does not.
+        in_turns: llama.cpp interleaves the rows of the two halves of each head of queries and keys;
+            Hugging Face does not.
         shifted: norms are stored plus 1.
         experts: the names of the matrices of an expert.
         transposed: its stacks are transposed, and hold gate and up in turns.
@@ -56,17 +46,16 @@ class GgufArchitecture:
     model_type: str
     fields: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    more: Callable[[Known], Mapping[str, Any]] | None = None
+    more: Callable[[GgufFile, Mapping[str, Any]], Mapping[str, Any]] | None = None
     yarn: Mapping[str, Any] | None = None
     partial: bool = False
-    permuted: tuple[str, ...] = ()
+    in_turns: bool = False
     shifted: bool = False
     experts: Mapping[str, str] = field(default_factory=lambda: dict(_EXPERTS))
     transposed: bool = False
 
 
-def _gemma3(known: Known) -> dict[str, Any]:
-    settings = known.settings
+def _gemma3(_: GgufFile, settings: Mapping[str, Any]) -> dict[str, Any]:
     layers = settings["num_hidden_layers"]
     scaled_by = settings["head_dim"]
     if layers == _GEMMA_27B_LAYERS:
@@ -84,23 +73,23 @@ def _gemma3(known: Known) -> dict[str, Any]:
     }
 
 
-def _glm4_moe(known: Known) -> dict[str, Any]:
+def _glm4_moe(file: GgufFile, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Layers for multi-token prediction are counted in the file, and not loaded."""
-    layers, unused = known.settings["num_hidden_layers"], known.field("nextn_predict_layers") or 0
+    layers, unused = settings["num_hidden_layers"], file.field("nextn_predict_layers") or 0
     if not 0 <= unused < layers:
         raise ValueError(f"{unused} of {layers} layers are for multi-token prediction")
     return {
         "num_hidden_layers": layers - unused,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in known.shapes,
-        "attention_bias": "blk.0.attn_q.bias" in known.shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
     }
 
 
-def _deepseek(known: Known) -> dict[str, Any]:
+def _deepseek(file: GgufFile, settings: Mapping[str, Any]) -> dict[str, Any]:
     """New files say of K and V how they are held compressed, as of one head; Transformers' V2 does
     not normalise what its router chooses, nor scale by temperature."""
-    field = known.field
-    is_v3, norm = is_deepseek_3(known.shapes), bool(field("expert_weights_norm"))
+    field = file.field
+    is_v3, norm = _is_deepseek_3(file), bool(field("expert_weights_norm"))
     gating = field("expert_gating_func") or (_SIGMOID if is_v3 else _SOFTMAX)
     scaled = field("attention.temperature_scale")
     if gating != (_SIGMOID if is_v3 else _SOFTMAX) or (norm and not is_v3) or scaled:
@@ -109,7 +98,7 @@ def _deepseek(known: Known) -> dict[str, Any]:
     of_key = field("attention.key_length_mla") or field("attention.key_length")
     groups = field("expert_group_count") or 1
     return {
-        "num_key_value_heads": known.settings["num_attention_heads"],
+        "num_key_value_heads": settings["num_attention_heads"],
         "qk_rope_head_dim": turned,
         "qk_nope_head_dim": of_key - turned,
         "v_head_dim": field("attention.value_length_mla") or field("attention.value_length"),
@@ -121,17 +110,15 @@ def _deepseek(known: Known) -> dict[str, Any]:
     }
 
 
-def _ministral3(known: Known) -> dict[str, Any]:
-    rope = known.settings["rope_parameters"]
-    beta = known.field("attention.temperature_scale")
-    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta or 0.0}}
+def _ministral3(file: GgufFile, settings: Mapping[str, Any]) -> dict[str, Any]:
+    beta = file.field("attention.temperature_scale") or 0.0
+    return {"rope_parameters": {**settings["rope_parameters"], "llama_4_scaling_beta": beta}}
 
 
-_HALVES = (".attn_q.", ".attn_k.")
 _MIXTRAL = GgufArchitecture(
     "mixtral",
     {**_MIXTURE, "expert_count": "num_local_experts"},
-    permuted=_HALVES,
+    in_turns=True,
     experts={"gate": "w1", "up": "w3", "down": "w2"},
 )
 _ROUTED = {
@@ -149,7 +136,7 @@ _LATENT = {
 # By `general.architecture`; each has a test in tests/integration/test_gguf.py. Some names mean a
 # mixture too, or two models.
 ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", permuted=_HALVES),
+    "llama": GgufArchitecture("llama", in_turns=True),
     "qwen2": GgufArchitecture("qwen2"),
     "qwen3": GgufArchitecture("qwen3"),
     "qwen2moe": GgufArchitecture(
@@ -168,7 +155,7 @@ ARCHITECTURES = {
         shifted=True,
     ),
     "phi3": GgufArchitecture("phi3", {"attention.sliding_window": "sliding_window"}),
-    "mistral3": GgufArchitecture("mistral", settings={"sliding_window": None}, permuted=_HALVES),
+    "mistral3": GgufArchitecture("mistral", settings={"sliding_window": None}, in_turns=True),
     "glm4moe": GgufArchitecture(
         "glm4_moe",
         {
@@ -194,22 +181,26 @@ ARCHITECTURES = {
     "deepseek2": GgufArchitecture("deepseek_v2", {**_ROUTED, **_LATENT}, more=_deepseek, yarn={}),
 }
 _MINISTRAL_3 = GgufArchitecture(
-    "ministral3", settings={"sliding_window": None}, more=_ministral3, yarn={}, permuted=_HALVES
+    "ministral3", settings={"sliding_window": None}, more=_ministral3, yarn={}, in_turns=True
 )
 
 
-def is_deepseek_3(shapes: Shapes) -> bool:
-    """Whether a file of `deepseek2` holds V3, of the names of its tensors."""
-    return any(name.endswith(_CORRECTION) for name in shapes)
+def _is_deepseek_3(file: GgufFile) -> bool:
+    return any(name.endswith(_CORRECTION) for name in file.tensors)
 
 
-def architecture_named(kind: str, field: Field, shapes: Shapes) -> GgufArchitecture:
-    """That of a file with this `general.architecture`. Raises KeyError."""
-    found = ARCHITECTURES[kind]
-    if kind == "llama" and field("expert_count"):
+def architecture_of(file: GgufFile) -> GgufArchitecture:
+    """That of a file. Raises ModelError."""
+    found = ARCHITECTURES.get(file.kind)
+    if found is None:
+        raise ModelError(
+            f"{file.path} holds a model of the architecture {file.kind!r}, which is not read from "
+            f"GGUF; read are {', '.join(ARCHITECTURES)}"
+        )
+    if file.kind == "llama" and file.field("expert_count"):
         return _MIXTRAL
-    if kind == "deepseek2" and is_deepseek_3(shapes):
+    if file.kind == "deepseek2" and _is_deepseek_3(file):
         return replace(found, model_type="deepseek_v3")
-    if kind == "mistral3" and field("rope.scaling.type") == "yarn":
+    if file.kind == "mistral3" and file.field("rope.scaling.type") == "yarn":
         return _MINISTRAL_3
     return found

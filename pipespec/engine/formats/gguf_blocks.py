@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from pipespec.engine.formats.fill_in_parts import row_parts
+from pipespec.engine.formats.stored import row_parts
 
 # Numbers of 4-bit floats (E2M1), doubled so that they are whole.
 FP4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -28,22 +29,23 @@ class BlockKind:
     """A type of block.
 
     Attributes:
-        size: weights of a block.
-        num_bytes: of a block.
-        codes: `[blocks, num_bytes]` uint8 -> `[blocks, size]` uint8.
-        scales: `[blocks, num_bytes]` uint8 -> `[blocks, groups]` float32.
+        codes: `[blocks, bytes]` uint8 -> `[blocks, weights]` uint8.
+        scales: `[blocks, bytes]` uint8 -> `[blocks, groups]` float32.
+        offsets: as the scales; None: there are none.
         first: the number that code 0 stands for; the others follow it.
         is_fp4: codes stand for FP4_DOUBLED instead.
-        offsets: as the scales; None: there are none.
     """
 
-    size: int
-    num_bytes: int
     codes: Callable[[Tensor], Tensor]
     scales: Callable[[Tensor], Tensor]
+    offsets: Callable[[Tensor], Tensor] | None = None
     first: int = 0
     is_fp4: bool = False
-    offsets: Callable[[Tensor], Tensor] | None = None
+
+
+def block_sizes(kind: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    return (16, 9) if kind == "NVFP4" else GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
 
 
 @dataclass(frozen=True)
@@ -57,21 +59,17 @@ class BlockWeights:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        kind = KINDS[self.kind]
-        return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
+        size, num_bytes = block_sizes(self.kind)
+        return len(self.rows), self.rows.shape[1] // num_bytes * size
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
         return self.rows.nbytes
 
     def part(self, rows: slice) -> BlockWeights:
-        """These rows of the matrix."""
         return replace(self, rows=self.rows[rows])
 
     def held(self, device: torch.device) -> BlockWeights:
-        """The same on a device."""
         return replace(self, rows=self.rows.to(device))
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,8 +96,8 @@ class BlockWeights:
         return weights
 
     def _by_row(self, read: Callable[[Tensor], Tensor]) -> Tensor:
-        found = read(self.rows.reshape(-1, KINDS[self.kind].num_bytes))
-        return found.reshape(len(self.rows), -1)
+        _, num_bytes = block_sizes(self.kind)
+        return read(self.rows.reshape(-1, num_bytes)).reshape(len(self.rows), -1)
 
 
 @dataclass(frozen=True)
@@ -186,18 +184,13 @@ def _k_pairs(blocks: Tensor, at: int) -> Tensor:
     return _fields(blocks[:, at : at + 64].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
 
 
-def _q3_k_codes(blocks: Tensor) -> Tensor:
-    high = _fields(blocks[:, :32], 1).reshape(-1, SUPER_BLOCK)
-    return _k_pairs(blocks, 32) | high << 2
-
-
 def _k_nibbles(blocks: Tensor, at: int) -> Tensor:
     return _nibbles(blocks[:, at : at + 128].reshape(-1, 4, 32)).reshape(-1, SUPER_BLOCK)
 
 
-def _q5_k_codes(blocks: Tensor) -> Tensor:
-    high = _fields(blocks[:, 16:48], 1).reshape(-1, SUPER_BLOCK)
-    return _k_nibbles(blocks, 48) | high << 4
+def _k_high(blocks: Tensor, at: int) -> Tensor:
+    """32 bytes from this one on, of a bit each."""
+    return _fields(blocks[:, at : at + 32], 1).reshape(-1, SUPER_BLOCK)
 
 
 def _q6_k_codes(blocks: Tensor) -> Tensor:
@@ -205,45 +198,36 @@ def _q6_k_codes(blocks: Tensor) -> Tensor:
     return low | _k_pairs(blocks, 128) << 4
 
 
-def _nvfp4_codes(blocks: Tensor) -> Tensor:
-    pairs = blocks[:, 1:9]
-    return torch.stack((pairs & 15, pairs >> 4), -1).reshape(-1, 16)
-
-
-def _mxfp4_scales(blocks: Tensor) -> Tensor:
-    """Powers of two, halved as the numbers of 4-bit floats are doubled."""
-    return (blocks[:, :1].int() << 23).view(torch.float32) / 2
-
-
-def _nvfp4_scales(blocks: Tensor) -> Tensor:
-    return blocks[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2
-
-
 _scale, _offset = partial(_half, at=0), partial(_half, at=2)
-# By their names in ggml, but for NVFP4: a byte of it holds two neighbours.
+# By their names in ggml, but for NVFP4: a byte of it holds two neighbours. Scales of 4-bit floats
+# are halved, as the numbers are doubled; MXFP4's are powers of two.
 KINDS = {
-    "Q4_0": BlockKind(32, 18, partial(_nibble_codes, at=2), _scale, -8),
-    "Q4_1": BlockKind(32, 20, partial(_nibble_codes, at=4), _scale, offsets=_offset),
-    "Q5_0": BlockKind(32, 22, partial(_q5_codes, at=2), _scale, -16),
-    "Q5_1": BlockKind(32, 24, partial(_q5_codes, at=4), _scale, offsets=_offset),
-    "Q8_0": BlockKind(32, 34, lambda b: b[:, 2:34] ^ 128, _scale, -128),
+    "Q4_0": BlockKind(partial(_nibble_codes, at=2), _scale, first=-8),
+    "Q4_1": BlockKind(partial(_nibble_codes, at=4), _scale, _offset),
+    "Q5_0": BlockKind(partial(_q5_codes, at=2), _scale, first=-16),
+    "Q5_1": BlockKind(partial(_q5_codes, at=4), _scale, _offset),
+    "Q8_0": BlockKind(lambda b: b[:, 2:34] ^ 128, _scale, first=-128),
     "Q2_K": BlockKind(
-        SUPER_BLOCK,
-        84,
         partial(_k_pairs, at=16),
         lambda b: _half(b, 80) * (b[:, :16] & 15),
-        offsets=lambda b: -_half(b, 82) * (b[:, :16] >> 4),
+        lambda b: -_half(b, 82) * (b[:, :16] >> 4),
     ),
-    "Q3_K": BlockKind(SUPER_BLOCK, 110, _q3_k_codes, _q3_k_scales, -4),
-    "Q4_K": BlockKind(SUPER_BLOCK, 144, partial(_k_nibbles, at=16), _k_scales, offsets=_k_offsets),
-    "Q5_K": BlockKind(SUPER_BLOCK, 176, _q5_k_codes, _k_scales, offsets=_k_offsets),
+    "Q3_K": BlockKind(lambda b: _k_pairs(b, 32) | _k_high(b, 0) << 2, _q3_k_scales, first=-4),
+    "Q4_K": BlockKind(partial(_k_nibbles, at=16), _k_scales, _k_offsets),
+    "Q5_K": BlockKind(lambda b: _k_nibbles(b, 48) | _k_high(b, 16) << 4, _k_scales, _k_offsets),
     "Q6_K": BlockKind(
-        SUPER_BLOCK,
-        210,
         _q6_k_codes,
         lambda b: _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8),
-        -32,
+        first=-32,
     ),
-    "MXFP4": BlockKind(32, 17, partial(_nibble_codes, at=1), _mxfp4_scales, is_fp4=True),
-    "NVFP4": BlockKind(16, 9, _nvfp4_codes, _nvfp4_scales, is_fp4=True),
+    "MXFP4": BlockKind(
+        partial(_nibble_codes, at=1),
+        lambda b: (b[:, :1].int() << 23).view(torch.float32) / 2,
+        is_fp4=True,
+    ),
+    "NVFP4": BlockKind(
+        lambda b: torch.stack((b[:, 1:9] & 15, b[:, 1:9] >> 4), -1).reshape(-1, 16),
+        lambda b: b[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2,
+        is_fp4=True,
+    ),
 }

@@ -80,6 +80,7 @@ _DIGITS = r"\p{N}", GPT_2
 _FALCON = r"[\p{P}$+<=>^~|`]+", GPT_2, "[0-9][0-9][0-9]"
 _LLAMA_3, _QWEN_2 = _words("{1,3}"), _words("")
 _GPT_4O = _cased(f"(?:{_SUFFIX})?", "{1,3}")
+_GRANITE = _cased(f"(?:{_SUFFIX})?", "{1,3}", r"[\p{L}\p{M}]")
 _POEM = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60C})]+"
 _DEEPSEEK_3 = r"\p{N}{1,3}", f"[{_KANA}]+", _PUNCTUATED % (r"[\r\n]*", _REST)
 _SHRINKING = "|".join(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1))
@@ -99,33 +100,32 @@ _ASIAN = (
     r"\x{2FDF}\x{E40}-\x{EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{1100}-\x{11FF}]+"
 )
 
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?{_CASED}+",
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3001}\x{3002}]+",
+    r"\s+\z",
+    _EAST_ASIAN,
+    r"\p{N}+",
+)
+_CODER = r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"
+_SPARK = (*_DEEPSEEK_3[:2], _PUNCTUATED % ("", rf"[\r\n]|{_SPACES}"), r"\p{N}")
+_IMAGES = "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  "
+_CHAMELEON = (*_IMAGES, r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", GPT_2)
+
 # Names, expressions, and which of `Split`'s attributes hold.
 _TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    (
-        "gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion granite-docling",
-        (GPT_2,),
-        "",
-    ),
-    (
-        "modern-bert roberta-bpe jina-es jina-de jina-v2-es jina-v2-de jina-v1-en jina-v2-code",
-        (GPT_2,),
-        "",
-    ),
-    (
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        (_LLAMA_3,),
-        "whole begins",
-    ),
+    ("gpt-2 phi-2 gigachat a.x-4.0 mellum exaone4 mpt olmo jais trillion", (GPT_2,), ""),
+    ("granite-docling modern-bert roberta-bpe jina-es jina-de jina-v2-es", (GPT_2,), ""),
+    ("jina-v2-de jina-v1-en jina-v2-code", (GPT_2,), ""),
+    ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral", (_LLAMA_3,), "whole begins"),
+    ("midm-2.0 lfm2 jina-v5-nano", (_LLAMA_3,), "whole begins"),
     ("dbrx smaug-bpe chatglm-bpe", (_LLAMA_3,), ""),
     ("glm4 glm5", (_LLAMA_3,), "whole"),
     ("minicpm5", (r"\p{N}{1,3}", _words("+")), "whole"),
     ("jais-2", (_words("{1,3}", rest=rf"\s*[\r\n]+|{_SHRINKING}|\s{{1,2}}(?!\S)|\s"),), ""),
-    (
-        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
-        (_QWEN_2,),
-        "",
-    ),
-    ("bailingmoe bailingmoe2 llada-moe", (_QWEN_2,), ""),
+    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan", (_QWEN_2,), ""),
+    ("solar-open grok-2 bailingmoe bailingmoe2 llada-moe", (_QWEN_2,), ""),
     ("qwen35", (_words("", _MARKED, r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), ""),
     ("laguna", (_LINES, _QWEN_2), ""),
     ("ufakzeka", (rf"{_WORD}|\p{{N}}|{_SIGNS}|{_REST}",), ""),
@@ -133,11 +133,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("exaone-moe", (_words("", _SPACED, r" ?[^\s\p{L}\p{N}]+[\r\n/]?"),), ""),
     ("tekken", (_cased("", ""),), "whole begins"),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", (_GPT_4O,), ""),
-    (
-        "granite-embed-multi-97m",
-        (_cased(f"(?:{_SUFFIX})?", "{1,3}", r"[\p{L}\p{M}]"),),
-        "whole",
-    ),
+    ("granite-embed-multi-97m", (_GRANITE,), "whole"),
     ("tiny_aya cohere2moe", (_THREES, _one_case("{1,3}")), ""),
     ("youtu", (_SCRIPTS, _one_case("")), "whole"),
     ("kimi-k2", (_KIMI,), ""),
@@ -145,39 +141,13 @@ _TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("falcon", _FALCON, ""),
     ("default", (_FALCON[0].replace("`", ""), GPT_2, r"\p{N}+", _FALCON[2]), ""),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK_3, ""),
-    (
-        "spark2_5",
-        (*_DEEPSEEK_3[:2], _PUNCTUATED % ("", rf"[\r\n]|{_SPACES}"), r"\p{N}"),
-        "",
-    ),
+    ("spark2_5", _SPARK, ""),
     ("afmoe", (_THREES, _ASIAN, _DEEPSEEK_3[2]), ""),
-    (
-        "deepseek-llm",
-        (
-            r"[\r\n]",
-            rf"\s?{_CASED}+",
-            r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3001}\x{3002}]+",
-            r"\s+\z",
-            _EAST_ASIAN,
-            r"\p{N}+",
-        ),
-        "",
-    ),
-    ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"), ""),
+    ("deepseek-llm", _DEEPSEEK, ""),
+    ("deepseek-coder", _CODER, ""),
     ("poro-chat bloom gpt3-finnish", (_POEM,), ""),
     ("viking", (_POEM, r"\p{N}"), ""),
-    (
-        "chameleon",
-        (
-            "<sentinel:[0-9]+>",
-            "IMGIMG[A-I]{1,4}Z",
-            r"[\t\n]|    |  ",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            GPT_2,
-        ),
-        "begins",
-    ),
+    ("chameleon", _CHAMELEON, "begins"),
     ("superbpe", (r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))"), ""),
     ("gemma4 granite-embed-multi-311m", (_LINES,), "begins raw"),
     ("sarvam-moe", (_LINES,), "raw"),

@@ -10,13 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.gguf_file import FOREIGN, GgufFile, parts_of
 from pipespec.engine.formats.gguf_splits import SPLITS, Split
+from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # not needed if the tokenizer is cached
     from tokenizers import Tokenizer
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 # Kinds of vocabularies (`tokenizer.ggml.model`) that are read.
 BYTE_PAIRS, SPELLED_PAIRS, SCORED = "gpt2", "gemma4", "llama"
@@ -76,6 +78,14 @@ def refusal(kind: Any, split: Any) -> str | None:
     if split in SPLITS:
         return None
     return f"it splits text as {split!r}, which is not among the {len(SPLITS)} ways that are read"
+
+
+def require_tokenizer(path: Path) -> None:
+    """Raise ModelError if the tokenizer in a file is of a kind that is not read."""
+    field = GgufFile(parts_of(path)[0]).metadata
+    kind, split = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
+    if kind is not None and (why := refusal(kind, split)) is not None:
+        raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
 
 
 def load_tokenizer(field: Field) -> tuple[Tokenizer, str | None, dict[str, str]]:
@@ -150,8 +160,8 @@ def _id(field: Field, name: str, num_tokens: int) -> int | None:
 def of_pairs(tokens: Sequence[str], merges: Sequence[str], split: Split) -> Tokenizer:
     """A tokenizer of merges; its tokens are spelled as GPT-2 spells bytes unless the split is
     raw."""
-    from tokenizers import Tokenizer, normalizers
-    from tokenizers.decoders import ByteLevel
+    from tokenizers import Regex, Tokenizer, decoders, normalizers
+    from tokenizers import pre_tokenizers as pre
     from tokenizers.models import BPE
 
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -164,19 +174,11 @@ def of_pairs(tokens: Sequence[str], merges: Sequence[str], split: Split) -> Toke
     )
     if split.raw:
         found.normalizer = normalizers.Replace(" ", _SPACE)
-    found.pre_tokenizer = splitter(split)
-    found.decoder = _raw_decoder() if split.raw else ByteLevel()
+    pieces = [pre.Split(Regex(each), "isolated") for each in split.expressions]
+    spelled = [] if split.raw else [pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    found.pre_tokenizer = pre.Sequence([*pieces, *spelled])
+    found.decoder = _raw_decoder() if split.raw else decoders.ByteLevel()
     return found
-
-
-def splitter(split: Split) -> PreTokenizer:
-    """What splits text, and spells its bytes unless the split is raw."""
-    from tokenizers import Regex
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
-
-    pieces = [Split(Regex(each), "isolated") for each in split.expressions]
-    spelled = [] if split.raw else [ByteLevel(add_prefix_space=False, use_regex=False)]
-    return Sequence([*pieces, *spelled])
 
 
 def scored(tokens: Sequence[str], scores: Sequence[float], *, prefixed: bool) -> Tokenizer:
@@ -229,15 +231,11 @@ def _add_whole(backend: Tokenizer, types: Mapping[str, int], *, strips: bool) ->
 
 
 def _enclose(backend: Tokenizer, first: str | None, last: str | None) -> None:
-    """Let texts begin and end with special tokens."""
     from tokenizers.processors import TemplateProcessing
 
-    used = [token for token in (first, last) if token is not None]
-    if used:
-        ends = [[token] if token is not None else [] for token in (first, last)]
-        one, other = [*ends[0], "$A", *ends[1]], [*ends[0], "$B", *ends[1]]
+    if used := [token for token in (first, last) if token is not None]:
+        pieces = ([] if first is None else [first], ["$A"], [] if last is None else [last])
         backend.post_processor = TemplateProcessing(
-            single=one,
-            pair=[*one, *other],
+            single=[*chain(*pieces)],
             special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(used)],
         )

@@ -10,10 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.lazy import DTYPES, WHOLE, Part, Units
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
-from pipespec.engine.formats.stored import KeptLayer, StoredTensors
+from pipespec.engine.formats.stored import (
+    DTYPES,
+    WHOLE,
+    KeptLayer,
+    Part,
+    StoredTensors,
+    Units,
+)
 from pipespec.errors import ModelError
 
 WEIGHT = ".weight"
@@ -45,6 +51,7 @@ class MatrixPacking(ABC):
     """
 
     __slots__ = ()
+    path: Path
     format: str
     kind: str
     suffix: str
@@ -56,7 +63,6 @@ class MatrixPacking(ABC):
     def units(self) -> Units: ...
 
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the matrices."""
         return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
 
     @abstractmethod
@@ -86,24 +92,41 @@ class MatrixPacking(ABC):
         return {name: partial(self.read, name, files)} if kept else {}
 
     def kept_layer(self, name: str, tensors: Mapping[str, Tensor]) -> KeptLayer:
-        """What a matrix adds to its layer."""
         shape = self.shape(name, tensors)
         if self.keeps(name, shape):
             return KeptLayer(math.prod(shape), self.kept_bytes(name, tensors))
         return KeptLayer(expanded=math.prod(shape))
 
+    def as_plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The headers of the weights once unpacked, in the type of those that are not packed.
+        Raises ModelError."""
+        plain = {
+            name: each
+            for name, each in tensors.items()
+            if not name.endswith(_LEFT_OVER) or name.endswith(_NO_LEFT_OVER)
+        }
+        if any(name.endswith(_SCALED_INPUTS) for name in tensors):
+            raise self._holds("scales of activations (act.scales), which is not supported")
+        dtype = usual_dtype(plain.values())
+        if dtype is None:
+            raise self._holds("no tensor of plain numbers")
+        for name in self.matrices(tensors):
+            plain.pop(name + self.suffix)
+            plain[name + self.dense_suffix] = Tensor.of(self.shape(name, tensors), dtype)
+        for name, each in plain.items():
+            if each.dtype.startswith("F8"):
+                read = "read of matrices alone, as F8_E4M3 with a scale"
+                raise self._holds(f"{name} as {each.dtype}, which is {read}")
+        return plain
 
-def unfit(path: Path, why: object) -> ModelError:
-    """That the tensors of a folder are not what its config says, and why."""
-    return ModelError(f"{path} does not fit its config.json: {why}; fetch the checkpoint again")
+    def unfit(self, why: str) -> ModelError:
+        """That the tensors of the folder are not what its config says, and why."""
+        return ModelError(
+            f"{self.path} does not fit its config.json: {why}; fetch the checkpoint again"
+        )
 
-
-def unsupported(path: Path, method: object, why: object) -> ModelError:
-    """That a method of quantisation is not read as the config has it, and why."""
-    return ModelError(
-        f"{path} is quantised by {method} in a way that is not supported: {why}; take another "
-        "checkpoint"
-    )
+    def _holds(self, what: str) -> ModelError:
+        return ModelError(f"{self.path} holds {what}; take another checkpoint")
 
 
 def usual_dtype(tensors: Iterable[Tensor]) -> str | None:
@@ -115,31 +138,12 @@ def usual_dtype(tensors: Iterable[Tensor]) -> str | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def as_plain(
-    path: Path, tensors: Mapping[str, Tensor], packing: MatrixPacking
-) -> dict[str, Tensor]:
-    """The headers of the weights once unpacked, in the type of the weights that are not quantised.
-    Raises ModelError."""
-    plain = {
-        name: each
-        for name, each in tensors.items()
-        if not name.endswith(_LEFT_OVER) or name.endswith(_NO_LEFT_OVER)
-    }
-    if any(name.endswith(_SCALED_INPUTS) for name in tensors):
-        raise ModelError(
-            f"{path} holds scales of activations ({_SCALED_INPUTS[1:]}), which is not supported; "
-            "take another checkpoint"
-        )
-    dtype = usual_dtype(plain.values())
-    if dtype is None:
-        raise ModelError(f"{path} holds no tensor of plain numbers; take another checkpoint")
-    for name in packing.matrices(tensors):
-        plain.pop(name + packing.suffix)
-        plain[name + packing.dense_suffix] = Tensor.of(packing.shape(name, tensors), dtype)
-    for name, each in plain.items():
-        if each.dtype.startswith("F8"):
-            raise ModelError(
-                f"{path} holds {name} as {each.dtype}, which is read of matrices alone, as F8_E4M3 "
-                "with a scale; take another checkpoint"
-            )
-    return plain
+def weight_groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The `weights` of each of the `config_groups` of compressed-tensors. Raises ValueError."""
+    groups = config.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [each.get("weights") for each in found if isinstance(each, dict)]
+    objects = [each for each in weights if isinstance(each, dict)]
+    if not objects or len(objects) < len(found):
+        raise ValueError("config_groups names no weights")
+    return objects

@@ -12,32 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.lazy import WHOLE, Part, Units, per
 from pipespec.engine.formats.matrix_packing import (
     BLOCK,
     GROUPED_KIND,
+    WEIGHT,
     WIDE_KIND,
     MatrixPacking,
-    unfit,
-    unsupported,
+    weight_groups,
 )
 from pipespec.engine.formats.safetensors_headers import Tensor
-from pipespec.engine.formats.stored import StoredTensors
-from pipespec.errors import ModelError
-from pipespec.system.validation import Unreadable, typed
+from pipespec.engine.formats.stored import WHOLE, Part, StoredTensors, Units, per
+from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.system.validation import typed
 
 if TYPE_CHECKING:  # headers are read without them
     import torch
 
-    from pipespec.engine.formats.groups import GroupedWeights
+    from pipespec.engine.formats.gguf_blocks import BlockWeights
 
 # The formats of integers of 4 and 8 bits in memory, the kinds of ggml's blocks that they become,
-# and bytes of a weight.
+# and bytes of a weight on a CPU: one or two numbers of 16 bits for each block; a GPU has them for
+# each group.
 PACKED_INT4, PACKED_INT8 = "int4", "integers"
 _KEPT = {4: (PACKED_INT4, GROUPED_KIND, 20 / 32), 8: (PACKED_INT8, WIDE_KIND, 34 / 32)}
 # Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
 INT4_GROUP_SIZES = (32, 64, 128)
 INT4_OUT_MULTIPLE = 16
+# The largest error of a scale, relative to it: half the distance of two numbers of float16.
+HALF_ROUNDING = 2**-11
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 WORD = 32  # bits of the integers into which codes are packed
 # The place in a word of each of eight neighbouring columns in AWQ.
@@ -45,6 +47,83 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
 # Formats of compressed-tensors that store each integer in a byte of its own.
 NOT_PACKED = ("naive-quantized", "int-quantized")
+ZEROS = ".weight_zero_point"
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """A matrix `[out, in]`: a weight is `(code - zero) * scale`, with zero and scale of its group.
+
+    Attributes:
+        codes: uint8 `[out, in]`.
+        scales: `[out, groups]`, in the type that weights are rounded to.
+        zeros: int16 `[out, groups]`.
+        group_of: the group of each input, int64 `[in]`; None: groups of the same size, in order.
+        kind: of ggml's blocks that they can become: GROUPED_KIND of codes of 4 bits, WIDE_KIND of
+            codes of 8 whose zeros are all 128.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    group_of: torch.Tensor | None = None
+    kind: str = GROUPED_KIND
+
+    def dense(self) -> torch.Tensor:
+        """The weights `[out, in]` in the type of the scales, rounded as the quantisers' code
+        does."""
+        weights, zeros, scales = self.codes.to(self.scales.dtype), self.zeros, self.scales
+        if self.group_of is None:
+            weights = weights.view(*zeros.shape, -1)
+            zeros, scales = zeros.unsqueeze(-1), scales.unsqueeze(-1)
+        else:
+            zeros, scales = zeros[:, self.group_of], scales[:, self.group_of]
+        weights -= zeros  # small integers, which every type holds
+        weights *= scales
+        return weights.view(self.codes.shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def part(self, rows: slice) -> GroupedWeights:
+        of_rows = self.codes[rows], self.scales[rows], self.zeros[rows]
+        return GroupedWeights(*of_rows, self.group_of, self.kind)
+
+    def int4(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Int4Linear.fill`."""
+        if self.group_of is not None:
+            raise ModelError("its groups are of any inputs, though config.json says otherwise")
+        scales = self.scales.float()
+        return self.codes, scales, (8 - self.zeros.float()) * scales
+
+    def blocks(self) -> BlockWeights:
+        """The same in ggml's blocks of 32, with scales and offsets rounded to float16.
+
+        Raises ModelError as `int4` does, and PackedMatmulError if float16 does not hold a scale, or
+        codes are not around 128.
+        """
+        import torch
+
+        from pipespec.engine.formats.gguf_blocks import BlockWeights
+
+        codes, scales, middles = self.int4()
+        out, inputs = codes.shape
+        if self.kind == GROUPED_KIND:
+            numbers = torch.stack((scales, middles - 8 * scales), -1)
+            low, high = codes.view(out, -1, 2, BLOCK // 2).unbind(2)
+            stored = low | high << 4
+        else:
+            if bool((self.zeros != 128).any()):
+                raise PackedMatmulError("some groups of 8 bits have a zero point of their own")
+            numbers, stored = scales.unsqueeze(-1), codes.view(out, -1, BLOCK) ^ 128
+        halves = numbers.to(torch.float16)
+        off = (halves.float() - numbers).abs() > HALF_ROUNDING * numbers.abs()
+        if bool((off | ~halves.isfinite()).any()):
+            raise PackedMatmulError("float16 does not hold some scales of its groups")
+        of_block = halves.repeat_interleave(inputs // BLOCK // scales.shape[1], 1)
+        factors = of_block.contiguous().view(torch.uint8).view(out, inputs // BLOCK, -1)
+        return BlockWeights(torch.cat((factors, stored), -1).flatten(1), self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +134,6 @@ class Packing(MatrixPacking):
         bits: of a weight.
         group: inputs that share a scale; None: all inputs.
         reordered: groups are not of consecutive inputs (act-order).
-        suffix: of the name of the tensor with the codes of a matrix.
-        parts: suffixes of the other tensors that a matrix must have.
         plus: added to a stored zero point.
         symmetric: no zero point differs from the middle of the codes.
         whole: codes are signed bytes instead of words of several.
@@ -66,9 +143,7 @@ class Packing(MatrixPacking):
     method: str
     bits: int
     group: int | None
-    reordered: bool
-    suffix: str
-    parts: tuple[str, ...]
+    reordered: bool = False
     plus: int = 0
     symmetric: bool = False
     whole: bool = False
@@ -82,6 +157,12 @@ class Packing(MatrixPacking):
         return _KEPT.get(self.bits, _KEPT[4])[1]
 
     @property
+    def suffix(self) -> str:  # type: ignore[override]
+        if self.method != COMPRESSED:
+            return ".qweight"
+        return WEIGHT if self.whole else ".weight_packed"
+
+    @property
     def _per_word(self) -> int:
         return 1 if self.whole else WORD // self.bits
 
@@ -91,17 +172,11 @@ class Packing(MatrixPacking):
 
     @property
     def units(self) -> Units:
+        group = 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)
         per_word = self._per_word
-        return Units(
-            math.lcm(per_word, INT4_OUT_MULTIPLE),
-            math.lcm(
-                per_word, 1 if self.reordered else self.group or (BLOCK if self.bits == 8 else 1)
-            ),
-        )
+        return Units(math.lcm(per_word, INT4_OUT_MULTIPLE), math.lcm(per_word, group))
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
-        if len(shape) != 2:
-            return False
         out, inputs = shape
         group = self.group or inputs
         if self.reordered or inputs % group or group % BLOCK:
@@ -111,114 +186,96 @@ class Packing(MatrixPacking):
         return self.bits == 4 and self.group in INT4_GROUP_SIZES and out % INT4_OUT_MULTIPLE == 0
 
     def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes of a matrix that stays packed, as on a CPU: one or two numbers of 16 bits for each
-        block; a GPU has them for each group."""
         return int(math.prod(self.shape(name, tensors)) * _KEPT[self.bits][2])
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        try:
-            return self._shape(name, tensors)
-        except ValueError as error:
-            raise unfit(self.path, error) from error
-
-    def _shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        codes = tensors[name + self.suffix].shape
-        per_word = self._per_word
+        codes, per_word = tensors[name + self.suffix].shape, self._per_word
         if len(codes) != 2:
-            raise ValueError(f"{name}{self.suffix} is no matrix")
+            raise self.unfit(f"{name}{self.suffix} is no matrix")
+        out, inputs = codes if self.method == COMPRESSED else codes[::-1]
         if self.method == AWQ:
-            out, inputs = codes[1] * per_word, codes[0]
-        elif self.method == GPTQ:
-            out, inputs = codes[1], codes[0] * per_word
+            out *= per_word
         else:
-            out, inputs = codes[0], codes[1] * per_word
-        for part in self.parts:
-            if name + part not in tensors:
-                raise ValueError(f"{name}{part} is missing")
-        groups = -(-inputs // (self.group or inputs))
-        for part, expected in self._expected(out, groups).items():
-            found = tensors.get(name + part)
-            if found is not None and found.shape != expected:
-                raise ValueError(
-                    f"{name}{part} is {list(found.shape)}, but must be {list(expected)} for groups "
-                    f"of {self.group or inputs}"
-                )
-        return out, inputs
-
-    def _expected(self, out: int, groups: int) -> dict[str, tuple[int, int]]:
-        per_word = self._per_word
+            inputs *= per_word
+        group = self.group or inputs
+        groups, words = -(-inputs // group), -(-out // per_word)
+        expected = {".scales": (groups, out), ".qzeros": (groups, words)}
         if self.method == COMPRESSED:
-            words = (-(-out // per_word), groups)
-            return {".weight_scale": (out, groups), ".weight_zero_point": words}
-        return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
+            expected = {".weight_scale": (out, groups), ZEROS: (words, groups)}
+        for part, shape in expected.items():
+            found = tensors.get(name + part)
+            if found is None and part != ZEROS:
+                raise self.unfit(f"{name}{part} is missing")
+            if found is not None and found.shape != shape:
+                wrong = f"{list(found.shape)}, but must be {list(shape)} for groups of {group}"
+                raise self.unfit(f"{name}{part} is {wrong}")
+        return out, inputs
 
     def read(self, name: str, files: StoredTensors, part: Part = WHOLE) -> GroupedWeights:
         import torch
 
-        from pipespec.engine.formats.groups import GroupedWeights
-
-        def need(suffix: str, *index: slice) -> torch.Tensor:
-            found = files.read(name + suffix, *index)
-            assert found is not None, "the headers contain it"
-            return found
-
         rows, columns = part
-        per_word = self._per_word
-        words, of_rows = per(columns, per_word), per(rows, per_word)
-        first = columns.start or 0
-        ordered_by = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
-        order = files.read(name + ordered_by, columns)
-        if order is not None:
-            in_order = (first + torch.arange(len(order))) // (self.group or first + len(order))
-            none = bool((order < 0).any())  # -1: none (compressed-tensors)
-            order = None if none or torch.equal(order.long(), in_order) else order.long()
+        words, of_rows = per(columns, self._per_word), per(rows, self._per_word)
+        order = self._order(name, files, columns)
         # With an order of their own, the columns may be of any groups.
         groups = per(columns, self.group) if order is None else slice(None)
         if self.method == COMPRESSED:
-            scales = need(".weight_scale", rows, groups)
-            packed = files.read(name + ".weight_zero_point", of_rows, groups)
-            if self.whole:
-                codes = need(self.suffix, rows, words).view(torch.uint8) ^ 128
-                packed = None if packed is None else packed.view(torch.uint8) ^ 128
-            else:
-                codes = unpack(need(self.suffix, rows, words), self.bits, 1)
-                packed = None if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
-            middle = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
-            zeros = middle if packed is None else packed
+            scales = files.read(name + ".weight_scale", rows, groups)
+            codes = self._codes(files.read(name + self.suffix, rows, words), 1)
+            zeros = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
+            if (packed := files.read(name + ZEROS, of_rows, groups)) is not None:
+                zeros = self._codes(packed, 0)[: len(scales)]
         else:
-            scales = need(".scales", groups, rows).T
-            packed = need(".qzeros", groups, of_rows)
-            if self.method == AWQ:
-                codes = unpack(need(self.suffix, columns, of_rows), self.bits, 1, AWQ_ORDER).T
-                zeros = unpack(packed, self.bits, 1, AWQ_ORDER).T
-            else:
-                codes = unpack(need(self.suffix, words, rows), self.bits, 0).T
-                zeros = unpack(packed, self.bits, 1)[:, : codes.shape[0]].T
+            scales = files.read(name + ".scales", groups, rows).T
+            packed = files.read(name + ".qzeros", groups, of_rows)
+            index, dim = ((columns, of_rows), 1) if self.method == AWQ else ((words, rows), 0)
+            codes = self._codes(files.read(name + self.suffix, *index), dim).T
+            zeros = self._codes(packed, 1).T[: len(codes)]
         inputs = codes.shape[1]
-        group_of = torch.arange(inputs) // (self.group or inputs)
         if order is not None:
-            group_of = order
-            if len(group_of) != inputs or int(group_of.max()) >= scales.shape[1]:
+            if len(order) != inputs or int(order.max()) >= scales.shape[1]:
                 raise ModelError(
                     f"the order of the inputs of {name} names groups that do not exist; fetch the "
                     "checkpoint again"
                 )
-            used = slice(int(group_of.min()), int(group_of.max()) + 1)
-            scales, zeros, group_of = scales[:, used], zeros[:, used], group_of - used.start
+        elif inputs % scales.shape[1]:  # the last group is smaller
+            order = torch.arange(inputs) // (self.group or inputs)
         zeros = zeros.to(torch.int16) + self.plus  # not wrapped: may be 16 for 4 bits
         codes, scales, zeros = (each.contiguous() for each in (codes, scales, zeros))
-        return GroupedWeights(codes, scales, zeros, group_of, self.kind)
+        return GroupedWeights(codes, scales, zeros, order, self.kind)
+
+    def _order(self, name: str, files: StoredTensors, columns: slice) -> torch.Tensor | None:
+        """The group of each of these inputs; None: they are in order."""
+        import torch
+
+        suffix = ".weight_g_idx" if self.method == COMPRESSED else ".g_idx"
+        order = files.read(name + suffix, columns)
+        if order is None or bool((order < 0).any()):  # -1: none (compressed-tensors)
+            return None
+        first = columns.start or 0
+        in_order = (first + torch.arange(len(order))) // (self.group or first + len(order))
+        return None if torch.equal(order.long(), in_order) else order.long()
+
+    def _codes(self, stored: torch.Tensor, dim: int) -> torch.Tensor:
+        """The codes, uint8, in words along `dim`, or in bytes."""
+        import torch
+
+        if self.whole:
+            return stored.view(torch.uint8) ^ 128
+        places = AWQ_ORDER if self.method == AWQ else range(WORD // self.bits)
+        words = stored.movedim(dim, -1)
+        codes = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
+        for i, place in enumerate(places):
+            codes[..., i] = (words >> (place * self.bits)) & ((1 << self.bits) - 1)
+        return codes.flatten(-2).movedim(-1, dim)
 
 
 def packing(path: Path, config: Mapping[str, Any]) -> Packing:
-    """The packing by the `quantization_config` of config.json. Raises ModelError."""
-    try:
-        method = str(config.get("quant_method"))
-        found = {AWQ: _awq, GPTQ: _gptq, COMPRESSED: _compressed}[method](path, config)
-        if found.group is not None and found.group < 1:
-            raise ValueError(f"groups of {found.group} weights")
-    except (Unreadable, ValueError) as error:
-        raise unsupported(path, method, error) from error
+    """The packing by the `quantization_config` of config.json. Raises Unreadable, ValueError."""
+    make = {AWQ: _awq, GPTQ: _gptq, COMPRESSED: _compressed}[config["quant_method"]]
+    found = make(path, config)
+    if found.group is not None and found.group < 1:
+        raise ValueError(f"groups of {found.group} weights")
     return found
 
 
@@ -227,8 +284,7 @@ def _awq(path: Path, config: Mapping[str, Any]) -> Packing:
     version = str(config.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise ValueError(f"{bits} bits packed as {version!r}, where only 4 bits as 'gemm' are read")
-    group = _group(config, config.get("q_group_size", 128))
-    return Packing(path, AWQ, bits, group, False, ".qweight", (".qzeros", ".scales"))
+    return Packing(path, AWQ, bits, _group(config, config.get("q_group_size", 128)))
 
 
 def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
@@ -246,52 +302,37 @@ def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
         bits,
         _group(config, 128),
         bool(config.get("desc_act")),
-        ".qweight",
-        (".qzeros", ".scales"),
         plus=form == "gptq",  # which stores zero points minus one
         symmetric=config.get("sym") is True,
     )
 
 
 def _compressed(path: Path, config: Mapping[str, Any]) -> Packing:
-    groups = _object(config, "config_groups")
-    for name in groups:
-        _object(groups, name)
-    weights = [_object(each, "weights") for each in groups.values()]
-    forms = {str(each.get("format") or config.get("format")) for each in groups.values()}
-    if len(weights) == 0 or len(forms) > 1:
-        raise ValueError(f"its formats are {', '.join(sorted(forms)) or 'none'}")
+    weights = weight_groups(config)
+    groups = config["config_groups"].values()
+    forms = {str(each.get("format") or config.get("format")) for each in groups}
+    if len(forms) > 1:
+        raise ValueError(f"its formats are {', '.join(sorted(forms))}")
     if config.get("transform_config"):
         raise ValueError("its weights are transformed ('transform_config')")
-    widths = {_whole(each, "num_bits", 8) for each in weights}
-    sizes = {_group(each, -1) for each in weights}
-    if len(widths) > 1 or len(sizes) > 1:
-        raise ValueError("its matrices have different numbers of bits, or groups")
+    widths = {(_whole(each, "num_bits", 8), _group(each, -1)) for each in weights}
     strategies = {str(each.get("strategy")) for each in weights}
-    form, bits = forms.pop(), widths.pop()
+    if len(widths) > 1 or len(strategies) > 1:
+        raise ValueError("its matrices have different numbers of bits, or groups")
+    (form,), ((bits, group),), (strategy,) = forms, widths, strategies
     if form not in (PACKED, *NOT_PACKED):
         raise ValueError(f"its format is {form!r}, where {PACKED!r} is read")
-    whole = form in NOT_PACKED
-    if bits not in (2, 4, 8) or strategies - {"group", "channel"}:
-        raise ValueError(f"{bits} bits by {', '.join(sorted(strategies))}")
+    if bits not in (2, 4, 8) or strategy not in ("group", "channel"):
+        raise ValueError(f"{bits} bits by {strategy}")
     return Packing(
         path,
         COMPRESSED,
-        8 if whole else bits,
-        sizes.pop() if strategies == {"group"} else None,
+        8 if form in NOT_PACKED else bits,
+        group if strategy == "group" else None,
         any(each.get("actorder") in ("group", True) for each in weights),
-        ".weight" if whole else ".weight_packed",
-        (".weight_scale",),
         symmetric=all(each.get("symmetric") is not False for each in weights),
-        whole=whole,
+        whole=form in NOT_PACKED,
     )
-
-
-def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name)
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
-    return value
 
 
 def _whole(config: Mapping[str, Any], name: str, default: Any) -> int:
@@ -302,20 +343,3 @@ def _whole(config: Mapping[str, Any], name: str, default: Any) -> int:
 def _group(config: Mapping[str, Any], default: Any) -> int | None:
     size = _whole(config, "group_size", default)
     return None if size == -1 else size
-
-
-def unpack(
-    words: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """Unpack the codes in words of 32 bits, the lowest first, to uint8, along `dim`.
-
-    `order`: the place of each code in its word, if not in order.
-    """
-    import torch
-
-    places = order or range(WORD // bits)
-    words = words.movedim(dim, -1)
-    codes = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
-    for i, place in enumerate(places):
-        codes[..., i] = (words >> (place * bits)) & ((1 << bits) - 1)
-    return codes.flatten(-2).movedim(-1, dim)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.fp4 import MXFP4, NVFP4, Mxfp4Packing, fp4_packing
+from pipespec.engine.formats.fp4 import FP4_FORMATS, MXFP4, NVFP4, Fp4Packing, Mxfp4Packing
 from pipespec.engine.formats.fp8 import FBGEMM, FP8, fp8_packing
 from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.formats.matrix_packing import MatrixPacking
@@ -26,6 +26,7 @@ from pipespec.engine.formats.packing import (
     packing,
 )
 from pipespec.errors import ModelError
+from pipespec.system.validation import Unreadable
 
 if TYPE_CHECKING:  # a wrong setting is refused without them
     import torch
@@ -73,13 +74,12 @@ GGML_FORMATS = (PACKED_INT4, PACKED_INT8, MXFP4, GGUF)
 PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM, MXFP4)
 
 
-def require_package(package: str, why: str, otherwise: str = "") -> None:
-    """Raise ModelError unless the package is installed; `why`: what needs it, for the message;
-    `otherwise`: what else helps, as the end of its sentence."""
+def require_package(package: str, why: str) -> None:
+    """Raise ModelError unless the package is installed; `why`: what needs it, for the message."""
     if find_spec(package) is None:
         raise ModelError(
             f"{why} needs {package.replace('_', '-')}, which is not installed; pip install "
-            f"'pipespec[quantize]'{otherwise}"
+            "'pipespec[quantize]'"
         )
 
 
@@ -112,10 +112,18 @@ def stored_method(path: Path, config: Any) -> str | None:
 def stored_packing(path: Path, settings: Mapping[str, Any]) -> MatrixPacking:
     """How the files' matrices are packed or scaled, given the `quantization_config` of
     config.json, by one of PACKED_METHODS. Raises ModelError."""
-    if settings.get("quant_method") == MXFP4:
+    method = settings["quant_method"]
+    if method == MXFP4:
         return Mxfp4Packing(path)
-    found = fp4_packing(path, settings) or fp8_packing(path, settings)
-    return found or packing(path, settings)
+    if (of_fp4 := FP4_FORMATS.get(str(settings.get("format")))) is not None:
+        return Fp4Packing(path, *of_fp4)
+    try:
+        return fp8_packing(path, settings) or packing(path, settings)
+    except (Unreadable, ValueError) as error:
+        raise ModelError(
+            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
+            "another checkpoint"
+        ) from error
 
 
 def _activations(config: Any) -> str | None:

@@ -11,10 +11,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.architectures import WRAPPERS, require_supported
+from pipespec.engine.formats.architectures import (
+    WRAPPERS,
+    require_supported,
+    text_config,
+    text_names,
+    text_type,
+)
 from pipespec.engine.formats.draft_kind import refuse_draft_head
-from pipespec.engine.formats.lazy import LazyTensor, Part, Units
-from pipespec.engine.formats.matrix_packing import MatrixPacking, as_plain, usual_dtype
+from pipespec.engine.formats.matrix_packing import MatrixPacking, usual_dtype
 from pipespec.engine.formats.quantization import (
     PACKED_METHODS,
     stored_method,
@@ -33,8 +38,14 @@ from pipespec.engine.formats.safetensors_headers import (
     tensor_ranges,
 )
 from pipespec.engine.formats.slice_tensors import LAYER, UNUSED, needed, part_of
-from pipespec.engine.formats.stored import KeptLayer, KeptMatrix, Storage
-from pipespec.engine.formats.text_part import text_config, text_names, text_type
+from pipespec.engine.formats.stored import (
+    KeptLayer,
+    KeptMatrix,
+    LazyTensor,
+    Part,
+    Storage,
+    Units,
+)
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import digest
 from pipespec.system.validation import Unreadable, reason, typed
@@ -104,7 +115,6 @@ class SafetensorsFolder:
 
     @property
     def kept_format(self) -> str | None:
-        """See `Storage`."""
         return None if self.packing is None else self.packing.format
 
     @property
@@ -138,16 +148,15 @@ class SafetensorsFolder:
                 f"{self.path} is multimodal and quantised by {self.method}, which is read of "
                 "models of text alone; take plain weights, AWQ, GPTQ, or compressed-tensors"
             )
-        return tensors if self.packing is None else as_plain(self.path, tensors, self.packing)
+        return tensors if self.packing is None else self.packing.as_plain(tensors)
 
-    def storage(self) -> Storage:
-        if self.method not in PACKED_METHODS:
+    def storage(self, num_layers: int) -> Storage:
+        if self.packing is None:
             return Storage(quantization=self.method)
-        assert self.packing is not None, "the method is packed"
-        numbers = [int(layer[1]) for name in self._all if (layer := LAYER.search(name))]
-        found = [KeptLayer()] * (max(numbers, default=-1) + 1)
+        found = [KeptLayer()] * num_layers
         for name in self.packing.matrices(self._all):
-            if (layer := LAYER.search(name)) is not None:
+            layer = LAYER.search(name)
+            if layer is not None and int(layer[1]) < num_layers:
                 found[int(layer[1])] += self.packing.kept_layer(name, self._all)
         return Storage(
             dequantized_from=self.method,
@@ -156,7 +165,6 @@ class SafetensorsFolder:
         )
 
     def units(self) -> Units:
-        """How many rows and columns of the matrices cannot be divided."""
         return Units() if self.packing is None else self.packing.units
 
     def weight_files(self) -> tuple[Path, ...]:
@@ -255,10 +263,6 @@ class SafetensorsFolder:
             return None
         whole = self._slice(name)
         return whole[index if any(each != slice(None) for each in index) else ...]
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor as it is stored; None: there is none."""
-        return self.present[name].shape if name in self.present else None
 
     @cached_property
     def _packed(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights. The
 headers of files that are not here are those of other layers, or what config.json implies.
 
-Of a multimodal checkpoint only the text part is there, by its names (`text_part`).
+Of a multimodal checkpoint only the text part is there, by its names (`architectures`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from pipespec.engine.formats.architectures import text_names
 from pipespec.engine.formats.slice_tensors import (
     EMBEDDING_NAME,
     LAYER,
@@ -23,7 +24,6 @@ from pipespec.engine.formats.slice_tensors import (
     UNUSED,
     part_of,
 )
-from pipespec.engine.formats.text_part import text_names
 from pipespec.errors import ModelError
 from pipespec.system import validation
 from pipespec.system.validation import Missing, Unreadable, parse_json, reason, shown
@@ -196,7 +196,6 @@ def absent_tensors(
 
 
 def _inner(name: str) -> str:
-    """The name of a tensor within its layer."""
     found = LAYER.search(name)
     return name if found is None else found[2]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 
 EMBEDDING, HEAD = "embedding", "head"
 # Of multi-token prediction (Qwen3-Next, Qwen3.5), which no slice computes.
@@ -52,21 +53,13 @@ def described(parts: Iterable[str]) -> str:
     """The parts in words, as in "layers 0 to 3 and 5, embedding and head"."""
     names = set(parts)
     numbers = sorted(int(name) for name in names if name not in (EMBEDDING, HEAD))
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], number
-        else:
-            runs.append((number, number))
-    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in runs]
-    words = []
-    if texts:
-        several = len(numbers) > 1
-        words.append(f"layer{'s' if several else ''} {listed(texts)}")
-    words += [name for name in (EMBEDDING, HEAD) if name in names]
-    return listed(words)
+    texts = []
+    for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        (_, first), *rest = run
+        texts.append(f"{first} to {rest[-1][1]}" if rest else f"{first}")
+    layers = [f"layer{'s' if numbers[1:] else ''} {listed(texts)}"] if texts else []
+    return listed([*layers, *(name for name in (EMBEDDING, HEAD) if name in names)])
 
 
 def listed(words: Sequence[str]) -> str:
-    """ "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -1,18 +1,53 @@
-"""What the formats of a checkpoint's files have in common."""
+"""What the formats of a checkpoint's files have in common: parts of tensors, which are created when
+they are read, and in how many bits weights are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pipespec.engine.formats.lazy import Part
+from pipespec.engine.formats.safetensors_headers import Tensor
+from pipespec.errors import ModelError
+
+if TYPE_CHECKING:  # headers are read without it
+    import torch
+
+# By their names in safetensors.
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED = {name: stored for stored, name in DTYPES.items()}
+
+# Rows and columns of a matrix `[out, in]`, of a vector its numbers; both at steps of 1.
+Part = tuple[slice, slice]
+WHOLE: Part = (slice(None), slice(None))
+
+
+class Units(NamedTuple):
+    """How many consecutive rows and columns of stored matrices no part divides: groups with one
+    scale, words that hold several weights."""
+
+    rows: int = 1
+    columns: int = 1
+
+
+# Weights that are unpacked at a time, which bounds the memory: unpacked, a matrix would take
+# several times what the layer holds in the end.
+UNPACKED = 1 << 16
+# Rows of a tile of packed integers.
+TILE = 64
+
+# Transformers reads with several threads; this limits the memory for inputs of `read` to one
+# tensor.
+_one_at_a_time = threading.Lock()
 
 
 class StoredTensors(Protocol):
     """The tensors of safetensors files, by name."""
 
-    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    @property
+    def present(self) -> Mapping[str, Tensor]: ...
     def read(self, name: str, *index: Any) -> Any: ...
 
 
@@ -53,11 +88,6 @@ class Storage:
     kept_format: str | None = None
     ends: tuple[int, int] | None = None
 
-    def of_layers(self, count: int) -> Storage:
-        """The same for so many layers, as the files may have more or fewer."""
-        kept = (*self.kept_layers, *[KeptLayer()] * count)[:count] if self.kept_layers else ()
-        return replace(self, kept_layers=kept)
-
 
 @dataclass(frozen=True, slots=True)
 class KeptMatrix:
@@ -66,3 +96,60 @@ class KeptMatrix:
 
     kind: str
     read: Callable[[Part], Any]
+
+
+class LazyTensor:
+    """A tensor of `shape` and `dtype` (its name in safetensors) of which `read` creates a part.
+
+    In the `state_dict` of `from_pretrained` it replaces a slice of a safetensors file;
+    `from_pretrained` reads only the tensors that the model has.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, read: Callable[[Part], torch.Tensor]):
+        self.shape = shape
+        self.dtype = dtype
+        self.read = read
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
+        part = WHOLE
+        if not isinstance(index, EllipsisType):
+            assert len(self.shape) <= 2, "stacks are read as a whole"
+            part = (*index, slice(None))[0], (*index, slice(None))[1]
+        with _one_at_a_time:
+            return self.read(part)
+
+
+def part_shape(shape: tuple[int, int], part: Part) -> tuple[int, int]:
+    rows, columns = (len(range(size)[some]) for size, some in zip(shape, part, strict=True))
+    return rows, columns
+
+
+def per(some: slice, size: int | None) -> slice:
+    """The units of this size, of which the first is at 0, that some indices are in; None: one unit
+    has all."""
+    if size is None or some == slice(None):
+        return slice(None)
+    return slice(some.start // size, -(-some.stop // size))
+
+
+def row_parts(shape: tuple[int, int], tile: int = TILE) -> Iterator[slice]:
+    """The rows of a matrix `[out, in]`, some at a time: all parts but the last have a multiple of
+    `tile` rows."""
+    out, inputs = shape
+    step = max(UNPACKED // inputs // tile, 1) * tile
+    for start in range(0, out, step):
+        yield slice(start, min(start + step, out))
+
+
+def require_shape(layer: Any, found: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the weights of a layer. Raises ModelError if the weights found have another."""
+    expected = layer.out_features, layer.in_features
+    if found != expected:
+        raise ModelError(f"it is {list(found)}, but must be {list(expected)}")
+    return expected

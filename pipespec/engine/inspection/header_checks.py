@@ -1,25 +1,44 @@
-"""Checks of headers against the config: by the model's own class (`require_fit`), and those that it
-does not make, or makes for plain weights alone."""
+"""Checks of a config, and of headers against it: by the model's own class (`require_fit`), and
+those that it does not make, or makes for plain weights alone."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import StoredFiles
 from pipespec.engine.formats.architectures import count_field
+from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.errors import ModelError
-from pipespec.system.result_cache import cached_call
+from pipespec.limits import MAX_COUNT, fault
+from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.system.validation import shown
 
-REMEDY = "fetch the checkpoint again"
+# Whole numbers above 0, and the largest.
+_SIZES = dict.fromkeys(
+    (
+        *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *("intermediate_size", "max_position_embeddings"),
+    ),
+    MAX_COUNT,
+) | {"num_hidden_layers": 10_000}
+# Suffixes of names of numbers that cannot be negative, and names of numbers that must be positive.
+_NOT_NEGATIVE = (
+    *("_size", "_dim", "_heads", "_layers", "_rank", "_eps", "_epsilon", "_experts"),
+    *("_per_tok", "_softcapping", "sliding_window"),
+)
+_POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "partial_rotary_factor")
+# Fields that describe a rotary embedding, and suffixes of positive numbers in them.
+_ROPE = ("rope_parameters", "rope_scaling")
+_ROPE_POSITIVE = ("factor", "_max_position_embeddings", "attention_factor")
+_DEEPEST = 8
+_HUGE = 1e300  # products of larger numbers are infinite
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
 _WITH_MTP = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # Masks and position tables of older checkpoints, which are not weights.
@@ -27,14 +46,46 @@ _TABLES = re.compile(r"(attention|attn)\.(bias|masked_bias)$|position_ids$|inv_f
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
-def check_heads(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError unless every KV head has as many query heads as the others."""
+def check_config(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError if a number in config.json is out of range, is not finite, or has an
+    impossible sign; Transformers checks the types. `quantization_config` is not checked."""
+    for why in _faults(raw):
+        raise ModelError(f"{path / 'config.json'}: {why}; {FOREIGN}")
+
+
+def _faults(raw: Mapping[str, Any]) -> Iterator[str]:
+    for name, most in _SIZES.items():
+        if type(raw.get(name)) in (int, float) and (why := fault(name, raw[name], 1, most)):
+            yield why[:-1]
+    rest = {name: value for name, value in raw.items() if name != "quantization_config"}
+    for name, value in _numbers("", rest, _DEEPEST):
+        last = name.rpartition(".")[2]
+        wanted = None
+        if not -_HUGE < value < _HUGE:
+            wanted = "a finite number"
+        elif last in _POSITIVE or (name.startswith(_ROPE) and last.endswith(_ROPE_POSITIVE)):
+            wanted = "above 0" if value <= 0 else None
+        elif last.endswith(_NOT_NEGATIVE):
+            wanted = "0 or more" if value < 0 else None
+        if last == "partial_rotary_factor" and value > 1:
+            wanted = "at most 1"
+        if wanted is not None:
+            yield f"{name} is {shown(value)}, but must be {wanted}"
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if type(heads) is int and type(kv_heads) is int and heads % kv_heads:
-        raise ModelError(
-            f"{path / 'config.json'}: num_attention_heads is {shown(heads)}, but must be a "
-            f"multiple of num_key_value_heads, which is {shown(kv_heads)}; correct it, or {REMEDY}"
-        )
+        multiple = f"a multiple of num_key_value_heads, which is {shown(kv_heads)}"
+        yield f"num_attention_heads is {shown(heads)}, but must be {multiple}"
+
+
+def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:
+    if type(value) in (int, float):
+        yield prefix, value
+    elif depth:
+        pairs = value.items() if isinstance(value, dict) else ()
+        for name, inner in pairs:
+            yield from _numbers(f"{prefix}.{name}" if prefix else str(name), inner, depth - 1)
+        for inner in value if isinstance(value, list) else ():
+            yield from _numbers(prefix, inner, depth - 1)
 
 
 def check_eos(path: Path, eos: Iterable[int], usual: int | list[int] | None, rows: int) -> None:
@@ -45,7 +96,7 @@ def check_eos(path: Path, eos: Iterable[int], usual: int | list[int] | None, row
             raise ModelError(
                 f"{path} ends texts with the token {shown(token)} (eos_token_id), but its "
                 f"vocabulary has {rows} tokens; correct config.json and generation_config.json, or "
-                f"{REMEDY}"
+                "fetch the checkpoint again"
             )
 
 
@@ -55,7 +106,7 @@ def check_floats(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if tensor.dtype not in FLOATS and not _TABLES.search(name):
             raise ModelError(
                 f"{path} holds {name} as {tensor.dtype}, but plain weights must be floating-point "
-                f"numbers (F32, BF16 or F16); {REMEDY}"
+                "numbers (F32, BF16 or F16); fetch the checkpoint again"
             )
 
 
@@ -70,31 +121,24 @@ def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], coun
         found = LAYER.search(name)
         if found is not None and int(found[1]) >= count + max(extra, 0):
             raise ModelError(
-                f"{path} holds {name}, but {field} in config.json is {shown(count)}, so "
-                f"the model would be decoded without this layer; correct config.json, or {REMEDY}"
+                f"{path} holds {name}, but {field} in config.json is {shown(count)}, so the model "
+                "would be decoded without this layer; correct config.json, or fetch the checkpoint "
+                "again"
             )
 
 
-@dataclass(frozen=True)
-class _Fits:
-    """The cached result of `require_fit`."""
-
-
-def require_fit(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+def require_fit(files: StoredFiles, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
     """Raise ModelError unless the model's own class accepts plain weights with these headers
     (`building.check_fit`). Success is cached, like the config."""
     described = sorted((name, each.shape, each.dtype) for name, each in tensors.items())
     depends = {
-        "config": checkpoint.files.raw,
+        "config": files.raw,
         "headers": hashlib.sha256(repr(described).encode()).hexdigest(),
         "strict": strict,
         "transformers": importlib.metadata.version("transformers"),
     }
-
-    def make() -> _Fits:
+    if load_cached("fits", depends) is None:
         from pipespec.engine.checkpoint import building  # torch and Transformers
 
-        building.check_fit(checkpoint, tensors, strict=strict)
-        return _Fits()
-
-    cached_call("fits", _Fits, depends, make)
+        building.check_fit(files, tensors, strict=strict)
+        store_cached("fits", depends, {})

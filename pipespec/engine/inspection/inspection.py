@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import open_files
+from pipespec.engine.checkpoint.model_path import resolve
 from pipespec.engine.formats.draft_kind import parallel_draft, refuse_eagle_head
-from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packing import PACKED_INT8
 from pipespec.engine.formats.quantization import (
     GGML_FORMATS,
@@ -23,20 +23,15 @@ from pipespec.engine.formats.quantization import (
 from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.formats.safetensors_headers import Tensor
 from pipespec.engine.formats.slice_tensors import EMBEDDING_NAME, LAYER
-from pipespec.engine.formats.stored import Storage
+from pipespec.engine.formats.stored import DTYPES, Storage
 from pipespec.engine.inspection.header_checks import (
+    check_config,
     check_count,
     check_eos,
     check_floats,
-    check_heads,
     require_fit,
 )
-from pipespec.engine.inspection.model_config import (
-    ModelFacts,
-    check_numbers,
-    check_sizes,
-    read_config,
-)
+from pipespec.engine.inspection.model_config import ModelFacts, read_config
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.tensor_parallel.tp_cuts import require_tp_divisible
 from pipespec.engine.tensor_parallel.tp_shares import tp_shares
@@ -201,7 +196,6 @@ class CheckpointInfo(ModelFacts):
         return numbers + 2 * heads * KV_SCALE_BYTES
 
     def kv_layers(self, layers: range) -> int:
-        """How many of these layers hold K and V."""
         return sum(self.has_kv[layers.start : layers.stop]) if self.has_kv else len(layers)
 
     def recurrent_bytes(self, layers: range, dtype: str, sequences: int, nodes: int) -> int:
@@ -215,7 +209,6 @@ class CheckpointInfo(ModelFacts):
         return sum(self.has_state[layers.start : layers.stop]) * of_layer
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
-        """Raise ModelError unless the layers can be divided among `members` devices."""
         requantized = self.storage.quantization is not None or quantization is not None
         require_tp_divisible(
             self.path, self.model_type, self.has_tp_plan, members, requantized=requantized
@@ -234,7 +227,6 @@ class CheckpointInfo(ModelFacts):
 
     @property
     def can_keep(self) -> bool:
-        """Whether some of its weights can stay in the few bits of the files."""
         return any(each.weights for each in self.storage.kept_layers)
 
     def check_quantization(self, name: str, quantization: str | None) -> None:
@@ -271,15 +263,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
 
     Raises ModelError, in one sentence, for anything that would prevent loading.
     """
-    checkpoint = Checkpoint.open(model)
-    path, files = checkpoint.path, checkpoint.files
+    files = open_files(path := resolve(model))
     raw, tensors = files.raw, files.headers()
-    model_type, storage = str(raw.get("model_type")), files.storage()
-    plain = storage.quantization is None
-    check_sizes(path, raw)
-    check_numbers(path, raw)
+    plain = not files.by_package
+    check_config(path, raw)
     refuse_eagle_head(path, tensors)
-    check_heads(path, raw)
     if plain:
         check_floats(path, tensors)
     try:
@@ -287,6 +275,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     check_count(path, raw, tensors, config.num_layers)
+    storage = files.storage(config.num_layers)
     embedding, stored, matrices = _measure(path, tensors, config.num_layers)
     if embedding.shape[1] != config.hidden_size:
         raise ModelError(
@@ -298,16 +287,16 @@ def inspect(model: str | Path) -> CheckpointInfo:
     mask_token, parallel_tokens = parallel_draft(path, raw)
     if plain:
         # Some quantisers store a bias of zeros where a model has none.
-        require_fit(checkpoint, tensors, strict=storage.dequantized_from is None)
+        require_fit(files, tensors, strict=storage.dequantized_from is None)
     return CheckpointInfo(
         **{each.name: getattr(config, each.name) for each in fields(ModelFacts)},
         path=path,
-        model_type=model_type,
+        model_type=str(raw.get("model_type")),
         vocab_size=vocab_size,
         eos=tuple(token for token in eos if token < vocab_size),
         stored=stored,
         matrices=matrices,
-        storage=storage.of_layers(config.num_layers),
+        storage=storage,
         dtype=None if plain else DTYPES.get(embedding.dtype),
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.formats.architectures import count_field
-from pipespec.engine.formats.safetensors_folder import FOREIGN
 from pipespec.engine.recurrence.state_sizes import (
     RecurrentSizes,
     layers_with_kv,
@@ -18,33 +17,8 @@ from pipespec.engine.recurrence.state_sizes import (
     recurrent_sizes,
 )
 from pipespec.engine.tensor_parallel.tp_cuts import has_plan
-from pipespec.errors import ModelError
-from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.result_cache import cached_call
-from pipespec.system.validation import shown
 
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_MAX_LAYERS = 10_000
-# Suffixes of names of numbers that cannot be negative, and names of numbers that must be positive.
-_NOT_NEGATIVE = (
-    *("_size", "_dim", "_heads", "_layers", "_rank", "_eps", "_epsilon", "_experts"),
-    *("_per_tok", "_softcapping", "sliding_window"),
-)
-_POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "partial_rotary_factor")
-# Fields that describe a rotary embedding, and suffixes of positive numbers in them.
-_ROPE = ("rope_parameters", "rope_scaling")
-_ROPE_POSITIVE = ("factor", "_max_position_embeddings", "attention_factor")
-_DEEPEST = 8
-_HUGE = 1e300  # products of larger numbers are infinite
 # The matrices in which a tensor-parallel plan may divide KV heads.
 _KV = (".k_proj", ".v_proj", ".kv_b_proj")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
@@ -96,7 +70,7 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
 
 
 def _by_transformers(path: Path) -> StoredConfig:
-    config = Checkpoint(path).files.config()
+    config = open_files(path).config()
     heads = max(layer.num_attention_heads for layer in _layers(config))
     plan = config.base_model_tp_plan or {}
     return StoredConfig(
@@ -118,56 +92,12 @@ def _by_transformers(path: Path) -> StoredConfig:
     )
 
 
-def check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError if a size in config.json is out of range; Transformers checks the types."""
-    for name in _SIZES:
-        most = _MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
-        wrong = fault(name, raw.get(name), 1, most)
-        if wrong and type(raw.get(name)) in (int, float):
-            raise ModelError(f"{path / 'config.json'}: {wrong[:-1]}; fetch the checkpoint again")
-
-
-def check_numbers(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError if a number in config.json is not finite, or has an impossible sign.
-    `quantization_config` is not checked."""
-    rest = {name: value for name, value in raw.items() if name != "quantization_config"}
-    for name, value in _numbers("", rest, _DEEPEST):
-        last = name.rpartition(".")[2]
-        in_rope = name.startswith(_ROPE)
-        wanted = None
-        if not -_HUGE < value < _HUGE:
-            wanted = "a finite number"
-        elif last in _POSITIVE or (in_rope and last.endswith(_ROPE_POSITIVE)):
-            wanted = "above 0" if value <= 0 else None
-        elif last.endswith(_NOT_NEGATIVE):
-            wanted = "0 or more" if value < 0 else None
-        if last == "partial_rotary_factor" and value > 1:
-            wanted = "at most 1"
-        if wanted is not None:
-            raise ModelError(
-                f"{path / 'config.json'}: {name} is {shown(value)}, but must be {wanted}; {FOREIGN}"
-            )
-
-
-def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:
-    """Names and values of the numbers in a JSON value, to that depth."""
-    if type(value) in (int, float):
-        yield prefix, value
-    elif depth:
-        pairs = value.items() if isinstance(value, dict) else ()
-        for name, inner in pairs:
-            yield from _numbers(f"{prefix}.{name}" if prefix else str(name), inner, depth - 1)
-        for inner in value if isinstance(value, list) else ():
-            yield from _numbers(prefix, inner, depth - 1)
-
-
 def _layers(config: Any) -> Sequence[Any]:
     """The config of each layer if they differ, or that of all."""
     return config.per_layer_config if config.is_heterogeneous else (config,)
 
 
 def _kv_size(config: Any) -> int:
-    """How many numbers K and V of a token have in a layer."""
     heads = config.num_attention_heads
     if config.model_type == "mimo_v2_flash":  # sliding layers have twice the heads
         return int(2 * config.num_key_value_heads * (config.head_dim + config.v_head_dim))

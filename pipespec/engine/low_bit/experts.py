@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipespec.engine.formats.fill_in_parts import require_shape
-from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.formats.stored import WHOLE, Part, require_shape
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 from pipespec.engine.low_bit.kept_linear import as_ggml, linear_in_blocks

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipespec.engine.formats.fill_in_parts import require_shape, row_parts
 from pipespec.engine.formats.gguf_blocks import GgmlWeights, in_blocks
 from pipespec.engine.formats.gguf_tensors import in_turns
-from pipespec.engine.formats.lazy import WHOLE, Part
+from pipespec.engine.formats.stored import WHOLE, Part, require_shape, row_parts
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
 

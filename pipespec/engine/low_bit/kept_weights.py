@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipespec.engine.formats.fill_in_parts import row_parts
 from pipespec.engine.formats.gguf import is_int4
-from pipespec.engine.formats.lazy import WHOLE, Part
 from pipespec.engine.formats.quantization import KEPT_FORMATS
-from pipespec.engine.formats.stored import KeptMatrix
+from pipespec.engine.formats.stored import WHOLE, KeptMatrix, Part, row_parts
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.low_bit.experts import (
     MIXTURE,

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from pipespec.engine.attention import hook
 from pipespec.engine.attention.hook import leave_out_indexers
-from pipespec.engine.checkpoint.building import alone, build, require_all
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.building import alone, build, require_all, source_of
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.partial_checkpoint import require_parts
 from pipespec.engine.formats.architectures import count_field, num_layers_of, require_supported
-from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.quantization import QUANTIZATIONS, loading_options
 from pipespec.engine.formats.slice_tensors import parts_of
-from pipespec.engine.formats.stored import KeptMatrix
+from pipespec.engine.formats.stored import DTYPES, KeptMatrix
 from pipespec.engine.low_bit import kept_weights
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.whole_slice import WholeSlice
@@ -55,8 +54,8 @@ def load(
     """The model with the weights of `layers`, or this device's part of them; see
     `ModelSlice.load`."""
     with alone(progress=progress):
-        checkpoint = Checkpoint(path)
-        files, config = checkpoint.files, checkpoint.files.config()
+        files = open_files(path)
+        config = files.config()
         require_supported(config.model_type, path)
         assert layers.step == 1
         assert 0 <= layers.start < layers.stop <= num_layers_of(config)
@@ -75,7 +74,7 @@ def load(
         kinds = {name: each.kind for name, each in kept.items()}
         make = kept_weights.LayerMaker(kinds, device, computed)
         keep = partial(kept_weights.replace, names=kept, make=make)
-        with checkpoint.source(parts, computed) as source:
+        with source_of(files, parts, computed) as source:
             model, loaded = build(
                 sliced_class(
                     config, layers, partial(parallel.prepare, files.units(), source[1], keep)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.formats.lazy import Units
+from pipespec.engine.formats.stored import Units
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.lazy import Part
+from pipespec.engine.formats.stored import Part
 from pipespec.errors import ModelError
 
 # Rules of the supported architectures' plans: modules whose outputs are summed, whose input is

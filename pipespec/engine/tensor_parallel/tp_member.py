@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.formats.lazy import Units
+from pipespec.engine.formats.stored import Units
 from pipespec.engine.graphs.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import capture_graphs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention.hook import is_attention
-from pipespec.engine.formats.lazy import DTYPES, Units
+from pipespec.engine.formats.stored import DTYPES, Units
 from pipespec.engine.low_bit.experts import use_loop
 from pipespec.engine.tensor_parallel import tp_cuts
 from pipespec.engine.tensor_parallel.tensor_parallel import TPGroup, gather_columns, sum_parts

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
-from pipespec.engine.formats.lazy import Units
+from pipespec.engine.checkpoint.checkpoint import StoredFiles, open_files
 from pipespec.engine.formats.slice_tensors import LAYER
+from pipespec.engine.formats.stored import Units
 from pipespec.system.result_cache import cached_call
 
 
@@ -35,7 +35,7 @@ class TPShares:
 def tp_shares(path: Path, members: int) -> TPShares:
     """How `members` devices divide a checkpoint that has a plan for it; cached. Raises
     ModelError."""
-    files = Checkpoint(path).files
+    files = open_files(path)
     raw, units = files.raw, files.units()
     depends = {
         "config": raw,

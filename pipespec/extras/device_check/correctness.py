@@ -12,9 +12,8 @@ from pipespec.engine.attention import select
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.formats.fp8 import FP8, Fp8Weights
-from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.engine.formats.matrix_packing import GROUPED_KIND
-from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.formats.packing import PACKED_INT4, GroupedWeights
 from pipespec.engine.low_bit.kept_weights import LayerMaker, self_test_error
 from pipespec.engine.precision import name_of
 from pipespec.engine.slice.model_slice import ModelSlice
@@ -164,11 +163,10 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
     codes = torch.randint(0, 16, (OUT, INPUTS), generator=generator, dtype=torch.uint8)
     scales = torch.rand(OUT, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
     zeros = torch.full(scales.shape, 8, dtype=torch.int16)
-    group_of = torch.arange(INPUTS) // GROUP
     wide = torch.randn(OUT, INPUTS, generator=generator).to(torch.float8_e4m3fn)
     blocks = torch.rand(OUT // GROUP, INPUTS // GROUP, generator=generator) * 0.01 + 0.001
     kinds: dict[str, Any] = {
-        PACKED_INT4: (GROUPED_KIND, GroupedWeights(codes, scales, zeros, group_of)),
+        PACKED_INT4: (GROUPED_KIND, GroupedWeights(codes, scales, zeros)),
         FP8: (FP8, Fp8Weights(wide, blocks, GROUP, GROUP)),
     }
     found: dict[str, Any] = {}

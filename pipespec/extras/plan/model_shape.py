@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.model_path import resolve_config
-from pipespec.engine.formats.architectures import require_supported
+from pipespec.engine.formats.architectures import require_supported, text_config, text_type
 from pipespec.engine.formats.slice_tensors import LAYER
-from pipespec.engine.formats.text_part import text_config, text_type
 from pipespec.engine.inspection.model_config import read_config
 from pipespec.errors import ModelError
 from pipespec.extras.emulation.machine import experts_read
@@ -133,7 +132,7 @@ def _count(name: str, raw: Mapping[str, Any]) -> ModelShape:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(raw))
         try:
-            stored, config = read_config(path, raw), Checkpoint(path).files.config()
+            stored, config = read_config(path, raw), open_files(path).config()
         except ModelError as error:
             raise ModelError(str(error).replace(str(path / "config.json"), name)) from error
     if getattr(config, "quantization_config", None) is not None:

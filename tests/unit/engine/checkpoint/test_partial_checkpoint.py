@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +11,10 @@ import torch
 from pipespec.engine.checkpoint.partial_checkpoint import layers_here
 from pipespec.engine.formats.slice_tensors import described, parts_of
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, build, weights
 from tests.helpers.shards import own_files, shard
 from tools.rig.packing import KINDS, pack
-
-
-def weights(path: Path, layers: range) -> dict[str, torch.Tensor]:
-    model = ModelSlice.load(path, layers, dtype=torch.float32, num_slots=4)
-    return dict(model.model.state_dict()) | dict(model.base.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "deepseek_v3", "gpt_neox"])

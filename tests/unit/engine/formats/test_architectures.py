@@ -1,18 +1,22 @@
-"""Every causal type of the installed Transformers: it decodes, or is refused with a reason."""
+"""Every causal type of the installed Transformers decodes, or is refused with a reason; the text
+part of multimodal checkpoints."""
 
 from __future__ import annotations
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pipespec.engine.formats import refused_architectures
 from pipespec.engine.formats.architectures import (
     ARCHITECTURES,
+    REASONS,
+    UNKNOWN,
     WRAPPERS,
     modeling_module,
     require_supported,
+    text_config,
+    text_names,
+    text_type,
 )
-from pipespec.engine.formats.refused_architectures import REASONS
 from pipespec.errors import ModelError
 from tests.helpers.models import MULTIMODAL
 
@@ -35,7 +39,7 @@ def test_every_causal_type_decodes_or_is_refused_because_of_something(model_type
         assert model_type not in REASONS
     else:
         said = refusal(model_type)
-        assert refused_architectures.UNKNOWN not in said
+        assert UNKNOWN not in said
         assert said.startswith(f"the architecture '{model_type}' of the model is not supported: ")
         assert "\n" not in said
         assert len(said) < 250
@@ -68,3 +72,61 @@ def test_the_module_of_an_architecture_is_one_of_transformers(model_type: str) -
     from importlib.util import find_spec
 
     assert find_spec(modeling_module(model_type)) is not None
+
+
+INNER = {"model_type": "gemma3_text", "hidden_size": 8, "eos_token_id": None}
+WHOLE = {
+    "model_type": "gemma3",
+    "text_config": INNER,
+    "vision_config": {"hidden_size": 4},
+    "eos_token_id": [1, 106],
+    "quantization_config": {"quant_method": "awq"},
+}
+
+
+def test_the_config_of_the_text_part_takes_what_the_whole_config_has_for_it() -> None:
+    assert text_config(WHOLE) == {
+        "model_type": "gemma3_text",
+        "hidden_size": 8,
+        "eos_token_id": [1, 106],
+        "quantization_config": {"quant_method": "awq"},
+    }
+
+
+def test_a_text_config_without_a_type_has_the_usual_one() -> None:
+    whole = {"model_type": "mistral3", "text_config": {"hidden_size": 8}}
+    assert text_config(whole) == {"model_type": "mistral", "hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    "raw", [{"model_type": "llama"}, {"model_type": "paligemma", "text_config": INNER}]
+)
+def test_the_config_of_another_model_stays_as_it_is(raw: dict[str, object]) -> None:
+    assert text_config(raw) is raw
+
+
+def test_the_type_of_the_text_part_is_that_of_any_multimodal_model() -> None:
+    assert text_type({"model_type": "paligemma", "text_config": INNER}) == "gemma3_text"
+    assert text_type({"model_type": "llama"}) is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("vision_tower.encoder.layers.0.mlp.fc1.weight", None),
+        ("model.vision_tower.layers.0.mlp.fc1.weight", None),
+        ("multi_modal_projector.mm_soft_emb_norm.weight", None),
+    ],
+)
+def test_names_of_the_text_part_lose_their_prefix(stored: str, name: str | None) -> None:
+    embedding = "model.language_model.embed_tokens.weight"
+    assert text_names([embedding, stored]).get(stored) == name
+
+
+def test_names_without_prefixes_stay_as_they_are() -> None:
+    names = ["layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight", "fc.weight"]
+    assert text_names(names) == {name: name for name in names}

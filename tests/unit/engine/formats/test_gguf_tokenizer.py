@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 
 from pipespec.engine.formats import gguf_tokenizer
 from pipespec.engine.formats.gguf_splits import SPLITS
-from pipespec.engine.formats.gguf_tokenizer import ends, load_tokenizer, refusal, splitter
+from pipespec.engine.formats.gguf_tokenizer import ends, load_tokenizer, refusal
 from tests.helpers import llama_cpp
 from tests.helpers.mixed_text import mixed_text
 
@@ -26,27 +26,6 @@ OTHERS_SHARE = 10
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<s>", "<x>", "<unk>", "<|user|>", "<think>"]
 TYPES = [3, 3, 2, 3, 4]
-TEXT = "DON'T stop: 12345 (okay)\n\n  übung"
-THREES, ONES = ["123", "45"], list("12345")
-CUT, WHOLE = ["DON", "'T"], ["DON'T"]
-# How it begins, and its digits; the rest is the same for all.
-PIECES = {
-    "llama-bpe": (CUT, THREES),
-    "qwen2": (CUT, ONES),
-    "tekken": (CUT, ONES),
-    "gpt-4o": (WHOLE, THREES),
-    "deepseek-v3": (CUT, THREES),
-    "smollm": (["DON", "'", "T"], ONES),
-}
-
-
-@pytest.mark.parametrize("split", PIECES)
-def test_text_is_split_as_the_model_was_trained(split):
-    first, digits = PIECES[split]
-    rest = [" (", "okay", *([")", "\n\n "] if split == "smollm" else [")\n\n", " "]), " übung"]
-    found = splitter(SPLITS[split]).pre_tokenize_str(TEXT)
-    pieces = [TEXT[start:stop] for _, (start, stop) in found]
-    assert pieces == [*first, " stop", ":", " ", *digits, *rest]
 
 
 # --- against llama.cpp ------------------------------------------------------------------------

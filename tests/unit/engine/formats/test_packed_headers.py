@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipespec.engine.formats.fp8 import Fp8Packing
-from pipespec.engine.formats.matrix_packing import as_plain
 from pipespec.engine.formats.safetensors_headers import Tensor
 
 
@@ -16,4 +15,4 @@ def test_a_weight_that_is_called_a_scale_is_no_left_over() -> None:
         "model.layers.0.self_attn.q_proj.weight_scale": Tensor((4,), 16, "F32"),
         "model.layers.0.self_attn.k_scale": Tensor((1,), 4, "F32"),
     }
-    assert [*as_plain(Path("model"), tensors, Fp8Packing(Path("model"), None))] == [*tensors][:2]
+    assert [*Fp8Packing(Path("model"), None).as_plain(tensors)] == [*tensors][:2]

@@ -1,22 +1,40 @@
-"""What `inspect` tells of a checkpoint, and how it refuses one."""
+"""What `inspect` tells of a checkpoint, and what it refuses: broken files, and headers that do not
+fit their config."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
+import resource
 import shutil
 import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pipespec.engine.checkpoint.fingerprint import fingerprint
+from pipespec.engine.formats.architectures import REASONS, count_field
 from pipespec.engine.inspection.inspection import Sizes, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
+from pipespec.system.folders import resource_dir
 from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal, shared
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DEMO = resource_dir("demo")
+NAN = float("nan")
+MOST_S = 12.0  # thrice what is usual, as others may use the machine
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +44,39 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copy(llama, tmp_path) -> Path:
-    return Path(shutil.copytree(llama, tmp_path / "model"))
+    return Path(copytree(llama, tmp_path / "model"))
 
 
-def _edit(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    return build("llama", tmp_path / "sharded", max_shard_size="30KB")
 
 
-def _refusal(path: Path) -> str:
+def edit(path: Path, name: str = "config.json", **changes: object) -> None:
+    content = json.loads((path / name).read_text()) | changes
+    (path / name).write_text(json.dumps(content))
+
+
+def change(path: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the tensors of a checkpoint."""
+    tensors = load_file(path / WEIGHTS)
+    how(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    return path
+
+
+def refusal(path: Path) -> str:
     with pytest.raises(ModelError) as caught:
         inspect(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def refused(path: Path, why: str) -> None:
+    assert re.search(why, refusal(path))
+
+
+# --- what is told -----------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_described(llama):
@@ -56,37 +94,123 @@ def test_a_checkpoint_is_described(llama):
     assert (info.storage.quantization, info.dtype) == (None, None)
 
 
-@pytest.mark.parametrize("model_type", by_kind())
-def test_every_architecture_is_described(model_type):
-    info = inspect(shared(model_type))
-    assert len(info.stored.layers) == NUM_LAYERS
-    assert info.vocab_size == VOCAB_SIZE
-    assert info.context == 256
-
-
-def test_shards_count_like_one_file(llama, tmp_path):
-    sharded = build("llama", tmp_path / "model", max_shard_size="30KB")
+def test_shards_count_like_one_file(llama, sharded, tmp_path):
+    """Also if they are links, as in the cache of the hub."""
     assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert inspect(sharded).stored == inspect(llama).stored
+    (tmp_path / "blobs").mkdir()
+    for shard in sharded.glob("*.safetensors"):
+        blob = shard.rename(tmp_path / "blobs" / shard.name)
+        shard.symlink_to(f"../blobs/{blob.name}")
     assert inspect(sharded).stored == inspect(llama).stored
 
 
 def test_eos_of_the_generation_config_goes_first(copy):
-    _edit(copy / "generation_config.json", eos_token_id=7)
+    edit(copy, "generation_config.json", eos_token_id=7)
     assert inspect(copy).eos == (7,)
-
-
-def test_eos_of_the_config_stands_in(copy):
     (copy / "generation_config.json").unlink()
     assert inspect(copy).eos == (2, 3)
-    _edit(copy / "config.json", eos_token_id=None)
+    edit(copy, eos_token_id=None)
     assert inspect(copy).eos == ()
 
 
 def test_a_context_ends_where_rotary_frequencies_would_change(copy):
     rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
     rope["original_max_position_embeddings"] = 64
-    _edit(copy / "config.json", rope_parameters=rope)
+    edit(copy, rope_parameters=rope)
     assert inspect(copy).context == 64
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path):
+    path = copytree(shared("llama"), tmp_path / "model")
+    whole = inspect(path)
+    left_over = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (path / INDEX).write_text(json.dumps(left_over))
+    assert inspect(path) == whole
+
+
+def test_changes_that_mean_nothing_are_accepted(tmp_path):
+    path = copytree(shared("llama"), tmp_path / "model")
+    edit(path, transformers_version="4.0.0", _note="of nobody's", use_cache=False)
+    change(path, lambda tensors: tensors.update(dict(reversed(tensors.items()))))
+    assert inspect(path) == replace(inspect(shared("llama")), path=path)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
+def test_a_layer_for_multi_token_prediction_is_left_out_but_not_more(tmp_path, model_type):
+    path = build(model_type, tmp_path / "model", num_nextn_predict_layers=1)
+    layers = len(inspect(path).stored.layers)
+
+    def add(number: int) -> Callable[[dict[str, torch.Tensor]], object]:
+        return lambda tensors: tensors.update(
+            {
+                re.sub(r"layers\.3\.", f"layers.{number}.", name): tensor.clone()
+                for name, tensor in tensors.items()
+                if ".layers.3." in name
+            }
+        )
+
+    assert len(inspect(change(path, add(layers))).stored.layers) == layers
+    refused(change(path, add(layers + 1)), r"layers\.5\..*without this layer")
+
+
+def test_buffers_of_old_checkpoints_are_taken(tmp_path):
+    llama = build("llama", tmp_path / "llama")
+    change(
+        llama,
+        lambda tensors: tensors.update(
+            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(6) for i in range(4)}
+        ),
+    )
+    assert inspect(llama)
+    neox = build("gpt_neox", tmp_path / "neox")
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    change(
+        neox,
+        lambda tensors: tensors.update(
+            {f"gpt_neox.layers.{i}.attention.bias": mask.clone() for i in range(4)}
+        ),
+    )
+    assert inspect(neox)
+
+
+def test_a_tied_head_may_be_stored_all_the_same(tmp_path):
+    path = build("llama", tmp_path / "model", tie_word_embeddings=True)
+    change(
+        path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    assert inspect(path).tied
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_a_checkpoint_of_the_base_model_is_taken_and_loaded(tmp_path, model_type):
+    whole = build(model_type, tmp_path / "whole", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.base_model.save_pretrained(tmp_path / "base")
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "base" / WEIGHTS))
+    assert inspect(tmp_path / "base").stored.total == inspect(whole).stored.total
+    for layers in (range(2), range(2, NUM_LAYERS)):
+        parts = [ModelSlice.load(path, layers, num_slots=4) for path in (whole, tmp_path / "base")]
+        assert parts[0].num_weight_bytes == parts[1].num_weight_bytes
+
+
+def test_what_fits_is_remembered(tmp_path, monkeypatch):
+    path = build("llama", tmp_path / "model", hidden_act="gelu")
+    inspect(path)
+
+    def asked(*_: object, **__: object) -> int:
+        raise AssertionError("the model was made again")
+
+    monkeypatch.setattr("pipespec.engine.checkpoint.building.check_fit", asked)
+    inspect(path)
+    with pytest.raises(AssertionError):
+        inspect(build("llama", tmp_path / "other", hidden_act="relu"))
+
+
+# --- files that are refused -------------------------------------------------------------------
 
 
 NESTED = "[" * 3000 + "]" * 3000
@@ -102,18 +226,18 @@ NESTED = "[" * 3000 + "]" * 3000
 )
 def test_unreadable_json_is_refused(copy, text, why):
     raw = text.encode(errors="surrogateescape")
-    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+    for name in ("config.json", "generation_config.json", INDEX):
         kept = (copy / name).read_bytes() if (copy / name).exists() else None
         (copy / name).write_bytes(raw)
         if name.endswith("index.json"):  # a file with all weights goes before it
-            (copy / "model.safetensors").unlink()
-        assert f"{name} cannot be read ({why}" in _refusal(copy)
+            (copy / WEIGHTS).unlink()
+        assert f"{name} cannot be read ({why}" in refusal(copy)
         if kept is None:
             (copy / name).unlink()
         else:
             (copy / name).write_bytes(kept)
-    (copy / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
-    assert "its header cannot be read" in _refusal(copy)
+    (copy / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert "its header cannot be read" in refusal(copy)
 
 
 @pytest.mark.parametrize("shape", [[], [4], [1, 1, 4]])
@@ -127,21 +251,19 @@ def test_an_embedding_that_is_none(copy, shape):
         end += size
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + bytes(end)
-    (copy / "model.safetensors").write_bytes(data)
-    assert "holds no token embedding" in _refusal(copy)
+    (copy / WEIGHTS).write_bytes(data)
+    assert "holds no token embedding" in refusal(copy)
 
 
 @pytest.mark.parametrize(
     "name", ["../secret", "../../../../../etc/passwd", "/etc/passwd", "sub/model", "..", "", 3]
 )
-def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
-    path = build("llama", tmp_path / "model", max_shard_size="30KB")
-    shutil.copy(min(path.glob("*.safetensors")), tmp_path / "secret")
-    index = path / "model.safetensors.index.json"
-    shards = json.loads(index.read_text())["weight_map"]
-    _edit(index, weight_map={**shards, min(shards): name})
-    assert f"names the shard {name!r}, which is no file of its folder" in _refusal(path)
-    assert "has no usable" in fingerprint(str(path)).problem
+def test_an_index_names_no_file_outside_its_folder(sharded, tmp_path, name):
+    shutil.copy(min(sharded.glob("*.safetensors")), tmp_path / "secret")
+    shards = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit(sharded, INDEX, weight_map={**shards, min(shards): name})
+    assert f"names the shard {name!r}, which is no file of its folder" in refusal(sharded)
+    assert "has no usable" in fingerprint(str(sharded)).problem
 
 
 @pytest.mark.parametrize(
@@ -153,45 +275,28 @@ def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
     ],
 )
 def test_an_index_that_maps_nothing_is_refused(copy, index, why):
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert why in _refusal(copy)
+    (copy / WEIGHTS).unlink()
+    (copy / INDEX).write_text(json.dumps(index))
+    assert why in refusal(copy)
 
 
-def test_an_index_that_names_a_tensor_that_no_shard_holds_is_refused(tmp_path):
-    path = build("llama", tmp_path / "model", max_shard_size="30KB")
-    index = path / "model.safetensors.index.json"
-    shards = json.loads(index.read_text())["weight_map"]
-    _edit(index, weight_map={**shards, "model.layers.1.extra.weight": min(shards.values())})
-    assert "names 1 tensors that no shard holds, for example model.layers.1.extra" in _refusal(path)
-
-
-def test_shards_may_be_links_as_in_the_cache_of_the_hub(llama, tmp_path):
-    path = build("llama", tmp_path / "model", max_shard_size="30KB")
-    (tmp_path / "blobs").mkdir()
-    for shard in path.glob("*.safetensors"):
-        blob = shard.rename(tmp_path / "blobs" / shard.name)
-        shard.symlink_to(f"../blobs/{blob.name}")
-    assert inspect(path).stored == inspect(llama).stored
-
-
-def test_a_missing_shard(tmp_path):
-    path = build("llama", tmp_path / "model", max_shard_size="30KB")
-    shard = min(path.glob("*.safetensors"))
+def test_shards_that_lack_tensors_are_refused(sharded):
+    shards = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit(sharded, INDEX, weight_map={**shards, "model.layers.1.extra.weight": min(shards.values())})
+    assert "names 1 tensors that no shard holds, for example model.layers.1.ex" in refusal(sharded)
+    edit(sharded, INDEX, weight_map=shards)
+    shard = min(sharded.glob("*.safetensors"))
     shard.unlink()
-    assert inspect(path)  # another host may have it
+    assert inspect(sharded)  # another host may have it
     with pytest.raises(ModelError, match=rf"lacks embedding \(in {shard.name}\)"):
-        ModelSlice.load(path, range(1), num_slots=1)
+        ModelSlice.load(sharded, range(1), num_slots=1)
 
 
 def test_a_multimodal_checkpoint_that_another_library_quantised_is_refused(tmp_path):
     path = build_multimodal("mistral3", tmp_path / "model")
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True}
-    _edit(path / "config.json", quantization_config=quantised)
-    assert (
-        "is multimodal and quantised by bitsandbytes, which is read of models of text"
-        in _refusal(path)
-    )
+    edit(path, quantization_config=quantised)
+    refused(path, "is multimodal and quantised by bitsandbytes, which is read of models of text")
 
 
 def _header(entry: object, other: object = None, data: int = 4) -> bytes:
@@ -230,17 +335,155 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_weight_file_is_refused(copy, how):
-    file = copy / "model.safetensors"
+    file = copy / WEIGHTS
     file.write_bytes(DAMAGE[how](file.read_bytes()))
-    assert f"{file} is not a whole safetensors file" in _refusal(copy)
+    assert f"{file} is not a whole safetensors file" in refusal(copy)
 
 
 def test_a_missing_or_unreadable_file_is_named(copy):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    assert "holds no model.safetensors" in _refusal(copy)
+    (copy / WEIGHTS).rename(copy / "pytorch_model.bin")
+    assert "holds no model.safetensors" in refusal(copy)
     (copy / "config.json").write_text("{")
-    assert "config.json cannot be read (it is not JSON" in _refusal(copy)
+    assert "config.json cannot be read (it is not JSON" in refusal(copy)
     (copy / "config.json").unlink()
-    assert "holds no config.json" in _refusal(copy)
+    assert "holds no config.json" in refusal(copy)
     os.mkfifo(copy / "config.json")  # which is not waited for
-    assert "config.json cannot be read (it is no regular file)" in _refusal(copy)
+    assert "config.json cannot be read (it is no regular file)" in refusal(copy)
+
+
+# --- tensors that are refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", by_kind())
+def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
+    path = copytree(shared(model_type), tmp_path / "model")
+    raw = json.loads((path / "config.json").read_text())
+    shorter = {
+        name: value[: NUM_LAYERS // 2]
+        for name, value in raw.items()
+        if isinstance(value, list) and len(value) == NUM_LAYERS
+    }
+    count = count_field(model_type)
+    edit(path, **{count: NUM_LAYERS // 2}, **shorter)
+    why = rf"holds .*layers\.[23]\..* {count} in config.json is 2, so the model"
+    refused(path, f"{why}|config.json is not valid: .* indices in the range")
+
+
+@pytest.mark.parametrize("model_type", by_kind())
+def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type):
+    """Of each kind that a layer in the middle has, and of each that lies outside of layers."""
+    path = copytree(shared(model_type), tmp_path / "model")
+    tensors = load_file(path / WEIGHTS)
+    inside = [name for name in tensors if ".layers.2." in name and ".experts." not in name]
+    outside = [name for name in tensors if ".layers." not in name]
+    for name in (inside[0], inside[-1], outside[0], outside[-1]):
+        kept = {key: value for key, value in tensors.items() if key != name}
+        save_file(kept, path / WEIGHTS, metadata={"format": "pt"})
+        refused(path, "holds no|does not fit its config.json: . missing tensors, for example")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe"])
+def test_a_missing_expert_is_refused(tmp_path, model_type):
+    path = build(model_type, tmp_path / "model")
+
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[next(name for name in tensors if ".layers.2." in name and ".experts" in name)]
+
+    refused(change(path, drop), "does not fit its config.json|concatenates do not fit together")
+
+
+def test_integers_where_weights_must_be_are_refused(tmp_path):
+    path = build("llama", tmp_path / "model")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def whole(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].to(torch.int16)
+
+    refused(change(path, whole), rf"holds {name} as I16, but plain weights must be floating-point")
+
+
+@pytest.mark.parametrize(
+    "how", [lambda t: t.T.contiguous(), lambda t: t.flatten(), lambda t: t.reshape(-1, 8)]
+)
+def test_a_matrix_of_another_shape_is_refused(tmp_path, how):
+    path, name = build("llama", tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    wrong = change(path, lambda tensors: tensors.update({name: how(tensors[name])}))
+    refused(wrong, f"1 mismatched tensors, for example {name}")
+
+
+def test_weights_of_layers_that_the_model_would_leave_out_are_refused(tmp_path):
+    path = build("llama", tmp_path / "model", attention_bias=True)
+    edit(path, attention_bias=False)
+    refused(path, r"16 tensors of its layers would be left out, for example .*\.bias")
+
+
+WHOLE = "but must be a whole number from 1 to"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"hidden_act": "sillu"}, "no model can be made of .*sillu"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps is nan, but must be a finite number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, but must be 0 or more"),
+        ({"rope_theta": 0}, "rope_theta is 0, but must be above 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, r"rope_parameters\.rope_theta is 0, but must be"),
+        ({"rope_scaling": {"factor": -2.0}}, r"rope_scaling\.factor is -2.0, but must be above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, but must be at most 1"),
+        ({"attention_dropout": float("inf")}, "attention_dropout is inf, but must be a finite"),
+        ({"any": {"deep": [1, {"er": float("-inf")}]}}, r"any\.deep\.er is -inf, but must be"),
+        ({"sliding_window": -4}, "sliding_window is -4, but must be 0 or more"),
+        ({"eos_token_id": 10**9}, "ends texts with the token 1000000000 .* has 199 tokens"),
+        ({"eos_token_id": [2, -1]}, "ends texts with the token -1"),
+        *(({"eos_token_id": eos}, "eos_token_id") for eos in ("</s>", [1, "2"], {"a": 1}, 1.5)),
+        ({"pad_token_id": 10**6}, "no model can be made of"),
+        ({"num_key_value_heads": 8}, "num_attention_heads is 4, but must be a multiple of num_key"),
+        ({"num_hidden_layers": NUM_LAYERS + 1}, f"holds no tensor of layer {NUM_LAYERS},"),
+        ({"num_hidden_layers": 0}, f"num_hidden_layers is 0, {WHOLE}"),
+        ({"num_hidden_layers": 10**30}, f"num_hidden_layers is 10+, {WHOLE}"),
+        ({"num_hidden_layers": "many"}, "config.json is not valid"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"hidden_size": 8}, "config.json is 8;"),
+        ({"vocab_size": VOCAB_SIZE + 1}, "2 mismatched tensors"),
+        ({"intermediate_size": 80}, "mismatched tensors"),
+        ({"num_key_value_heads": 1}, "mismatched tensors"),
+        ({"num_attention_heads": 8}, "mismatched tensors"),
+        ({"head_dim": 24}, "mismatched tensors"),
+        ({"hidden_size": -48}, f"hidden_size is -48, {WHOLE}"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, f"num_attention_heads is 0, {WHOLE}"),
+        ({"num_key_value_heads": 0}, f"num_key_value_heads is 0, {WHOLE}"),
+        ({"vocab_size": 0}, f"vocab_size is 0, {WHOLE}"),
+        ({"max_position_embeddings": 0}, f"max_position_embeddings is 0, {WHOLE}"),
+        ({"head_dim": 1e300}, rf"head_dim is 1e\+300, {WHOLE}"),
+        ({"dtype": "x"}, "config.json is not valid: AttributeError"),
+        ({"dtype": []}, "config.json is not valid: IndexError"),
+        ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
+        ({"model_type": "transformer"}, "'transformer' of .* is not supported"),
+        ({"num_attention_heads": [4]}, "num_attention_heads"),
+        ({"rope_parameters": {"rope_type": "circular", "rope_theta": 1e4}}, "circular"),
+        ({"model_type": "mamba"}, f"'mamba'.*{re.escape(REASONS['mamba'])}"),
+    ],
+)
+def test_values_that_no_model_has_are_refused(tmp_path, changes, why):
+    path = copytree(shared("llama"), tmp_path / "model")
+    (path / "generation_config.json").unlink()
+    edit(path, **changes)
+    refused(path, why)
+
+
+def test_the_command_ends_with_one_sentence(tmp_path):
+    """Before any rank starts: in so many seconds of computing, most of them for imports."""
+    path = copytree(DEMO / "draft", tmp_path / "model")
+    change(path, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once", f"model.draft={path}"],
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("pipespec: ") and done.stderr.count("\n") == 1, done.stderr
+    assert took < MOST_S, f"{took:.1f} s: {done.stderr}"

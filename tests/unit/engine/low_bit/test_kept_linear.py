@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.engine.formats.gguf import KEPT_KINDS
-from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
+from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, block_sizes
 from pipespec.engine.low_bit import kept_linear
 from pipespec.engine.low_bit.kept_linear import DequantisedLinear, make_batch_invariant
 from tests.unit.engine.formats.test_gguf_blocks import drawn
@@ -23,7 +23,7 @@ COUNTS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100)
 
 def layer_of(kind: str, factor: float = 1.0, out: int = OUT) -> tuple[DequantisedLinear, Tensor]:
     """A layer with random weights, and these in float32."""
-    rows = torch.from_numpy(drawn(kind, out, 512 // KINDS[kind].size))
+    rows = torch.from_numpy(drawn(kind, out, 512 // block_sizes(kind)[0]))
     weights = BlockWeights(rows, kind, factor)
     layer = DequantisedLinear("it", out, 512)
     layer.fill(weights, CPU)
@@ -37,7 +37,8 @@ def test_blocks_are_dequantised_exactly(kind, dtype):
     layer, expected = layer_of(kind)
     found = layer(torch.eye(512, dtype=dtype)).T
     assert torch.equal(found, expected.to(dtype))
-    assert layer.num_bytes == OUT * 512 // KINDS[kind].size * KINDS[kind].num_bytes
+    size, num_bytes = block_sizes(kind)
+    assert layer.num_bytes == OUT * 512 // size * num_bytes
 
 
 def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
