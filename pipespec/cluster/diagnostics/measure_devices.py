@@ -1,15 +1,10 @@
-"""Measures how fast the devices of this host compute a model, and their memory.
-
-As a program it reads a `MeasureRequest` as JSON and writes what `measure` returns. Times are kept
-in `~/.cache/pipespec/measured`; free memory is read each time.
-"""
+"""Measures how fast the devices of this host compute a model, and their memory, for a `probe`.
+Times are kept in `~/.cache/pipespec/measured`; free memory is read each time."""
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +25,7 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import median_ms
 from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
-from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
+from pipespec.errors import ConfigError, HostFailed, ModelError
 from pipespec.placement.host_figures import ModelSizes
 from pipespec.placement.measurements import model_sizes
 from pipespec.system.device_copy import make_current
@@ -311,20 +306,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.machine()
-
-
-def main() -> int:
-    try:
-        fields = json.load(sys.stdin)
-        roles = tuple(map(tuple, fields.pop("roles")))
-        request = MeasureRequest(roles=roles, devices=tuple(fields.pop("devices")), **fields)
-        answer = measure(request)
-    except PipespecError as error:
-        print(f"pipespec: {error}", file=sys.stderr)
-        return error.exit_code
-    json.dump(answer, sys.stdout)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,18 @@
-"""`python -m pipespec.cluster.diagnostics.probe`: what `pipespec doctor` runs on a host.
+"""`python -m pipespec.cluster.diagnostics.probe`: runs on a host that is examined or measured.
 
 One JSON object per line: requests on standard input, answers on standard output.
 
     {"do": "hello"}                                     PROTOCOL
     {"do": "inventory", models, devices}                inventory.Inventory
+    {"do": "prepare"}                                   nothing; it imports what measures
+    {"do": "measure", request}                          HostFigures
     {"do": "listen", name, token, address, interface}   Listening
     {"do": "link", token, name, places}                 Link
 
-An answer is {"value"}. The listener accepts only the other hosts' probes, which send the
-token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
-`LIFETIME_S` seconds at the latest, as its input does not end if the link is cut.
-"""
+An answer is {"value"}, or {"error": sentence}. The listener accepts only the other hosts' probes,
+which send the token; token and requests arrive over SSH alone. A probe ends with its standard
+input, and LIFETIME_S seconds after its start, or after what it measures, which may take MEASURE_S,
+at the latest, as its input does not end if the link is cut."""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, is_dataclass
+from importlib import import_module
 from typing import Any
 
 from pipespec.cluster.diagnostics import link_probe
 from pipespec.cluster.diagnostics.inventory import take_inventory
 from pipespec.cluster.diagnostics.link_probe import Endpoint, NotReached
+from pipespec.errors import PipespecError
 from pipespec.system import network_interfaces
 from pipespec.system.network_interfaces import Interface, interface_with, interfaces
+from pipespec.system.validation import from_fields
 
-PROTOCOL = 5
-LIFETIME_S = 300
+PROTOCOL = 6
+# Loading some layers and the whole draft takes minutes where the disk is slow.
+LIFETIME_S, MEASURE_S = 300, 900
+MEASURING = "pipespec.cluster.diagnostics.measure_devices"  # it imports torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +124,19 @@ def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
     return Link(Reachability(interface), speed)
 
 
+def measure(request: dict[str, Any]) -> Any:
+    """What `measure_devices.measure` returns. Raises PipespecError."""
+    signal.alarm(MEASURE_S)
+    measuring = import_module(MEASURING)
+    found = measuring.measure(from_fields(measuring.MeasureRequest, request))
+    signal.alarm(LIFETIME_S)
+    return found
+
+
 REQUESTS: dict[str, Callable[..., Any]] = {
     "hello": lambda: PROTOCOL,
     "inventory": take_inventory,
+    "measure": measure,
     "listen": listen,
     "link": link,
 }
@@ -137,8 +154,15 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        value = REQUESTS[request.pop("do")](**request)
-        print(json.dumps({"value": value}, default=_plain), file=answers, flush=True)
+        if (do := request.pop("do")) == "prepare":
+            signal.alarm(0)  # a host that has joined ends its programs when its connection breaks
+            import_module(MEASURING)
+            continue
+        try:
+            answer = {"value": REQUESTS[do](**request)}
+        except PipespecError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer, default=_plain), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from pipespec.system.versions import own_version
 PROGRAMS = (
     "pipespec.cluster.processes.agent",
     "pipespec.cluster.weights.host",
-    "pipespec.cluster.diagnostics.measure_devices",
     "pipespec.cluster.diagnostics.probe",
 )
 # Seconds between two tries to connect anew, and in which one must succeed.

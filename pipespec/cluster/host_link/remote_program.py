@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import IO
@@ -27,7 +27,7 @@ from pipespec.cluster.host_link.connection import (
     reason_of,
     run_command,
 )
-from pipespec.cluster.host_link.failures import ALIVE_COUNT, NO_CONNECTION, failure, late
+from pipespec.cluster.host_link.programs import NO_CONNECTION
 from pipespec.config.hosts import Host
 
 
@@ -121,41 +121,6 @@ async def _keep(source: asyncssh.SSHReader[bytes], file: IO[bytes]) -> None:
     with suppress(*FAILURES):
         while chunk := await source.read(CHUNK_BYTES):
             file.write(chunk)
-
-
-async def answers(
-    asked: Sequence[tuple[Host, bytes]],
-    words: Sequence[str],
-    timeout: float,
-    on_answer: Callable[[], object],
-) -> list[bytes]:
-    """See `ask_hosts`."""
-    tasks = [asyncio.create_task(_answer(*each, words, timeout)) for each in asked]
-    for task in tasks:
-        task.add_done_callback(lambda _: on_answer())
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float) -> bytes:
-    try:
-        async with asyncio.timeout(timeout), _connected(host, ALIVE_COUNT) as (connection, peer):
-            process = await run_command(connection, _command(host, words))
-            with suppress(*FAILURES):  # it may have ended already
-                process.stdin.write(given)
-                process.stdin.write_eof()
-            output, errors = await process.communicate()
-            code = peer.require(process.returncode)
-    except TimeoutError:
-        raise late(host, words[0], timeout) from None
-    except FAILURES as error:
-        raise failure(host, words[0], NO_CONNECTION, reason_of(error).encode()) from error
-    if code != 0:
-        raise failure(host, words[0], code, errors)
-    return output
 
 
 def _connected(host: Host, alive_count: int) -> AbstractAsyncContextManager[Connection]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
@@ -202,8 +203,7 @@ def measured(
         layers=(layers,),
         fetched=False,
     )
-    distribute(trial, on_warning=print_error)
-    return measure_joined(host, before, layers)
+    return measure_joined(host, before, layers, partial(distribute, trial, on_warning=print_error))
 
 
 def sample_layers(deployment: Deployment) -> range:

@@ -23,7 +23,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from pipespec.cluster.host_link import failures, programs
+from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
@@ -337,7 +337,7 @@ class AgentHandle:
         self._log.seek(0)
         output = self._log.read()
         if not self.host.local:
-            return str(failures.failure(self.host, AGENT, self._agent.wait(), output))
+            return str(programs.failure(self.host, AGENT, self._agent.wait(), output))
         ended = how_it_ended(self._agent.wait())
         return (
             f"the launcher of the ranks on host {self.display_name} ({ended}): {last_line(output)}"
