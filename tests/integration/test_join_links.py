@@ -28,6 +28,7 @@ from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
@@ -311,7 +312,7 @@ def test_a_program_ends_with_its_connection(
 ) -> None:
     (host, session, _), (program, errors) = joined, talking
     broken(session)
-    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == NO_CONNECTION
     assert program.stdout.read() == b""
     errors.seek(0)
     error = programs.failure(session.host, "m", program.wait(), errors.read())
@@ -330,7 +331,7 @@ def test_a_silent_host_is_found(
     loop.soon(host._connection.set_keepalive, 0)  # this side does not look
     loop.soon(host._connection._transport.pause_reading)
     began = time.monotonic()
-    assert program.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == NO_CONNECTION
     assert time.monotonic() - began < join_server.SILENCE_S + 3
     errors.seek(0)
     assert b"not responding" in errors.read()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.host_link import connection, programs
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 from pipespec.system.network_interfaces import LOOPBACK
@@ -208,7 +209,7 @@ def test_a_silent_host_is_noticed(server, program):
     stop.start()
     began = time.monotonic()
 
-    assert far.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert far.wait(PATIENCE_S) == NO_CONNECTION
 
     assert time.monotonic() - began < programs.NOTICED_AFTER + 3
     errors.seek(0)
@@ -221,7 +222,7 @@ def test_a_server_that_ends_ends_its_programs(server, program):
     far, errors = program
     server.process.kill()
 
-    assert far.wait(PATIENCE_S) == programs.NO_CONNECTION
+    assert far.wait(PATIENCE_S) == NO_CONNECTION
     assert far.stdout.read() == b""
     errors.seek(0)
     assert b"; try `ssh 127.0.0.1` by hand" in errors.read()

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
+# The exit code, as ssh says it, of a program whose connection broke; others are the program's own.
+NO_CONNECTION = 255
 
 _beginning = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None

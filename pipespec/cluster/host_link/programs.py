@@ -18,6 +18,7 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any, Self, TypeAlias
 
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import PYTHON, Host
 from pipespec.errors import HostFailed
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 ALIVE_COUNT = 3  # that many unanswered questions, one a second, end a connection
 NOTICED_AFTER = ALIVE_COUNT + 1  # seconds
-NO_CONNECTION = 255  # as ssh says it; any other exit code is the remote program's
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 

@@ -27,7 +27,7 @@ from pipespec.cluster.host_link.connection import (
     reason_of,
     run_command,
 )
-from pipespec.cluster.host_link.programs import NO_CONNECTION
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 
 

@@ -10,6 +10,7 @@ import asyncssh
 import pytest
 
 from pipespec.cluster.host_link import connection, programs, remote_program
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 from tests.helpers.processes import run_module
@@ -142,5 +143,5 @@ def test_jump_hosts_are_read_as_openssh_reads_them():
 
 
 def test_what_a_program_wrote_before_its_connection_broke_is_not_the_reason():
-    error = programs.failure(HOST, "m", programs.NO_CONNECTION, b"a warning\n\ntimed out; check\n")
+    error = programs.failure(HOST, "m", NO_CONNECTION, b"a warning\n\ntimed out; check\n")
     assert str(error) == "beta: timed out; check"
