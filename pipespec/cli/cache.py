@@ -68,10 +68,8 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
 def with_weights(
     deployment: Deployment, moved: dict[str, tuple[int, int, int]] | None = None
 ) -> Deployment:
-    """The deployment once its hosts have their weights, with a progress bar per host.
-
-    `moved` gets, by host, how many bytes were there at first, are there now, and are needed.
-    """
+    """The deployment once its hosts have their weights, with a progress bar per host. `moved` gets,
+    by host, how many bytes were there at first, are there now, and are needed."""
     from pipespec.cluster.weights.distribution import distribute_weights
 
     found = {} if moved is None else moved

@@ -152,7 +152,7 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.deployment.held_weights import groups, summary
+        from pipespec.cluster.deployment.checks import groups, summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False

@@ -50,8 +50,7 @@ CLOSED = {
 
 
 def required_models(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
-    """Which models the host must have: "target" for stages, the others where the head may
-    be."""
+    """Which models the host must have: "target" for stages, the others where the head may be."""
     holds_stages = host.workers != (hosts_file.draft,)
     may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
     return ("target",) * holds_stages + ("draft", "mid") * may_be_head
@@ -63,10 +62,8 @@ def diagnose(
     links: Sequence[LinkReport],
     fetchable: Collection[str] = (),
 ) -> list[Finding]:
-    """All findings, errors first.
-
-    `fetchable` are the models ("target", "draft", "mid") that hosts get when a cluster starts.
-    """
+    """All findings, errors first. `fetchable` are the models ("target", "draft", "mid") that hosts
+    get when a cluster starts."""
     inventories = {
         name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None
     }

@@ -57,10 +57,8 @@ class NotReached(Exception):
 
 
 class PeerConnection:
-    """A connection to the probe of the host `name`, authenticated by the token.
-
-    Every method raises NotReached when the peer is gone.
-    """
+    """A connection to the probe of the host `name`, authenticated by the token. Every method raises
+    NotReached when the peer is gone."""
 
     def __init__(self, place: Endpoint, name: str, token: str):
         try:
@@ -101,9 +99,7 @@ class PeerConnection:
 
     def burst(self, round_trip: float) -> float:
         """Send as fast as possible until the peer replies with the measured rate, in Gbit/s.
-
-        `round_trip` is in seconds; a link with a longer one is measured for longer.
-        """
+        `round_trip` is in seconds; a link with a longer one is measured for longer."""
         seconds = max(BURST_S, BURST_ROUND_TRIPS * round_trip)
         block = bytes(BLOCK)
         end = time.perf_counter() + PEER_TIMEOUT_S
@@ -205,11 +201,8 @@ def _arrivals(connection: socket.socket, seconds: float) -> list[tuple[float, in
 
 
 def rate(arrivals: Sequence[tuple[float, int]]) -> float:
-    """Gbit/s of a burst of (seconds, bytes until then).
-
-    Its first third does not count, as TCP is still increasing its rate, and a shaped link has
-    saved-up credit.
-    """
+    """Gbit/s of a burst of (seconds, bytes until then). Its first third does not count, as TCP is
+    still increasing its rate, and a shaped link has saved-up credit."""
     if len(arrivals) < 2:
         return 0.0
     (first, _), (last, total) = arrivals[0], arrivals[-1]

@@ -46,10 +46,8 @@ _Times = Mapping[str, float | Sequence[float]]
 
 
 def measure(request: MeasureRequest) -> dict[str, Any]:
-    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each.
-
-    Raises PipespecError.
-    """
+    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each. Raises
+    PipespecError."""
     own = None
     if request.shared is not None:
         own = own_path(
@@ -121,10 +119,8 @@ class _DeviceBenchmark:
         )
 
     def cached(self, role: str, info: CheckpointInfo) -> _Times | None:
-        """What `stage` or `draft` gives, kept from an earlier time if it is there.
-
-        None: there is no room for the draft.
-        """
+        """What `stage` or `draft` gives, kept from an earlier time if it is there. None: there is
+        no room for the draft."""
         request, files = self.request, fingerprint(str(info.path))
         kinds = request.kinds(info) if role == "stage" else ()
         key = {
@@ -161,11 +157,9 @@ class _DeviceBenchmark:
 
     def stage(self, info: CheckpointInfo) -> _Times:
         """One layer, of each kind if there are several; the embedding, the LM head; KV bytes of a
-        slot in a layer that holds K and V.
-
-        A kind without its files here takes as long as the mean of the others, the head's numbers
-        are random without them, and the embedding takes no time.
-        """
+        slot in a layer that holds K and V. A kind without its files here takes as long as the mean
+        of the others, the head's numbers are random without them, and the embedding takes no
+        time."""
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
         kinds, kind_ms, slot_bytes = self.request.kinds(info), {}, 0.0
         for kind in range(max(kinds) + 1):

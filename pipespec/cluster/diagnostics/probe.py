@@ -42,13 +42,11 @@ MEASURING = "pipespec.cluster.diagnostics.measure_devices"  # it imports torch
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The endpoints at which a host accepts probes of the others, and its interfaces.
-
-    `places` are at its address (`number`) and, last, at that of the interface that carries its
-    batches (`carrier`) if it is another. `problem`: "unknown" (the address cannot be resolved),
-    "absent" (no interface has it), "no interface" (none of that name is up with an address of the
-    same family), or None.
-    """
+    """The endpoints at which a host accepts probes of the others, and its interfaces. `places` are
+    at its address (`number`) and, last, at that of the interface that carries its batches
+    (`carrier`) if it is another. `problem`: "unknown" (the address cannot be resolved), "absent"
+    (no interface has it), "no interface" (none of that name is up with an address of the same
+    family), or None."""
 
     number: str | None
     places: tuple[Endpoint, ...]

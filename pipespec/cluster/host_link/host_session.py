@@ -42,12 +42,8 @@ def message(**fields: Any) -> bytes:
 
 class HostSession:
     """A host that has been let in, until it has left. Its connection may break and come back.
-
-    Attributes:
-        leaving: the host asks to leave.
-        dismissed: it was told to end.
-        changed: set whenever something happens to it.
-    """
+    `leaving`: the host asks to leave. `dismissed`: it was told to end. `changed`: set whenever
+    something happens to it."""
 
     def __init__(self, name: str, address: str, devices: tuple[str, ...] = ("cpu",)) -> None:
         self.host = Host(name, address, f"{JOINED}{next(_numbers)}", devices=devices)

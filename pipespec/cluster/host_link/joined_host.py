@@ -45,17 +45,10 @@ LONGER_S = 3.0
 
 
 class JoinedHost:
-    """This host, from its admission until it has left. Leaving the block ends its programs.
-
-    Attributes:
-        name: what the cluster calls it.
-        leaving: it has asked to leave, and was not told to stay.
-
-    Args:
-        address: where other hosts reach this one; None: where it reaches the launcher from.
-
-    Raises HostFailed if it is not let in.
-    """
+    """This host, from its admission until it has left. Leaving the block ends its programs. `name`:
+    what the cluster calls it. `leaving`: it has asked to leave, and was not told to stay.
+    `address`: where other hosts reach this one; None: where it reaches the launcher from. Raises
+    HostFailed if it is not let in."""
 
     def __init__(
         self, token: Token, name: str, devices: Sequence[str], address: str | None

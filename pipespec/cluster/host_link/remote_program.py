@@ -32,17 +32,10 @@ from pipespec.config.hosts import Host
 
 
 class RemoteProgram:
-    """A program on another host, with what callers use of `subprocess.Popen`.
-
-    Args:
-        words: what follows `python -m` there.
-        stderr: a file for its standard error.
-        alive_count: see `start_module`.
-
-    Attributes:
-        returncode: its exit code, minus the number of the signal that ended it, or NO_CONNECTION,
-            and then the last line of its standard error says why; None: it runs.
-    """
+    """A program on another host, with what callers use of `subprocess.Popen`. `words`: what follows
+    `python -m` there. `stderr`: a file for its standard error. `alive_count`: see `start_module`.
+    `returncode`: its exit code, minus the number of the signal that ended it, or NO_CONNECTION, and
+    then the last line of its standard error says why; None: it runs."""
 
     def __init__(
         self, host: Host, words: Sequence[str], stderr: IO[bytes], alive_count: int
@@ -133,10 +126,8 @@ def _command(host: Host, words: Sequence[str]) -> str:
 
 
 def remote_line(host: Host, words: Sequence[str]) -> str:
-    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted.
-
-    `~/` at the start of `python` or of a variable is the home folder of the user on that host.
-    """
+    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted. `~/`
+    at the start of `python` or of a variable is the home folder of the user on that host."""
     variables = [f"{shlex.quote(key)}={_expanding(host.env[key])}" for key in host.env]
     env = ["env", *variables] if variables else []
     return " ".join(["exec", *env, _expanding(host.python), "-m", *map(shlex.quote, words)])

@@ -94,11 +94,7 @@ class Refused(Exception):
 
 class Invitations:
     """The keys that let hosts in, by their fingerprints, each for one host and for a limited time.
-    For any threads.
-
-    Args:
-        clock: the seconds of a clock that never goes back.
-    """
+    For any threads. `clock`: the seconds of a clock that never goes back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

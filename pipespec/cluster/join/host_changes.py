@@ -37,11 +37,8 @@ STARTING_S = 300.0
 
 class HostChanges:
     """The hosts that have joined a cluster. Any thread may call it; changes wait for one another.
-
-    Args:
-        start: starts the workers of a host's agent for a deployment.
-        distribute: gives the hosts of a deployment their weights, and calls with sentences.
-    """
+    `start`: starts the workers of a host's agent for a deployment. `distribute`: gives the hosts of
+    a deployment their weights, and calls with sentences."""
 
     def __init__(
         self,
@@ -73,10 +70,8 @@ class HostChanges:
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
-        and `leaving` says whether it does not want to join any more.
-
-        Raises PipespecError; the cluster is then as before, or goes on without the host.
-        """
+        and `leaving` says whether it does not want to join any more. Raises PipespecError; the
+        cluster is then as before, or goes on without the host."""
         with self._changing:
             before = self.deployment
             tell("the host is measured")
@@ -97,10 +92,8 @@ class HostChanges:
             tell(f"it computes {_ranks_of(after, host)}")
 
     def leave(self, name: str) -> None:
-        """Have the others compute without a host; it has no rank when this returns.
-
-        Raises ConfigError if they cannot, and PipespecError; the host then stays.
-        """
+        """Have the others compute without a host; it has no rank when this returns. Raises
+        ConfigError if they cannot, and PipespecError; the host then stays."""
         self._go_on_without(name, f"{name} leaves", sends=True)
 
     def lost(self, name: str) -> None:
@@ -133,8 +126,7 @@ class HostChanges:
         guest = self._guests.get(name)
         if guest is None or not guest.failed:
             return None
-        guest.read_outcome()
-        return str(guest.outcome)
+        return guest.why()
 
     def _change_to(
         self,
@@ -161,8 +153,7 @@ class HostChanges:
                 if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
                 if agent is not None and agent.failed:
-                    agent.read_outcome()
-                    raise HostFailed(f"{agent.host.name}: {agent.outcome}")
+                    raise HostFailed(f"{agent.host.name}: {agent.why()}")
                 if agent is not None:
                     _require_staying(agent.host, leaving)
                 if not begun.is_set() and time.monotonic() > deadline:

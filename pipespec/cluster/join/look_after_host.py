@@ -26,13 +26,8 @@ def look_after_host(
     joined: bool = False,
 ) -> None:
     """Give a host its ranks, and take them from it when it leaves, fails or stays away, until the
-    cluster ends.
-
-    Args:
-        patience_s: how long the cluster waits for a lost host.
-        on_log: called with the host's name and a sentence.
-        joined: the cluster has begun with this host.
-    """
+    cluster ends. `patience_s`: how long the cluster waits for a lost host. `on_log`: called with
+    the host's name and a sentence. `joined`: the cluster has begun with this host."""
     name = session.host.name
 
     def tell(sentence: str) -> None:

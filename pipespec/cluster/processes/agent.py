@@ -47,9 +47,9 @@ from pipespec.cluster.processes.torchrun import (
 )
 from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
+from pipespec.system.files import PREFIX
 from pipespec.system.network_interfaces import interface_with, interfaces, resolve
 from pipespec.system.resource_limits import require_resources
-from pipespec.system.temporary_folder import PREFIX
 from pipespec.system.versions import has_own_protocol, own_version
 
 # Seconds without a message from the launcher, as far as they were listened for, after which a host
@@ -186,7 +186,7 @@ def _outcome(directory: Path, job: WorkerJob, code: int) -> dict[str, Any]:
     except FileNotFoundError:
         reason = last_line((directory / _LOG).read_bytes())
         sentence = f"torchrun on host {job.host} ({how_it_ended(code)}): {reason}"
-        return {"lost" if job.restart and code < 0 else "failed": sentence}
+        return {"lost" if code < 0 else "failed": sentence}
 
 
 def _send_message(message: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
-from pipespec.cluster.processes.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
+from pipespec.cluster.processes.torchrun import WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
-from pipespec.system.temporary_folder import PREFIX
+from pipespec.system.files import PREFIX
 from pipespec.system.versions import own_version
 
 AGENT = "pipespec.cluster.processes.agent"
@@ -88,8 +88,6 @@ class AgentHandle:
         deaths: queue.SimpleQueue[WorkerDeath],
     ) -> None:
         self.host = host
-        # The workers' results (on this machine), or the sentence that describes the failure.
-        self.outcome: list[Any] | str = "the ranks were stopped before their work was done."
         self._job: WorkerJob | None = None
         self._modules, self._lock = modules, lock
         self._deaths = deaths
@@ -177,21 +175,17 @@ class AgentHandle:
             raise
 
     @property
-    def _restarts(self) -> bool:
-        return self._job is not None and self._job.restart
-
-    @property
     def running(self) -> bool:
         """Whether anything of the host still runs; a lost one that will be restarted counts."""
         if self._stopped:
             return False
-        return self._agent_runs or (self._restarts and self._lost)
+        return self._agent_runs or (self._job is not None and self._lost)
 
     @property
     def _agent_runs(self) -> bool:
         # An agent's last messages are read after its end, and may hold its outcome. Once that is
         # known, its helpers need not be waited for.
-        known = not self._restarts or self._result is not None
+        known = self._job is None or self._result is not None
         return self._listener.is_alive() and not (known and self._agent.poll() is not None)
 
     @property
@@ -233,12 +227,16 @@ class AgentHandle:
             assert self._job is not None, "only a host with a job is restarted"
             self.start_workers(self._job, self._on_log)
 
-    def read_outcome(self) -> None:
-        """Read the outcome of a host that has reported it, or has ended without a message."""
-        if not self._stopped:
-            if self._result is None:
-                self._end_processes()
-            self.outcome = self._outcome()
+    def why(self) -> str:
+        """The sentence of a host that has failed; nothing of it runs then."""
+        if self._stopped:
+            return "the ranks were stopped before their work was done."
+        if self._result is None:
+            self._end_processes()
+            return self._ending()
+        if "refused" in self._result:
+            return f"{self.display_name}: {self._result['refused']}"
+        return str(self._result["failed"])
 
     def close_stdin(self) -> None:
         assert self._agent.stdin is not None
@@ -325,15 +323,7 @@ class AgentHandle:
             with suppress(ProcessLookupError):  # The last process ended just now.
                 os.killpg(self._agent.pid, number)
 
-    def _outcome(self) -> list[Any] | str:
-        if self._result is not None and "failed" in self._result:
-            return str(self._result["failed"])
-        if self._result is not None and "refused" in self._result:
-            return f"{self.display_name}: {self._result['refused']}"
-        if self._result is not None:
-            if self._directory is None:
-                return []
-            return list(pickle.loads((self._directory / RESULTS).read_bytes()))
+    def _ending(self) -> str:
         self._log.seek(0)
         output = self._log.read()
         if not self.host.local:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
-from pipespec.system.atomic_write import write_atomically
 from pipespec.system.devices import num_cuda
+from pipespec.system.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table

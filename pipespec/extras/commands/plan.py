@@ -94,13 +94,9 @@ def add(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and what is said beside it.
-
-    Attributes:
-        same: layouts that take at most so much longer are as fast (`advice.recommend`).
-        about: more for the JSON answer.
-        more: the same and sentences about the layout of a label, for the one that was chosen.
-    """
+    """What is compared, and what is said beside it. `same`: layouts that take at most so much
+    longer are as fast (`advice.recommend`). `about`: more for the JSON answer. `more`: the same and
+    sentences about the layout of a label, for the one that was chosen."""
 
     layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]

@@ -16,7 +16,7 @@ from pipespec.cluster.processes.torchrun import WorkerJob
 from pipespec.config.hosts import Host
 from tests.helpers.waiting import until
 
-JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", restart=True, logs=False)
+JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", logs=False)
 Start = Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]]
 PREPARING, REFUSED = '{"preparing": true}', '{"refused": "no room in /tmp"}'
 
@@ -96,5 +96,4 @@ def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
 def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
-    handle.read_outcome()
-    assert handle.outcome == "b: no room in /tmp"
+    assert handle.why() == "b: no room in /tmp"
