@@ -87,16 +87,12 @@ def given(token: str) -> str:
 
 
 def devices_of(named: list[str] | None) -> list[str]:
-    from pipespec.config.entries import Wrong
     from pipespec.config.entries import devices as checked
     from pipespec.system.devices import num_cuda
 
     if named is None:
         return [f"cuda:{number}" for number in range(num_cuda())] or ["cpu"]
-    try:
-        found = [device for group in checked("--devices", named) for device in group]
-    except Wrong as error:
-        raise ConfigError(str(error)) from None
+    found = [device for group in checked("--devices", named) for device in group]
     count = num_cuda() if any(each.startswith("cuda") for each in found) else 0
     for device in found:
         if device in ("auto", "cuda"):
@@ -110,11 +106,8 @@ def devices_of(named: list[str] | None) -> list[str]:
 
 
 def own_name(wanted: str | None) -> str:
-    from pipespec.config.entries import Wrong, host_name
+    from pipespec.config.entries import host_name
 
     if wanted is None:
         wanted = socket.gethostname().partition(".")[0] or "host"
-    try:
-        return str(host_name("--name", wanted))
-    except Wrong as error:
-        raise ConfigError(str(error)) from None
+    return str(host_name("--name", wanted))
