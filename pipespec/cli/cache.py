@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "cache",
         show_settings=True,
@@ -40,7 +39,6 @@ def add(commands: Commands) -> None:
 
 
 def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Fetch, and print what each host has."""
     settings = overrides(rest, arguments.known_options)
     if arguments.all:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
@@ -85,7 +83,6 @@ def with_weights(
 
 
 def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Remove parts of models."""
     from pipespec.engine.checkpoint.parts.folder import entries, remove
 
     names = overrides(rest, arguments.known_options)
@@ -111,7 +108,6 @@ def _goes(entry: CacheEntry, names: list[str]) -> bool:
 
 
 def show_entries(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """List the models of which this host has parts."""
     from rich.table import Table
 
     from pipespec.engine.checkpoint.parts.folder import entries

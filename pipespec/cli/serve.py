@@ -185,7 +185,6 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
 
 
 def read_limits(given: list[str]) -> dict[str, Any]:
-    """The fields of `ServerOptions` that --limit sets. Raises ConfigError."""
     found: dict[str, Any] = {}
     for text in given:
         name, _, value = text.partition("=")

@@ -180,5 +180,4 @@ def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """As in "ranks 0, 3"."""
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -125,7 +125,6 @@ def parse_settings(text: str) -> list[str]:
 
 
 def default_name(settings: Sequence[str]) -> str:
-    """The default name of a cluster: that of its hosts file, if it has one."""
     for text in settings:
         key, _, value = text.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):

@@ -21,8 +21,6 @@ SPIN_S = 0.1
 
 @dataclass(frozen=True)
 class CoreShares:
-    """Threads of the head and of each stage of a host."""
-
     head: int
     stage: int
 

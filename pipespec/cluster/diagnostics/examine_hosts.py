@@ -46,7 +46,6 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings may remain."""
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:

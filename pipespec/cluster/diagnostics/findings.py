@@ -42,8 +42,6 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport(Link):
-    """What is known of the link from one host to another."""
-
     source: str
     to: str
 

@@ -54,7 +54,6 @@ def take_inventory(models: Mapping[str, str], devices: Iterable[str]) -> Invento
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

@@ -38,8 +38,6 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An IP address and a port."""
-
     address: str
     port: int
 
@@ -85,7 +83,6 @@ class PeerConnection:
         self._socket.close()
 
     def round_trip(self) -> float:
-        """The median of some round trips, in seconds."""
         times: list[float] = []
         end = time.perf_counter() + PING_TIME_S
         with _raising_not_reached():
@@ -177,7 +174,6 @@ class ProbeListener:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if there are fewer."""
     data = b""
     while len(data) < count:
         part = connection.recv(count - len(data))

@@ -104,8 +104,6 @@ def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
 
 
 class _DeviceBenchmark:
-    """Measures on one device."""
-
     def __init__(self, request: MeasureRequest, device: torch.device, threads: int, memory: int):
         self.request = request
         make_current(device)

@@ -88,7 +88,6 @@ class MeasureRequest:
         return layer_kinds(info, self.sizes(info, "stage").layers)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """The type in which target or draft computes."""
         if self.dtype_asked or not info.few_bits:
             return info.compute_dtype(self.dtype)
         return info.chosen_dtype("auto", self.devices)

@@ -77,8 +77,6 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Whether a peer answers, and how fast the link to it is."""
-
     reach: Reachability
     measured: LinkSpeed | None
 

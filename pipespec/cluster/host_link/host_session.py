@@ -62,7 +62,6 @@ class HostSession:
         return 0.0 if self._connection is not None else time.monotonic() - self._lost_at
 
     def ask_to_leave(self) -> None:
-        """The host asks for it."""
         self.leaving = True
         self.changed.set()
 
@@ -95,7 +94,6 @@ class HostSession:
     # --- in the loop --------------------------------------------------------------------------
 
     async def connection(self) -> Connection:
-        """The connection, which may have to come back. Raises LinkFailed."""
         deadline = time.monotonic() + BACK_S
         while (found := self._connection) is None or self.dismissed:
             if self.dismissed or time.monotonic() > deadline:

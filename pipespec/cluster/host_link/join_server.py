@@ -96,7 +96,6 @@ class JoinServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def invite(self, seconds: float) -> str:
-        """The token of a new invitation for one host."""
         secret = self._invitations.make(seconds)
         return Token(self.address, self.port, fingerprint_of(self._key), secret).encode()
 

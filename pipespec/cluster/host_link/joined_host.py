@@ -143,7 +143,6 @@ class JoinedHost:
             ) from error
 
     async def _stay(self) -> None:
-        """Connect anew when the connection breaks."""
         while True:
             await self._connection.wait_closed()
             self._control, lost_at = None, time.monotonic()
@@ -170,7 +169,6 @@ class JoinedHost:
             await asyncio.wait(self._running)  # each of which ends a program that hangs
 
     async def _serve(self, process: asyncssh.SSHServerProcess[bytes]) -> None:
-        """A session of the launcher's."""
         if process.command == CONTROL:
             await self._obey(process)
             return
@@ -223,7 +221,6 @@ class _Launcher(asyncssh.SSHServer):
 
 
 async def _run(process: asyncssh.SSHServerProcess[bytes], words: Sequence[str]) -> None:
-    """Run a program to its end, or until its session ends."""
     if words[0] not in PROGRAMS:
         process.stderr.write(f"No module named {words[0]} for hosts that join".encode())
         process.exit(1)

@@ -27,7 +27,6 @@ def _begun() -> asyncio.AbstractEventLoop:
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine beside the caller, which may cancel it."""
     return asyncio.run_coroutine_threadsafe(work, _begun())
 
 
@@ -42,5 +41,4 @@ def call(work: Coroutine[Any, Any, T]) -> T:
 
 
 def soon(function: Callable[..., object], *args: Any) -> None:
-    """Call a function in the loop, without waiting for it."""
     _begun().call_soon_threadsafe(function, *args)

@@ -146,7 +146,6 @@ def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFail
 
 
 def late_answer(host: Host, module: str, timeout: float) -> HostFailed:
-    """The error for `module`, which has not ended in time."""
     return HostFailed(
         f"{host.name}: {module} did not answer within {timeout:g} s; check the load of the host "
         "and the link to it"

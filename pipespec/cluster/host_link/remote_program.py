@@ -50,11 +50,9 @@ class RemoteProgram:
         self._run.add_done_callback(self._end)
 
     def poll(self) -> int | None:
-        """`returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """`returncode`, once it has ended. Raises TimeoutExpired."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired("a program on another host", timeout or 0.0)
         assert self.returncode is not None
@@ -134,7 +132,6 @@ def remote_line(host: Host, words: Sequence[str]) -> str:
 
 
 def _expanding(text: str) -> str:
-    """The text quoted for a shell, but for `~/` at its start."""
     if text.startswith("~/"):
         return '"$HOME"/' + shlex.quote(text[2:])
     return shlex.quote(text)

@@ -118,7 +118,6 @@ class HostChanges:
         return _ranks_of(self.deployment, host)
 
     def over(self) -> bool:
-        """Whether the cluster ends, so that no host need be looked after."""
         return self._recovery.stopped.is_set()
 
     def failure(self, name: str) -> str | None:
@@ -175,7 +174,6 @@ class HostChanges:
 
 
 def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
-    """Raise HostFailed if a host does not want to join any more."""
     if leaving():
         raise HostFailed(f"{host.name} has left before it had joined")
 
@@ -254,7 +252,6 @@ def _workers(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _ranks_of(deployment: Deployment, host: Host) -> str:
-    """The ranks of a host and their layers, in words."""
     ranks = [rank for rank, each in enumerate(deployment.workers) if each in host.workers]
     return " and ".join(f"{_named(deployment.layers[rank - 1])} (rank {rank})" for rank in ranks)
 

@@ -44,7 +44,6 @@ class Invitation:
     version: str
 
     def write(self, path: Path) -> None:
-        """Write it where only this user can read it."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -101,7 +100,6 @@ def watch_this_process() -> None:
 
 
 def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invitation) -> None:
-    """Run a worker of the host until the cluster ends."""
     choose_interface(host.address, host.interface)
 
     from pipespec.cluster.decide import decide
@@ -123,7 +121,6 @@ def report_failure(invitation: Invitation, worker: str, error: PipespecError) ->
 
 
 def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:
-    """The host of that name. Raises ConfigError."""
     for host in hosts_file.hosts:
         if host.name == name:
             return host

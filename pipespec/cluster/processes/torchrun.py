@@ -197,7 +197,6 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> None:
 
 
 def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: int) -> NoReturn:
-    """A worker, which ends with its supervisor."""
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     code = 1
     try:

@@ -21,8 +21,6 @@ STABLE_S = 10.0
 
 @dataclass(frozen=True)
 class ClusterState:
-    """The state of a cluster that other threads than the recovery's may read."""
-
     epoch: int  # the newest
     assignment: RankAssignment  # of that epoch
     faults: tuple[Fault, ...] = ()  # which ended earlier epochs, or will end this one

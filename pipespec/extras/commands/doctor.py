@@ -137,7 +137,6 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
 
 
 def conclusion(report: Report) -> str:
-    """What the findings mean for the hosts, in a sentence."""
     errors = sum(finding.error for finding in report.findings)
     if errors:
         what = "1 error keeps" if errors == 1 else f"{errors} errors keep"

@@ -175,7 +175,6 @@ def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
 
 
 def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
-    """The decoding methods to compare. Raises ConfigError."""
     from pipespec.config.method_registry import policies_to_compare
     from pipespec.extras.plan.advice import choices
 
@@ -272,7 +271,6 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 def _advice(
     predictions: Sequence[Prediction], advised: Prediction | None, layout: PlannedLayout
 ) -> list[str]:
-    """What the predictions say, a sentence a line."""
     plain_ms = layout.machine.plain_tbt_ms
     plain = f"plain pipeline parallelism (policy=root), which takes {plain_ms:.1f} ms"
     said = [f"TBT is the time between tokens in ms, gain the speed-up over {plain}."]
