@@ -90,7 +90,11 @@ def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
     unknown = [name for name in names if name not in {each.model for each in found}]
     if unknown:
         raise ConfigError(f"The cache holds no model {unknown[0]!r}; see `pipespec cache list`.")
-    gone = [each for each in found if arguments.all or _goes(each, names)]
+
+    def goes(entry: CacheEntry) -> bool:
+        return entry.model in names if names else entry.whole_bytes == 0 or not entry.current
+
+    gone = [each for each in found if arguments.all or goes(each)]
     for each in gone:
         remove(each)
     freed = sum(each.disk_bytes for each in gone)
@@ -101,10 +105,6 @@ def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
         folders = "1 folder" if len(gone) == 1 else f"{len(gone)} folders"
         write(f"Removed {folders}, {size_text(freed)}.\n")
     return 0
-
-
-def _goes(entry: CacheEntry, names: list[str]) -> bool:
-    return entry.model in names if names else entry.whole_bytes == 0 or not entry.current
 
 
 def show_entries(arguments: argparse.Namespace, rest: list[str]) -> int:

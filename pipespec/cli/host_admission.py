@@ -200,23 +200,17 @@ def require_open(config: Config) -> None:
         )
 
 
-def _own_default_address() -> str | None:
-    for anywhere in ANYWHERE:
-        with suppress(OSError):
-            return source_address(anywhere)
-    return None
-
-
 def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
     """The deployment of a cluster that hosts can join. Raises ConfigError."""
     address = options.address or own_address(deployment.hosts)
+    for anywhere in ANYWHERE if address is None else ():
+        with suppress(OSError):
+            address = address or source_address(anywhere)
     if address is None:
-        address = _own_default_address()
-        if address is None:
-            raise ConfigError(
-                "This machine has no default route, by which others could reach it; name its "
-                "address with --at."
-            )
+        raise ConfigError(
+            "This machine has no default route, by which others could reach it; name its address "
+            "with --at."
+        )
     hosts = (
         replace(host, address=address) if host.local and host.address == LOOPBACK else host
         for host in deployment.hosts

@@ -47,7 +47,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
             "are those of the cluster."
         )
-    token = given(arguments.token)
+    token = arguments.token
+    if token == STDIN:
+        try:
+            token = standard_input()
+        except Unreadable as error:
+            raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
     name = own_name(arguments.name)
 
@@ -74,16 +79,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                     raise
                 print_error("leaving; Ctrl-C again ends this host at once, as a fault would")
                 host.leave()
-
-
-def given(token: str) -> str:
-    """The token, which may come through standard input. Raises ConfigError."""
-    if token != STDIN:
-        return token
-    try:
-        return standard_input()
-    except Unreadable as error:
-        raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
 
 
 def devices_of(named: list[str] | None) -> list[str]:

@@ -100,13 +100,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             running = find(arguments.on)
             return answer_requests(arguments, listener, running.served.target, lambda: running)
     name, settings = cluster_of(arguments, rest, "serve")
+    from pipespec.config.compose import compose_sections
+
+    (model,) = compose_sections(["model"], settings)
     with listening(arguments) as listener, serving(name):
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
-            code = answer_requests(arguments, listener, target_of(settings), launcher.watch)
+            code = answer_requests(arguments, listener, full_name(model.target), launcher.watch)
         except LauncherEnded as ended:
             print_error(f"{name}: {ended} The server ends with it.")
             code = 0
@@ -116,13 +119,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if left(name):
             clear(name)
     return code
-
-
-def target_of(settings: list[str]) -> str:
-    from pipespec.config.compose import compose_sections
-
-    (model,) = compose_sections(["model"], settings)
-    return full_name(model.target)
 
 
 def listening(arguments: argparse.Namespace) -> socket.socket:

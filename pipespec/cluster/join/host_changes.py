@@ -24,6 +24,7 @@ from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.weights.distribution import Distribute, distribute_weights, shared_names
 from pipespec.cluster.weights.moves import WeightMoves
 from pipespec.config.hosts import Host
+from pipespec.engine.formats.slice_tensors import described
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
 from pipespec.placement.costs import Problem
 from pipespec.placement.rank_needs import layer_kinds
@@ -253,10 +254,5 @@ def _workers(deployment: Deployment) -> tuple[str, ...]:
 
 def _ranks_of(deployment: Deployment, host: Host) -> str:
     ranks = [rank for rank, each in enumerate(deployment.workers) if each in host.workers]
-    return " and ".join(f"{_named(deployment.layers[rank - 1])} (rank {rank})" for rank in ranks)
-
-
-def _named(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers.start}"
-    return f"layers {layers.start} to {layers.stop - 1}"
+    named = ((described(map(str, deployment.layers[rank - 1])), rank) for rank in ranks)
+    return " and ".join(f"{layers} (rank {rank})" for layers, rank in named)

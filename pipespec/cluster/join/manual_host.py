@@ -77,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
         check_version(invitation.version)
         join_cluster(arguments[0], hosts_file, host, invitation)
     except PipespecError as error:
-        report_failure(invitation, worker, error)
+        url, namespace = invitation.url, invitation.namespace
+        with suppress(ControllerError), Membership(url, namespace) as shared:
+            shared.report_failed_start(worker, str(error))
         raise
     return 0
 
@@ -112,12 +114,6 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
     run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
-
-
-def report_failure(invitation: Invitation, worker: str, error: PipespecError) -> None:
-    """Report to the cluster why a worker cannot join, if its Redis can be reached."""
-    with suppress(ControllerError), Membership(invitation.url, invitation.namespace) as shared:
-        shared.report_failed_start(worker, str(error))
 
 
 def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:

@@ -120,7 +120,11 @@ def _main(stdin: BinaryIO) -> NoReturn:
         signal.signal(signal.SIGTERM, _on_signal)
         torchrun: subprocess.Popen[bytes] | None = None
         try:
-            torchrun = _start(directory)
+            with open(directory / _LOG, "wb") as log:
+                # Its standard input ends when this process is gone.
+                torchrun = subprocess.Popen(
+                    [sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log
+                )
             # It imports while the launcher decides.
             _send_to_torchrun(torchrun, setup.preload)
             job: WorkerJob = pickle.load(stdin)
@@ -154,12 +158,6 @@ def check_version(launcher: str) -> None:
 def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     raise EndRequested
-
-
-def _start(directory: Path) -> subprocess.Popen[bytes]:
-    """torchrun's process; its standard input ends when this process is gone."""
-    with open(directory / _LOG, "wb") as log:
-        return subprocess.Popen([sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log)
 
 
 def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> None:

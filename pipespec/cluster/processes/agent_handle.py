@@ -109,39 +109,34 @@ class AgentHandle:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
         self._directory: Path | None = None
         try:
-            self._agent = self._spawn()
+            if self.host.local:  # other hosts make one of their own
+                self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            self._agent = programs.start_module(
+                self.host,
+                AGENT,
+                alive_count=_CUT_S,
+                stderr=self._log,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
             self._listener = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
             self._listener.start()
         except BaseException:  # a signal, too: the process reads the end of its input, and ends
             self._remove_files()
             raise
         self._writing = threading.Lock()
-        self._write(f"{own_version()}\n".encode())
-        self._send(
-            AgentSetup(
-                directory=None if self._directory is None else str(self._directory),
-                preload=self._modules,
-                num_workers=len(self.host.devices),
-                address=self.host.address,
-                interface=self.host.interface,
-                lock=self._lock,
-                remote=not self.host.local,
-                restarted=restarted,
-            )
+        setup = AgentSetup(
+            directory=None if self._directory is None else str(self._directory),
+            preload=self._modules,
+            num_workers=len(self.host.devices),
+            address=self.host.address,
+            interface=self.host.interface,
+            lock=self._lock,
+            remote=not self.host.local,
+            restarted=restarted,
         )
-
-    def _spawn(self) -> programs.Program:
-        if self.host.local:  # other hosts make one of their own
-            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return programs.start_module(
-            self.host,
-            AGENT,
-            alive_count=_CUT_S,
-            stderr=self._log,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        self._write(f"{own_version()}\n".encode() + pickle.dumps(setup))
 
     @property
     def display_name(self) -> str:
@@ -151,15 +146,12 @@ class AgentHandle:
         self._on_log = on_log
         with self._changing:
             self._job = job
-            self._send(job)
+            self._write(pickle.dumps(job))
             if not self.host.local:
                 agent = self._agent
                 threading.Thread(
                     target=self._send_signs_of_life, args=(agent,), daemon=True
                 ).start()
-
-    def _send(self, message: AgentSetup | WorkerJob) -> None:
-        self._write(pickle.dumps(message))
 
     def _write(self, data: bytes) -> None:
         stdin = self._agent.stdin
