@@ -155,11 +155,11 @@ def measure_hosts(
 
 
 def measure_joined(
-    host: Host, deployment: Deployment, layers: range, distribute: Callable[[], object]
+    host: Host, deployment: Deployment, layers: range, prepare: Callable[[], object]
 ) -> MeasuredHost:
     """Measure a host that joins a running cluster, and its links to the others. It computes stages
-    alone, and has the weights of these layers of the target after `distribute`. Raises
-    HostFailed."""
+    alone, and has the weights of these layers of the target, and nothing else to do, after
+    `prepare`. Raises HostFailed."""
     config, target = deployment.config, deployment.target
     shared = deployment.shared.get("target")
     request = _request(
@@ -176,7 +176,7 @@ def measure_joined(
     with Examination(HostsFile("joined", (*deployment.hosts, host))) as examination:
         examination.start(host.name)
         examination.prepare(host.name)
-        distribute()
+        prepare()
         devices = examination.measure_devices(host.name, asdict(request))["devices"]
         for each in deployment.hosts:
             examination.start(each.name)

@@ -76,14 +76,15 @@ class HostChanges:
         with self._changing:
             before = self.deployment
             tell("the host is measured")
-            found = measured(host, before, self._distribute)
-            after = with_hosts(before, [(host, found)])
-            _require_staying(host, leaving)
-            tell(f"it gets the weights of {_ranks_of(after, host)}")
-            self._distribute(replace(after, fetched=False), on_warning=print_error)
-            agent = self._agents.add(host)
-            self._guests[host.name] = agent
+            # What its workers need is imported beside what measures it: that takes longest.
+            agent = self._guests[host.name] = self._agents.add(host)
             try:
+                imported = partial(_await_imports, agent)
+                found = measured(host, before, self._distribute, imported)
+                after = with_hosts(before, [(host, found)])
+                _require_staying(host, leaving)
+                tell(f"it gets the weights of {_ranks_of(after, host)}")
+                self._distribute(replace(after, fetched=False), on_warning=print_error)
                 self._start(agent, after)
                 self._recovery.watch_workers(_workers(after))
                 self._change_to(after, f"{host.name} joins", agent, leaving)
@@ -179,11 +180,22 @@ def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
         raise HostFailed(f"{host.name} has left before it had joined")
 
 
+def _await_imports(agent: AgentHandle) -> None:
+    """Until the agent leaves the host to what measures it. Raises HostFailed."""
+    deadline = time.monotonic() + STARTING_S
+    while not agent.imported.wait(LOOK_S) and time.monotonic() < deadline:
+        if agent.failed:
+            raise HostFailed(f"{agent.host.name}: {agent.why()}")
+
+
 def measured(
-    host: Host, before: Deployment, distribute: Distribute = distribute_weights
+    host: Host,
+    before: Deployment,
+    distribute: Distribute = distribute_weights,
+    ready: Callable[[], None] = lambda: None,
 ) -> MeasuredHost:
-    """Measure a new host with a few layers of the target, which it gets from the others. Raises
-    PipespecError."""
+    """Measure a new host with a few layers of the target, which it gets from the others, once it is
+    `ready`. Raises PipespecError."""
     layers = sample_layers(before)
     before = replace(before, shared=before.shared or shared_names(before))
     ranks = (before.workers[0], host.workers[0])
@@ -193,7 +205,12 @@ def measured(
         layers=(layers,),
         fetched=False,
     )
-    return measure_joined(host, before, layers, partial(distribute, trial, on_warning=print_error))
+
+    def prepare() -> None:
+        distribute(trial, on_warning=print_error)
+        ready()
+
+    return measure_joined(host, before, layers, prepare)
 
 
 def sample_layers(deployment: Deployment) -> range:

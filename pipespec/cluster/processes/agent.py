@@ -10,10 +10,11 @@ as a rank is a *supervisor*, which forks the worker, and another one when a sign
 The agent reads from standard input the launcher's version, one line, its setup and its job; then
 lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
 line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
-until it has forked a worker, {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number,
-"line": ...}, as a sign of life {"present": numbers of the workers that run}, and at last {"failed":
-sentence}, {"lost": sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All
-processes of the host hold that output, so it ends when the last of them is gone."""
+until it has forked a worker, {"imported": true}, which torchrun writes before it reads the job,
+{"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
+life {"present": numbers of the workers that run}, and at last {"failed": sentence}, {"lost":
+sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All processes of the host
+hold that output, so it ends when the last of them is gone."""
 
 from __future__ import annotations
 

@@ -95,6 +95,7 @@ class AgentHandle:
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self.reached = False  # whether an agent of the host ever sent a message
+        self.imported = threading.Event()  # whether an agent of it has imported all modules
         self.signs = dict.fromkeys(host.workers, 0)
         self._refusal = ""  # the last sentence with which a restarted agent refused
         self._start()
@@ -208,7 +209,9 @@ class AgentHandle:
     def restart_if_lost(self) -> None:
         """Start the agent of a lost host again. One that still runs there ends first."""
         with self._changing:
-            if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
+            if self._stopped or self._job is None or not self._lost:
+                return
+            if time.monotonic() - self._began < _RETRY_S:
                 return
             self._end_processes()
             self._remove_files()
@@ -216,7 +219,6 @@ class AgentHandle:
                 for worker in self.host.workers:
                     self._deaths.put(WorkerDeath(worker, "its host was lost", None))
             self._start(restarted=True)
-            assert self._job is not None, "only a host with a job is restarted"
             self.start_workers(self._job, self._on_log)
 
     def why(self) -> str:
@@ -251,6 +253,9 @@ class AgentHandle:
             if message is None:
                 continue
             self.reached = True
+            if "imported" in message:
+                self.imported.set()
+                continue
             if "refused" in message and self._restarted:
                 self._note_refusal(message["refused"])
                 continue

@@ -73,6 +73,8 @@ def main() -> None:
             import_module(module)
     gc.freeze()
     gc.enable()
+    # The agent's output, too; a module may have left a line of its own unfinished.
+    os.write(1, b'\n{"imported": true}\n')
     directory, job = pickle.load(sys.stdin.buffer)
     outcome = run_supervisors(Path(directory), job, agent)
     write_atomically(Path(directory) / OUTCOME, json.dumps(outcome).encode())
