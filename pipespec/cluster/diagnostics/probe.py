@@ -292,7 +292,9 @@ def listen(name: str, token: str, address: str, interface: str | None) -> Listen
 def link(token: str, name: str, places: list[dict[str, Any]]) -> Link:
     """Connect to every endpoint of a peer, and measure round trip and rate to the last."""
     *others, last = [Endpoint(**place) for place in places]
-    leads = network_interfaces.interface_towards(last.address, interfaces())
+    leads = None
+    with suppress(OSError):  # there is no route
+        leads = interface_with(network_interfaces.source_address(last.address), interfaces())
     interface = None if leads is None else leads.name
     for place in (*others, last):
         try:
