@@ -88,6 +88,7 @@ class AgentHandle:
         deaths: queue.SimpleQueue[WorkerDeath],
     ) -> None:
         self.host = host
+        self.guest = False  # whether it has joined, so that its end does not end the others
         self._job: WorkerJob | None = None
         self._modules, self._lock = modules, lock
         self._deaths = deaths

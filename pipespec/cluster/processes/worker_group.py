@@ -44,7 +44,6 @@ class WorkerGroup:
         self._modules, self._name = tuple(modules), name
         # Replaced as a whole, as several threads read it.
         self._hosts: tuple[AgentHandle, ...] = ()
-        self._guests: frozenset[AgentHandle] = frozenset()  # hosts that have joined
         self._failure: str | None = None
         try:
             for host in hosts:
@@ -60,19 +59,18 @@ class WorkerGroup:
     def add(self, host: Host) -> AgentHandle:
         """Start the agent of one more host, whose end does not end the others."""
         agent = self._agent_of(host)
-        self._guests |= {agent}
+        agent.guest = True  # first: another thread looks at the hosts
         self._hosts = (*self._hosts, agent)
         return agent
 
     def adopt(self, name: str) -> AgentHandle:
         """From now on, the end of that host does not end the others, as if it had been added."""
         agent = next(host for host in self._hosts if host.host.name == name)
-        self._guests |= {agent}
+        agent.guest = True
         return agent
 
     def remove(self, agent: AgentHandle) -> None:
         self._hosts = tuple(host for host in self._hosts if host is not agent)
-        self._guests -= {agent}
         agent.stop()
 
     def await_agents(self) -> None:
@@ -126,7 +124,7 @@ class WorkerGroup:
 
     @property
     def _own(self) -> list[AgentHandle]:
-        return [host for host in self._hosts if host not in self._guests]
+        return [host for host in self._hosts if not host.guest]
 
     def _failed(self) -> list[AgentHandle]:
         return [host for host in self._own if host.failed]
