@@ -28,7 +28,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(agent_handle, "_RETRY_S", 0.0)
     handles: list[AgentHandle] = []
 
-    def start(*lines: str) -> tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]:
+    def start(
+        *lines: str, job: WorkerJob | None = JOB
+    ) -> tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]:
         left = list(lines)
 
         def spawn(*_: object, **options: Any) -> subprocess.Popen[bytes]:
@@ -44,7 +46,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         host = Host("b", "10.0.0.2", devices=("cpu", "cpu"))
         handles.append(handle := AgentHandle(host, (), None, deaths))
-        handle.start_workers(JOB, None)
+        if job is not None:
+            handle.start_workers(job, None)
         return handle, deaths
 
     yield start
@@ -97,3 +100,13 @@ def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
     assert handle.why() == "b: no room in /tmp"
+
+
+def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:
+    """Its agent has imported what the workers need, while the host was measured."""
+    handle, deaths = started('{"imported": true}', PREPARING, job=None)
+    until(lambda: handle.imported.is_set() and handle.failed)
+    before = handle._agent
+    handle.restart_if_lost()
+    assert handle._agent is before
+    assert deaths.empty()
