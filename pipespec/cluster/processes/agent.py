@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import select
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn
@@ -53,9 +55,9 @@ from pipespec.system.network_interfaces import interface_with, interfaces, resol
 from pipespec.system.resource_limits import require_resources
 from pipespec.system.versions import has_own_protocol, own_version
 
-# Seconds without a message from the launcher, as far as they were listened for, after which a host
-# behind SSH ends.
+# Seconds without a message from the launcher after which a host behind SSH ends.
 SILENCE_S = 40.0
+CHUNK_BYTES = 2**16
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
 TORCHRUN = "pipespec.cluster.processes.torchrun"
@@ -130,9 +132,9 @@ def _main(stdin: BinaryIO) -> NoReturn:
             _send_to_torchrun(torchrun, setup.preload)
             job: WorkerJob = pickle.load(stdin)
             _send_to_torchrun(torchrun, (str(directory), job))
-            listener = _Listener(stdin, patient=not setup.remote)
             reporter = _Reporter(directory, job)
-            for run in (listener.run, reporter.run):
+            listen = partial(_listen, stdin, SILENCE_S if setup.remote else None)
+            for run in (listen, reporter.run):
                 threading.Thread(target=_run_or_end, args=(run,), daemon=True).start()
             code = torchrun.wait()
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
@@ -217,28 +219,11 @@ def choose_interface(address: str, name: str | None) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-class _Listener:
-    """Ends the host with its launcher."""
-
-    def __init__(self, stdin: BinaryIO, *, patient: bool) -> None:
-        self._stdin = stdin
-        self._silent_s = 0.0
-        if not patient:
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    def run(self) -> None:
-        for _ in self._stdin:
-            self._silent_s = 0.0
-        self._end()
-
-    def _watch(self) -> None:
-        while self._silent_s < SILENCE_S:
-            time.sleep(SIGN_OF_LIFE_S)
-            self._silent_s += SIGN_OF_LIFE_S
-        self._end()
-
-    def _end(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+def _listen(stdin: BinaryIO, limit_s: float | None) -> None:
+    """End the host with its launcher, or once that is silent for so long."""
+    while select.select([stdin], [], [], limit_s)[0] and os.read(stdin.fileno(), CHUNK_BYTES):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_or_end(run: Callable[[], None]) -> None:
