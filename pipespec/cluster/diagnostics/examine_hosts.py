@@ -20,7 +20,7 @@ from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
 from pipespec.cluster.diagnostics.probe import MEASURE_S, PROTOCOL, Link, Listening
-from pipespec.cluster.host_link.programs import Conversation, late_answer
+from pipespec.cluster.host_link.programs import Conversation
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
@@ -112,7 +112,10 @@ class _Probe(Conversation):
         finally:
             late.cancel()
         if time.monotonic() - began >= timeout:
-            raise late_answer(self.host, "the probe", timeout)
+            raise HostFailed(
+                f"{self.host.name}: the probe did not answer within {timeout:g} s; check the load "
+                "of the host and the link to it"
+            )
         raise self.silence()
 
 

@@ -143,10 +143,3 @@ def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFail
         )
     ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
     return HostFailed(f"{host.name}: {module} ended with {ended}: {line or 'without a message'}")
-
-
-def late_answer(host: Host, module: str, timeout: float) -> HostFailed:
-    return HostFailed(
-        f"{host.name}: {module} did not answer within {timeout:g} s; check the load of the host "
-        "and the link to it"
-    )
