@@ -31,7 +31,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.proposer import Context
 from pipespec.placement.slices import split_evenly
 from tools.inflate import Shape, read_config
-from tools.rig.launch import launch
+from tools.rig.launch import results_of
 
 MIB, GIB = 2**20, 2**30
 ROWS = 64
@@ -169,8 +169,8 @@ def main() -> None:
     # A script's own functions cannot be found by the ranks; the module's can.
     from benchmarks.budgets.rank_memory import measure as entrypoint
 
-    with launch(entrypoint, (deployment,), num_ranks=deployment.num_ranks) as cluster:
-        rows = [row(deployment, found) for found in cluster.wait()]
+    found = results_of(entrypoint, (deployment,), deployment.num_ranks)
+    rows = [row(deployment, each) for each in found]
     chunk = config.decode.prefill_chunk
     large = computed(options.stages, options.width, options.context, chunk)
     large_title = (

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Describe the command."""
     command = commands.add_parser(
         "cache",
         show_settings=True,
@@ -40,7 +39,6 @@ def add(commands: Commands) -> None:
 
 
 def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Fetch, and print what each host has."""
     settings = overrides(rest, arguments.known_options)
     if arguments.all:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
@@ -68,10 +66,8 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
 def with_weights(
     deployment: Deployment, moved: dict[str, tuple[int, int, int]] | None = None
 ) -> Deployment:
-    """The deployment once its hosts have their weights, with a progress bar per host.
-
-    `moved` gets, by host, how many bytes were there at first, are there now, and are needed.
-    """
+    """The deployment once its hosts have their weights, with a progress bar per host. `moved` gets,
+    by host, how many bytes were there at first, are there now, and are needed."""
     from pipespec.cluster.weights.distribution import distribute_weights
 
     found = {} if moved is None else moved
@@ -87,7 +83,6 @@ def with_weights(
 
 
 def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Remove parts of models."""
     from pipespec.engine.checkpoint.parts.folder import entries, remove
 
     names = overrides(rest, arguments.known_options)
@@ -95,7 +90,11 @@ def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
     unknown = [name for name in names if name not in {each.model for each in found}]
     if unknown:
         raise ConfigError(f"The cache holds no model {unknown[0]!r}; see `pipespec cache list`.")
-    gone = [each for each in found if arguments.all or _goes(each, names)]
+
+    def goes(entry: CacheEntry) -> bool:
+        return entry.model in names if names else entry.whole_bytes == 0 or not entry.current
+
+    gone = [each for each in found if arguments.all or goes(each)]
     for each in gone:
         remove(each)
     freed = sum(each.disk_bytes for each in gone)
@@ -108,12 +107,7 @@ def prune(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _goes(entry: CacheEntry, names: list[str]) -> bool:
-    return entry.model in names if names else entry.whole_bytes == 0 or not entry.current
-
-
 def show_entries(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """List the models of which this host has parts."""
     from rich.table import Table
 
     from pipespec.engine.checkpoint.parts.folder import entries

@@ -101,7 +101,7 @@ def decode(
 
     from pipespec.cli.cache import with_weights
     from pipespec.cluster.decide import decide
-    from pipespec.cluster.deployment.held_weights import groups, summary
+    from pipespec.cluster.deployment.checks import groups, summary
     from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 

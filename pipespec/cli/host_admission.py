@@ -1,9 +1,11 @@
-"""Lets hosts join the cluster of `pipespec up --invite`: some before it begins, others later."""
+"""Lets hosts join the cluster of `pipespec up --invite`, some before it begins, others later, and
+looks after each until it has left."""
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.host_link.join_server import JoinServer
-from pipespec.cluster.join.host_changes import measured, with_hosts
-from pipespec.cluster.join.look_after_host import LOOK_S, look_after_host
+from pipespec.cluster.join.host_changes import HostChanges, measured, with_hosts
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.errors import ConfigError, PipespecError
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 # The way to them leads through the interface of the default route (RFC 5737, 3849); nothing is
 # sent.
 ANYWHERE = ("192.0.2.1", "2001:db8::1")
+# Seconds between two checks of a host.
+LOOK_S = 0.5
+# Seconds between two tries to have the others go on without a host that is gone.
+RETRY_S = 5.0
+# How much longer than the cluster waits for its workers a host may be away.
+LONGER_S = 10.0
 # Called with a host's name and a sentence.
 OnLog = Callable[[str, str], None]
 
@@ -104,6 +111,75 @@ class HostAdmission:
         )
 
 
+def look_after_host(
+    session: HostSession,
+    changes: HostChanges,
+    patience_s: float,
+    on_log: OnLog,
+    *,
+    joined: bool = False,
+) -> None:
+    """Give a host its ranks, and take them from it when it leaves, fails or stays away, until the
+    cluster ends. `patience_s`: how long the cluster waits for a lost host. `on_log`: called with
+    the host's name and a sentence. `joined`: the cluster has begun with this host."""
+    name = session.host.name
+
+    def tell(sentence: str) -> None:
+        on_log(name, sentence)
+        session.tell(sentence)
+
+    def leaving() -> bool:
+        return session.leaving or session.lost_s > patience_s + LONGER_S
+
+    try:
+        if joined:
+            tell(f"it computes {changes.ranks_of(session.host)}")
+        else:
+            changes.join(session.host, tell, leaving)
+    except PipespecError as error:
+        if changes.over():
+            return
+        on_log(name, f"it does not join: {error}")
+        session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
+        return
+    while True:
+        session.changed.wait(LOOK_S)
+        session.changed.clear()
+        if changes.over():
+            return
+        if (failure := changes.failure(name)) is not None:
+            break
+        if session.lost_s > patience_s + LONGER_S:
+            failure = f"it was away for {session.lost_s:.0f} s"
+            break
+        if session.leaving:
+            session.leaving = False
+            tell("the other hosts take over its layers")
+            try:
+                changes.leave(name)
+            except PipespecError as error:
+                if changes.over():
+                    return
+                refusal = f"it cannot leave yet: {error}"
+                on_log(name, refusal)
+                session.tell(refusal, stays=True)
+                continue
+            on_log(name, "it has left")
+            session.dismiss("this host has left the cluster", failed=False)
+            return
+    on_log(name, failure)
+    session.dismiss(failure, failed=True)
+    problem = None
+    while not changes.over():
+        try:
+            changes.lost(name)
+            return
+        except PipespecError as error:
+            if problem != (problem := str(error)):
+                on_log(name, f"the others cannot go on without it yet: {problem}")
+        time.sleep(RETRY_S)
+
+
 def hosts_of(config: Config) -> HostsFile:
     """The hosts that are known before any joins, as a hosts file says it. Raises ConfigError."""
     from pipespec.cluster.decide import host_here
@@ -124,23 +200,17 @@ def require_open(config: Config) -> None:
         )
 
 
-def _own_default_address() -> str | None:
-    for anywhere in ANYWHERE:
-        with suppress(OSError):
-            return source_address(anywhere)
-    return None
-
-
 def open_to_hosts(deployment: Deployment, options: JoinOptions) -> Deployment:
     """The deployment of a cluster that hosts can join. Raises ConfigError."""
     address = options.address or own_address(deployment.hosts)
+    for anywhere in ANYWHERE if address is None else ():
+        with suppress(OSError):
+            address = address or source_address(anywhere)
     if address is None:
-        address = _own_default_address()
-        if address is None:
-            raise ConfigError(
-                "This machine has no default route, by which others could reach it; name its "
-                "address with --at."
-            )
+        raise ConfigError(
+            "This machine has no default route, by which others could reach it; name its address "
+            "with --at."
+        )
     hosts = (
         replace(host, address=address) if host.local and host.address == LOOPBACK else host
         for host in deployment.hosts

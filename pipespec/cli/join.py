@@ -47,7 +47,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec join` takes one token and no settings, but got {found[0]!r}; the settings "
             "are those of the cluster."
         )
-    token = given(arguments.token)
+    token = arguments.token
+    if token == STDIN:
+        try:
+            token = standard_input()
+        except Unreadable as error:
+            raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
     devices = devices_of(arguments.devices)
     name = own_name(arguments.name)
 
@@ -76,27 +81,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 host.leave()
 
 
-def given(token: str) -> str:
-    """The token, which may come through standard input. Raises ConfigError."""
-    if token != STDIN:
-        return token
-    try:
-        return standard_input()
-    except Unreadable as error:
-        raise ConfigError(f"The token cannot be read from standard input: {error}.") from None
-
-
 def devices_of(named: list[str] | None) -> list[str]:
-    from pipespec.config.entries import Wrong
     from pipespec.config.entries import devices as checked
     from pipespec.system.devices import num_cuda
 
     if named is None:
         return [f"cuda:{number}" for number in range(num_cuda())] or ["cpu"]
-    try:
-        found = [device for group in checked("--devices", named) for device in group]
-    except Wrong as error:
-        raise ConfigError(str(error)) from None
+    found = [device for group in checked("--devices", named) for device in group]
     count = num_cuda() if any(each.startswith("cuda") for each in found) else 0
     for device in found:
         if device in ("auto", "cuda"):
@@ -110,11 +101,8 @@ def devices_of(named: list[str] | None) -> list[str]:
 
 
 def own_name(wanted: str | None) -> str:
-    from pipespec.config.entries import Wrong, host_name
+    from pipespec.config.entries import host_name
 
     if wanted is None:
         wanted = socket.gethostname().partition(".")[0] or "host"
-    try:
-        return str(host_name("--name", wanted))
-    except Wrong as error:
-        raise ConfigError(str(error)) from None
+    return str(host_name("--name", wanted))

@@ -25,7 +25,6 @@ MODELS = ("model.target", "model.draft", "model.mid")
 
 
 def _commands() -> tuple[ModuleType, ...]:
-    """Those that are there, in the order of the help."""
     extra = []
     for name in ("bench", "plan", "doctor"):
         try:

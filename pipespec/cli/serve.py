@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.detach import Launcher, LauncherEnded
-from pipespec.cli.up import default_name, read_settings
+from pipespec.cli.up import cluster_of
 from pipespec.client.model_info import full_name
-from pipespec.client.registry import check_name, clear, left, serving
-from pipespec.console.arguments import STDIN, finish, overrides, refuse_trace
+from pipespec.client.registry import clear, find, left, serving
+from pipespec.console.arguments import finish, overrides
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, print_error
 from pipespec.limits import suggest
@@ -87,42 +87,29 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    settings = overrides(rest, arguments.known_options, stdin_allowed=arguments.on is None)
     check_installed()
     if arguments.on is not None:
+        settings = overrides(rest, arguments.known_options)
         if settings or arguments.name:
             given = settings[0] if settings else "--name"
             raise ConfigError(
                 f"`pipespec serve --on` starts no cluster and takes no settings, but got "
                 f"{given!r}; give it to `pipespec up`."
             )
-        return serve_running(arguments)
-    if STDIN in rest:
-        settings += read_settings()
-    refuse_trace(settings, "serve")
-    return serve_new(arguments, settings)
+        with listening(arguments) as listener:
+            running = find(arguments.on)
+            return answer_requests(arguments, listener, running.served.target, lambda: running)
+    name, settings = cluster_of(arguments, rest, "serve")
+    from pipespec.config.compose import compose_sections
 
-
-def serve_running(arguments: argparse.Namespace) -> int:
-    from pipespec.client import registry
-
-    read_options(arguments, arguments.on or "model")  # errors first
-    with listening(arguments) as listener:
-        running = registry.find(arguments.on)
-        return answer_requests(arguments, listener, running.served.target, lambda: running)
-
-
-def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
-    name = default_name(settings) if arguments.name is None else arguments.name
-    check_name(name)
-    read_options(arguments, name)  # errors before anything starts
+    (model,) = compose_sections(["model"], settings)
     with listening(arguments) as listener, serving(name):
         launcher = Launcher(name, settings, ours=True)
         try:
             print_error(
                 f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
             )
-            code = answer_requests(arguments, listener, target_of(settings), launcher.watch)
+            code = answer_requests(arguments, listener, full_name(model.target), launcher.watch)
         except LauncherEnded as ended:
             print_error(f"{name}: {ended} The server ends with it.")
             code = 0
@@ -132,13 +119,6 @@ def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
         if left(name):
             clear(name)
     return code
-
-
-def target_of(settings: list[str]) -> str:
-    from pipespec.config.compose import compose_sections
-
-    (model,) = compose_sections(["model"], settings)
-    return full_name(model.target)
 
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
@@ -201,7 +181,6 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
 
 
 def read_limits(given: list[str]) -> dict[str, Any]:
-    """The fields of `ServerOptions` that --limit sets. Raises ConfigError."""
     found: dict[str, Any] = {}
     for text in given:
         name, _, value = text.partition("=")

@@ -173,12 +173,10 @@ def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
         together = f", {how['devices']} devices together" if how["devices"] > 1 else ""
         text = f"{how['attention']}{graphs}{', compiled' * how['compiled']}{together}"
         alike.setdefault(text, []).append(rank)
-    listed = "; ".join(f"{how} ({_ranks(those)})" for how, those in alike.items())
+    listed = "; ".join(
+        f"{how} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})"
+        for how, those in alike.items()
+    )
     refused = [f"rank {rank}: {why}" for rank, how in ranks.items() for why in how["refused"]]
     usual = set(alike) <= {USUAL} and not refused
     return None if usual else " ".join([f"attention: {listed}.", *refused])
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    """As in "ranks 0, 3"."""
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

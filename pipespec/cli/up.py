@@ -79,12 +79,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Start a cluster; stay with it, or return when it is ready."""
-    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
-    if STDIN in rest:
-        settings += read_settings()
-    refuse_trace(settings, "up")
-    name = default_name(settings) if arguments.name is None else arguments.name
-    check_name(name)
+    name, settings = cluster_of(arguments, rest, "up")
     join_options = JoinOptions.of(arguments)
     if arguments.detach:
         flags = ["--measure"] * arguments.measure + (
@@ -98,14 +93,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     )
 
 
-def read_settings() -> list[str]:
-    try:
-        return parse_settings(standard_input())
-    except Unreadable as error:
-        raise ConfigError(
-            f"The settings on standard input cannot be read: {error}; write one per line, or a "
-            "JSON list of texts."
-        ) from None
+def cluster_of(
+    arguments: argparse.Namespace, rest: list[str], command: str
+) -> tuple[str, list[str]]:
+    """Name and settings of the cluster that a command is to start. Raises ConfigError."""
+    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
+    if STDIN in rest:
+        try:
+            settings += parse_settings(standard_input())
+        except Unreadable as error:
+            raise ConfigError(
+                f"The settings on standard input cannot be read: {error}; write one per line, or a "
+                "JSON list of texts."
+            ) from None
+    refuse_trace(settings, command)
+    name = default_name(settings) if arguments.name is None else arguments.name
+    check_name(name)
+    return name, settings
 
 
 def parse_settings(text: str) -> list[str]:
@@ -121,7 +125,6 @@ def parse_settings(text: str) -> list[str]:
 
 
 def default_name(settings: Sequence[str]) -> str:
-    """The default name of a cluster: that of its hosts file, if it has one."""
     for text in settings:
         key, _, value = text.partition("=")
         if key == "cluster" and value.endswith((".yaml", ".yml")):
@@ -152,7 +155,7 @@ def stay(
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
-        from pipespec.cluster.deployment.held_weights import groups, summary
+        from pipespec.cluster.deployment.checks import groups, summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False

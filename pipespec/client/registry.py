@@ -25,8 +25,7 @@ import psutil
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.errors import ConfigError
-from pipespec.system.atomic_write import write_atomically
-from pipespec.system.file_lock import lock_file
+from pipespec.system.files import lock_file, write_atomically
 from pipespec.system.folders import state_folder
 from pipespec.system.process_identity import find_process, is_ours, own_start_time
 from pipespec.system.validation import Missing, Unreadable, from_fields, parse_json, read_text

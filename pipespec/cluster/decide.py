@@ -3,7 +3,7 @@ no model and no rank's loop, so that errors come quickly."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
@@ -71,7 +71,15 @@ def decide(
     if hosts_file is None:
         hosts: tuple[Host, ...] = (host_here(config.cluster),)
         if placement is None:
-            placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
+            stages, workers = config.cluster.stages, tuple(hosts[0].members)
+            problem = Problem(  # of equal workers
+                tuple(map(Worker, workers)),
+                Needs((0,) * target.num_layers),
+                draft=workers[0],
+                split=tuple(map(len, split_evenly(target.num_layers, stages))),
+                spares=workers[stages + 1 :],
+            )
+            placement = plan_slices(problem)
     else:
         hosts_file.require_devices()
         hosts = hosts_file.hosts
@@ -96,18 +104,3 @@ def host_here(cluster: ClusterConfig) -> Host:
     count = cluster.stages + cluster.spares
     groups = [cluster.draft_tensor_parallel, *[cluster.tensor_parallel] * count]
     return this_machine(resolve_devices(cluster.devices, sum(groups)), groups)
-
-
-def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
-    """The placement of a cluster on this machine, whose workers are equal. Raises ConfigError."""
-    stages = cluster.stages
-    split = tuple(map(len, split_evenly(num_layers, stages)))
-    return plan_slices(
-        Problem(
-            tuple(map(Worker, workers)),
-            Needs((0,) * num_layers),
-            draft=workers[0],
-            split=split,
-            spares=tuple(workers[stages + 1 :]),
-        )
-    )

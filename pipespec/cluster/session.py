@@ -15,13 +15,13 @@ from functools import partial
 
 from pipespec.cluster.deployment import memory
 from pipespec.cluster.deployment.checks import (
+    expanded,
     require_backend,
     require_quantizers,
     shared_gpu,
     without_ggml,
 )
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
-from pipespec.cluster.deployment.held_weights import expanded
 from pipespec.cluster.join.host_changes import HostChanges
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.fault_stats import Fault
@@ -256,7 +256,6 @@ def start_cluster(
             agents.start_workers(
                 WORKER_ENTRYPOINT,
                 (planned, where, hosts),
-                restart=True,
                 on_log=None if on_log is None else send_log,
                 on=on,
             )

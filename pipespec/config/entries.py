@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from typing import Any
 
+from pipespec.errors import ConfigError
 from pipespec.limits import A_DEVICE, DEVICE, LARGEST_PORT, MAX_COUNT, fault, suggest
 from pipespec.system.validation import shown
 
@@ -17,7 +18,7 @@ KIND = "kind"  # the key in a field's metadata
 Kind = Callable[[str, Any], Any]
 
 
-class Wrong(Exception):
+class Wrong(ConfigError):
     """What is wrong with the file, still without the file's name."""
 
 

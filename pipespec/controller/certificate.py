@@ -13,7 +13,7 @@ from typing import Self
 from urllib.parse import quote
 
 from pipespec.errors import ConfigError
-from pipespec.system.atomic_write import write_atomically
+from pipespec.system.files import write_atomically
 
 # Besides a folder, the values of controller.tls.
 AUTO, OFF = "auto", "off"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError
-from pipespec.system.atomic_write import write_atomically
-from pipespec.system.file_lock import lock_file
+from pipespec.system.files import lock_file, write_atomically
 from pipespec.system.validation import Missing, Unreadable, from_fields, read_json
 
 IDENTITY, MODEL = "server.json", "model.json"

@@ -25,9 +25,9 @@ from pipespec.controller.data_folder import (
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.tls_proxy import PORT_ATTEMPTS, PortInUse, TlsProxy, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.files import TemporaryFolder
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.process_identity import Spawner, die_with_parent, is_stopped
-from pipespec.system.temporary_folder import TemporaryFolder
 
 # Reading a long append-only file takes a while; one that ends is noticed at once.
 START_TIMEOUT_S = 120.0

@@ -16,8 +16,8 @@ from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.core import DraftTokens, Request
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.system.cores import spin_until
 from pipespec.system.liveness import Waiting
-from pipespec.system.spin_wait import spin_until
 from pipespec.timing.batch_times import NO_TIMES, BatchTimes
 from pipespec.timing.batch_times import pack as pack_times
 from pipespec.timing.batch_times import unpack as unpack_times

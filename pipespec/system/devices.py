@@ -57,7 +57,6 @@ def _torch_built_for() -> tuple[str | None, str]:
 
 
 def cuda_figures() -> Iterator[dict[str, Any]]:
-    """Names and memory of the CUDA devices."""
     import torch
 
     for index in range(num_cuda()):

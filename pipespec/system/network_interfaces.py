@@ -68,11 +68,3 @@ def source_address(address: str, family: socket.AddressFamily = socket.AF_UNSPEC
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(sockaddr)
         return str(probe.getsockname()[0])
-
-
-def interface_towards(address: str, among: Iterable[Interface]) -> Interface | None:
-    """The interface through which packets to `address` leave; None if there is no route."""
-    try:
-        return interface_with(source_address(address), among)
-    except OSError:
-        return None

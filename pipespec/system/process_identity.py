@@ -52,7 +52,6 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_ours(process: psutil.Process) -> bool:
-    """Whether it is this user's. Raises psutil.NoSuchProcess if it has ended."""
     return bool(process.uids().real == os.getuid())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipespec.errors import ConfigError
-from pipespec.system.atomic_write import write_atomically
+from pipespec.system.files import write_atomically
 from pipespec.system.folders import cache_folder
 from pipespec.system.validation import Unreadable, from_fields, parse_json, read_bytes, read_text
 

@@ -12,7 +12,6 @@ _NOISY_PACKAGES = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 @contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Within the block these packages log errors only."""
     loggers = [logging.getLogger(name) for name in _NOISY_PACKAGES]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

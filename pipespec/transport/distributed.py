@@ -33,9 +33,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
+from pipespec.system.cores import spin_until
 from pipespec.system.liveness import Waiting
 from pipespec.system.network_interfaces import LOOPBACK
-from pipespec.system.spin_wait import spin_until
 from pipespec.transport.encryption import SEAL_BYTES, Seal, link_key
 from pipespec.transport.rendezvous_store import RENDEZVOUS_TIMEOUT_S
 from pipespec.transport.transport import LinkKind
@@ -119,7 +119,7 @@ class DistributedTransport:
         addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
         rank but the last is linked to the next; None: all are on one host, and nothing is
         encrypted. The limits of a batch are those of `Wire`. `nccl`: hidden states go over NCCL
-        instead of gloo; `spins`: see `pipespec.system.spin_wait`. Raises RankFailed if a neighbour
+        instead of gloo; `spins`: see `pipespec.system.cores`. Raises RankFailed if a neighbour
         did not connect in time."""
         links = links or (LinkKind(),) * (len(devices) - 1)
         assert len(links) == len(devices) - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipespec.errors import ConfigError
 from pipespec.settings import check_settings, setting
-from pipespec.system.spin_wait import WAITS
+from pipespec.system.cores import WAITS
 
 AUTO, GLOO, NCCL = "auto", "gloo", "nccl"
 BACKENDS = (AUTO, GLOO, NCCL)

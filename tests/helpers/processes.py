@@ -1,10 +1,16 @@
-"""Processes that may end at any moment, even while they are looked at."""
+"""Processes that may end at any moment, even while they are looked at; modules on hosts."""
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import suppress
 
 import psutil
+
+from pipespec.cluster.host_link import programs
+from pipespec.config.hosts import Host
+
+PATIENCE_S = 60.0
 
 
 def is_alive(pid: int) -> bool:
@@ -20,3 +26,18 @@ def command_line(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""
+
+
+def run_module(host: Host, *words: str, given: bytes = b"") -> bytes:
+    """What `python -m` and the words write on a host. Raises HostFailed."""
+    with tempfile.TemporaryFile() as errors:
+        program = programs.start_module(host, *words, stderr=errors)
+        assert program.stdin is not None and program.stdout is not None
+        with program.stdout as stdout:
+            with suppress(OSError), program.stdin as stdin:  # it may have ended
+                stdin.write(given)
+            output = stdout.read()
+        if code := program.wait(PATIENCE_S):
+            errors.seek(0)
+            raise programs.failure(host, words[0], code, errors.read())
+        return output

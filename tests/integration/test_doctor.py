@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from pipespec.cli.main import main
-from pipespec.cluster.diagnostics import examine_hosts, link_probe, probe
-from pipespec.cluster.diagnostics.link_probe import (
+from pipespec.cluster.diagnostics import examine_hosts, probe
+from pipespec.cluster.diagnostics.probe import (
     Endpoint,
     NotReached,
     PeerConnection,
@@ -279,7 +279,7 @@ def test_probe_listener_sends_nothing_to_a_client_without_the_token(place: Endpo
 
 
 def test_a_crowd_of_silent_strangers_is_not_let_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_probe, "MAX_PEERS", 2)
+    monkeypatch.setattr(probe, "MAX_PEERS", 2)
     crowded = ProbeListener("beta", TOKEN).open("127.0.0.1")
     strangers = [socket.create_connection((crowded.address, crowded.port)) for _ in range(3)]
     try:
@@ -327,15 +327,15 @@ def test_the_rate_leaves_out_how_a_burst_begins() -> None:
     # 1 MB at once, then 1 MB every 0.1 s: 80 Mbit/s.
     arrivals = [(0.1 * step, 10**6 * (step + 1)) for step in range(10)]
     arrivals[0] = (0.0, 10**6)
-    assert link_probe.rate(arrivals) == pytest.approx(0.08)
-    assert link_probe.rate([(0.0, 10**7), *((t, n + 10**7) for t, n in arrivals[1:])]) == (
+    assert probe.rate(arrivals) == pytest.approx(0.08)
+    assert probe.rate([(0.0, 10**7), *((t, n + 10**7) for t, n in arrivals[1:])]) == (
         pytest.approx(0.08)
     )
     # A receiver that stood still: 1 MB in a second.
-    assert link_probe.rate([(0.0, 10**6), (1.0, 2 * 10**6)]) == pytest.approx(0.008)
+    assert probe.rate([(0.0, 10**6), (1.0, 2 * 10**6)]) == pytest.approx(0.008)
     stalled = [(0.0, 10**6), (0.1, 2 * 10**6), (1.1, 3 * 10**6)]
-    assert link_probe.rate(stalled) == pytest.approx(0.008)
-    assert link_probe.rate([]) == link_probe.rate([(1.0, 10)]) == 0.0
+    assert probe.rate(stalled) == pytest.approx(0.008)
+    assert probe.rate([]) == probe.rate([(1.0, 10)]) == 0.0
 
 
 def test_a_probe_ends_with_its_standard_input() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
-from pipespec.cluster.deployment.held_weights import expanded
+from pipespec.cluster.deployment.checks import expanded
 from pipespec.config.choices import options
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer

@@ -23,17 +23,19 @@ from pipespec.cli.invite import JoinOptions, ask_for_invitation
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
-from pipespec.cluster.host_link import failures, join_server, joined_host, loop, programs
+from pipespec.cluster.host_link import join_server, joined_host, loop, programs
 from pipespec.cluster.host_link.connection import Connection
 from pipespec.cluster.host_link.host_session import HostSession
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.host_link.joined_host import JoinedHost
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.cluster.host_link.token import Token
 from pipespec.config.compose import compose
 from pipespec.config.hosts import LOCAL
 from pipespec.errors import HostFailed
 from pipespec.placement.costs import Worker
 from tests.helpers.listening import listening
+from tests.helpers.processes import run_module
 from tests.helpers.waiting import until
 
 ADDRESS = "127.0.0.2"
@@ -310,10 +312,10 @@ def test_a_program_ends_with_its_connection(
 ) -> None:
     (host, session, _), (program, errors) = joined, talking
     broken(session)
-    assert program.wait(PATIENCE_S) == failures.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == NO_CONNECTION
     assert program.stdout.read() == b""
     errors.seek(0)
-    error = failures.failure(session.host, "m", program.wait(), errors.read())
+    error = programs.failure(session.host, "m", program.wait(), errors.read())
     assert str(error).startswith("beta: the connection was lost; run `pipespec join` there again")
     until(lambda: not host._running, PATIENCE_S)
 
@@ -329,7 +331,7 @@ def test_a_silent_host_is_found(
     loop.soon(host._connection.set_keepalive, 0)  # this side does not look
     loop.soon(host._connection._transport.pause_reading)
     began = time.monotonic()
-    assert program.wait(PATIENCE_S) == failures.NO_CONNECTION
+    assert program.wait(PATIENCE_S) == NO_CONNECTION
     assert time.monotonic() - began < join_server.SILENCE_S + 3
     errors.seek(0)
     assert b"not responding" in errors.read()
@@ -347,7 +349,7 @@ def test_only_programs_of_pipespec_run_on_the_host(
 ) -> None:
     _, session, _ = joined
     with pytest.raises(HostFailed, match="No module named timeit for hosts that join"):
-        programs.run_module(session.host, "timeit", timeout=PATIENCE_S)
+        run_module(session.host, "timeit")
 
 
 def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluster) -> None:
@@ -355,7 +357,7 @@ def test_a_program_on_a_host_that_has_left_fails_with_the_remedy(cluster: Cluste
         session = cluster.sessions.get(timeout=PATIENCE_S)
     until(lambda: not cluster.server._sessions)
     with pytest.raises(HostFailed, match=r"^beta: it has left; run `pipespec join` there again"):
-        programs.run_module(session.host, "pipespec.cluster.processes.agent", timeout=PATIENCE_S)
+        run_module(session.host, "pipespec.cluster.processes.agent")
 
 
 def test_a_host_whose_connection_breaks_comes_back_by_itself(

@@ -49,11 +49,11 @@ def connect(num_ranks: int, place: str) -> DistributedTransport:
 # --- entrypoints of ranks ---------------------------------------------------------------------
 
 
-def describe() -> dict[str, str | int]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+def describe(place: str) -> None:
     print("to nobody's terminal")
     print("nor this", file=sys.stderr)
-    return {name: os.environ[name] for name in names} | {"threads": torch.get_num_threads()}
+    found = os.environ["RANK"], os.environ["WORLD_SIZE"], str(torch.get_num_threads())
+    Path(place, os.environ["LOCAL_RANK"]).write_text(" ".join(found))
 
 
 def raise_in(rank: int, num_ranks: int, place: str) -> None:
@@ -142,17 +142,18 @@ def meeting(tmp_path):
 # --- tests -----------------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place_and_return_their_results(tmp_path, monkeypatch, capfd):
+def test_ranks_know_their_place(tmp_path, meeting, monkeypatch, capfd):
     """Also where something that they do not need cannot be imported, or prints as it is."""
     (tmp_path / "damaged.py").write_text("def")
     (tmp_path / "talkative.py").write_text("print('loading'); print(3); print('{', flush=True)")
     monkeypatch.syspath_prepend(tmp_path)
-    with launch(describe, num_ranks=3, preload=("damaged", "talkative")) as cluster:
-        results = cluster.wait(PATIENCE)
+    preload = ("damaged", "talkative")
+    with launch(describe, (str(meeting),), num_ranks=3, preload=preload) as cluster:
+        cluster.wait(PATIENCE)
         assert not cluster.poll()
-    assert [result["RANK"] for result in results] == ["0", "1", "2"]
-    assert {result["WORLD_SIZE"] for result in results} == {"3"}
-    assert all(result["threads"] <= max(1, os.cpu_count() // 3) for result in results)
+    found = [(meeting / str(number)).read_text().split() for number in range(3)]
+    assert [each[:2] for each in found] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert all(int(threads) <= max(1, os.cpu_count() // 3) for *_, threads in found)
     assert capfd.readouterr() == ("", "")
 
 
@@ -170,18 +171,6 @@ def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, place, capfd
         "OutOfSlots: Stage 2 needs 9 KV slots and has 4; raise kv.slots."
     )
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting, place):
-    with launch(wait_for_batches, (4, str(meeting), place), num_ranks=4, preload=()) as cluster:
-        pids = pids_at(meeting, 4)
-        assert cluster.poll()
-        os.kill(pids[2], signal.SIGKILL)
-        killed = time.monotonic()
-        with pytest.raises(RankFailed, match=r"^rank 2 on host \S+ \(SIGKILL\)"):
-            cluster.wait(PATIENCE)
-        assert time.monotonic() - killed < LIMIT_S
-    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.long
@@ -203,10 +192,9 @@ def test_failure_is_reported_within_three_seconds_while_another_rank_is_in_a_lon
         assert time.monotonic() - began < TOLD_S
 
 
-@pytest.mark.parametrize(
-    "who", ["launcher of the ranks", pytest.param("torchrun", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("who", ["agent", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
+    """The recovery starts the host again."""
     with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)
         agent = psutil.Process(os.getsid(pids[0]))  # it leads the ranks' session
@@ -214,8 +202,7 @@ def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
         assert torchrun.num_threads() == 1  # a process with threads must not fork
         (torchrun if who == "torchrun" else agent).kill()
         until(lambda: not any(map(is_alive, pids)), LIMIT_S)
-        with pytest.raises(RankFailed, match=rf"^(the )?{who} .*SIGKILL"):
-            cluster.wait(PATIENCE)
+        assert cluster.poll()
 
 
 @pytest.mark.parametrize(

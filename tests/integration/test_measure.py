@@ -1,16 +1,12 @@
 """Measuring the devices of a host in a process of its own, and planning from what was measured."""
 
-import io
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 
 from pipespec.cli.main import main
-from pipespec.cluster.diagnostics.examine_hosts import measure_links
-from pipespec.cluster.diagnostics.measure_devices import main as run_measure
+from pipespec.cluster.diagnostics.examine_hosts import Examination
 from pipespec.cluster.diagnostics.measure_devices import measure
 from pipespec.cluster.diagnostics.measure_hosts import MeasureRequest, measure_hosts
 from pipespec.config.compose import compose
@@ -24,16 +20,16 @@ from tests.helpers import models
 
 DEMO = resource_dir("demo")
 NUM_LAYERS = 16
-WISH = {
-    "target": str(DEMO / "target"),
-    "draft": str(DEMO / "draft"),
-    "devices": ["cpu", "cpu"],
-    "roles": [["draft"], ["stage"]],
-    "rows": 8,
-    "length": 64,
-    "children": 4,
-    "dtype": "float32",
-}
+WISH = MeasureRequest(
+    target=str(DEMO / "target"),
+    draft=str(DEMO / "draft"),
+    devices=("cpu", "cpu"),
+    roles=(("draft",), ("stage",)),
+    rows=8,
+    length=64,
+    children=4,
+    dtype="float32",
+)
 HOSTS = """
 hosts:
   - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
@@ -43,17 +39,7 @@ SETTINGS = ["policy.width=8", "model.context=256"]
 
 
 def wish(**changes):
-    roles = tuple(map(tuple, WISH["roles"]))
-    return replace(MeasureRequest(**{**WISH, "devices": ("cpu", "cpu"), "roles": roles}), **changes)
-
-
-def measured(wish):
-    return subprocess.run(
-        [sys.executable, "-m", "pipespec.cluster.diagnostics.measure_devices"],
-        input=json.dumps(wish),
-        capture_output=True,
-        text=True,
-    )
+    return replace(WISH, **changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,11 +64,18 @@ def figures(hosts_file):
     return measure_hosts(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
 
 
+@pytest.fixture
+def host():
+    """A host whose probe runs."""
+    with Examination(HostsFile("lab", (Host("a", "127.0.0.1", "local"),))) as examination:
+        examination.start("a")
+        yield examination
+
+
 @pytest.mark.long
-def test_a_host_says_times_sizes_and_memory():
-    done = measured(WISH)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_a_host_says_times_sizes_and_memory(host):
+    host.prepare("a")
+    answer = host.measure_devices("a", asdict(WISH))
     config = json.loads((DEMO / "target" / "config.json").read_text())
     drafting, staging = answer["devices"]
     assert drafting["draft"]["round_ms"] > 0
@@ -147,14 +140,9 @@ def test_a_device_that_is_missing_is_named():
         measure(wish(devices=("cuda:99", "cpu")))
 
 
-def test_what_cannot_be_measured_is_one_sentence(monkeypatch, capsys):
-    asked = io.StringIO(json.dumps({**WISH, "target": "/nowhere"}))
-    monkeypatch.setattr(sys, "stdin", asked)
-    assert run_measure() == 2
-    out, err = capsys.readouterr()
-    assert "no model folder /nowhere" in err
-    assert err.count("\n") == 1
-    assert out == ""
+def test_what_cannot_be_measured_is_one_sentence(host):
+    with pytest.raises(HostFailed, match=r"^a: .*no model folder /nowhere"):
+        host.measure_devices("a", asdict(wish(target="/nowhere")))
 
 
 @pytest.mark.long
@@ -235,5 +223,8 @@ def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path,
 
 def test_a_link_to_an_address_that_the_host_does_not_have_is_refused():
     hosts = (Host("a", "127.0.0.1", "local"), Host("b", "192.0.2.9", "local"))
-    with pytest.raises(HostFailed, match=r"no interface of b has its address 192\.0\.2\.9"):
-        measure_links(HostsFile("lab", hosts), "b")
+    with Examination(HostsFile("lab", hosts)) as examination:
+        for host in hosts:
+            examination.start(host.name)
+        with pytest.raises(HostFailed, match=r"no interface of b has its address 192\.0\.2\.9"):
+            examination.links_of("b")

@@ -19,7 +19,7 @@ from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.processes.agent_handle import WorkerDeath
 from pipespec.cluster.processes.fault_stats import FaultKind
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.cluster.recovery import cluster_state, worker_leases
+from pipespec.cluster.recovery import cluster_state
 from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.controller import epoch_control
@@ -480,7 +480,7 @@ def test_no_worker_gives_up_while_a_lost_host_is_starting(
     def replan(_: set[str]) -> RankAssignment:
         raise ConfigError("nobody is left.")
 
-    monkeypatch.setattr(worker_leases, "ALONE_S", 1.0)
+    monkeypatch.setattr(cluster_state, "ALONE_S", 1.0)
     processes, patience_s = Processes(), 0.5
     with recovery_of(life, replan, patience_s) as recovery:
         life.worker().renew("m/0", os.getpid())
@@ -495,7 +495,7 @@ def test_no_worker_gives_up_while_a_lost_host_is_starting(
 def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_leases, "ALONE_S", 1.0)
+    monkeypatch.setattr(cluster_state, "ALONE_S", 1.0)
     fewer = RankAssignment(("m/0",), (range(4),))
     with recovery_of(life, lambda _: fewer, patience_s=0.1) as recovery:
         before = recovery.state

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from pipespec.client.local_cluster import running
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment import memory
-from pipespec.cluster.deployment.held_weights import expanded, summary
+from pipespec.cluster.deployment.checks import expanded, summary
 from pipespec.cluster.recovery.recovery import Fault
 from pipespec.config.choices import options
 from pipespec.config.compose import compose

@@ -2,7 +2,6 @@
 
 import dataclasses
 import getpass
-import json
 import os
 import secrets
 import socket
@@ -15,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster.host_link import connection, failures, programs
+from pipespec.cluster.host_link import connection, programs
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 from pipespec.system.network_interfaces import LOOPBACK
+from tests.helpers.processes import PATIENCE_S, run_module
 from tests.helpers.waiting import until
 from tools.rig import sshd
 
 PROGRAM = "import os, sys; print(os.environ['HF_HOME'], os.environ['SSH_CONNECTION'], input())"
-PATIENCE_S = 60.0
 
 
 class Server:
@@ -57,8 +57,8 @@ def server(tmp_path, monkeypatch):
     server.process.stdout.close()
 
 
-def run(host: Host, module: str, *args: str, given: bytes = b"") -> str:
-    return programs.run_module(host, module, *args, input=given, timeout=PATIENCE_S).decode()
+def run(host: Host, *words: str, given: bytes = b"") -> str:
+    return run_module(host, *words, given=given).decode()
 
 
 def test_a_module_runs_on_the_host_with_its_input_and_environment(server):
@@ -209,11 +209,11 @@ def test_a_silent_host_is_noticed(server, program):
     stop.start()
     began = time.monotonic()
 
-    assert far.wait(PATIENCE_S) == failures.NO_CONNECTION
+    assert far.wait(PATIENCE_S) == NO_CONNECTION
 
-    assert time.monotonic() - began < failures.NOTICED_AFTER + 3
+    assert time.monotonic() - began < programs.NOTICED_AFTER + 3
     errors.seek(0)
-    message = str(failures.failure(server.host(), "timeit", 255, errors.read()))
+    message = str(programs.failure(server.host(), "timeit", 255, errors.read()))
     assert message == "beta: Server not responding to keepalive; check the host and the link to it"
     server.process.send_signal(18)
 
@@ -222,7 +222,7 @@ def test_a_server_that_ends_ends_its_programs(server, program):
     far, errors = program
     server.process.kill()
 
-    assert far.wait(PATIENCE_S) == failures.NO_CONNECTION
+    assert far.wait(PATIENCE_S) == NO_CONNECTION
     assert far.stdout.read() == b""
     errors.seek(0)
     assert b"; try `ssh 127.0.0.1` by hand" in errors.read()
@@ -266,24 +266,3 @@ def test_no_command_line_shows_what_goes_through_standard_input(server):
     answer = run(server.host(), "timeit", "-n1", "-r1", look, given=secret.encode())
 
     assert look in answer and secret not in answer
-
-
-def test_answers_of_many_hosts_are_in_their_order(server):
-    ended = []
-    asked = [(server.host(), f"[{number}]".encode()) for number in range(8)]
-
-    answers = programs.ask_hosts(asked, ["json.tool"], PATIENCE_S, lambda: ended.append(1))
-
-    assert [json.loads(answer) for answer in answers] == [[number] for number in range(8)]
-    assert len(ended) == 8
-
-
-def test_hosts_are_waited_for_no_more_once_one_fails(server):
-    """And with a signal, whose exception comes in the same way."""
-    began = time.monotonic()
-    with socket.create_server((LOOPBACK, 0)) as silent:
-        asked = [(server.host(port=silent.getsockname()[1]), b""), (server.host(), b"")]
-        with pytest.raises(HostFailed, match="No module named no_such; install pipespec there"):
-            programs.ask_hosts(asked, ["no_such"], PATIENCE_S)
-
-    assert time.monotonic() - began < connection.LOGIN_TIMEOUT

@@ -446,35 +446,6 @@ def test_down_ends_a_cluster_that_is_still_loading(place: Sandbox) -> None:
     assert place.files() == []
 
 
-# --- refused, and nothing to do -----------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["up", "trace=t.json"], "`pipespec up` writes no trace"),
-        (["serve", "trace=t.json"], "`pipespec serve` writes no trace"),
-        (["up", "--name", "a/b"], "The name of a cluster is 'a/b'"),
-        (["up", "policy.widht=3"], "did you mean policy.width?"),
-        (["up", "--detatch"], "did you mean --detach?"),
-        (["down"], "No cluster is up"),
-        (["down", "lab"], "No cluster named 'lab' is up"),
-        (["down", "lab", "policy=level"], "takes no settings, but got 'policy=level'"),
-        (["status", "lab"], "No cluster named 'lab' is up"),
-        (["bench", "--on", "lab"], "No cluster named 'lab' is up"),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert part in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.usefixtures("place")
 def test_without_clusters_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
@@ -33,3 +38,19 @@ def launch(
     cluster = WorkerGroup([this_machine(devices)], (*preload, module))
     cluster.start_workers(f"{module}:{function}", args)
     return cluster
+
+
+def results_of(entrypoint: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
+    """What `entrypoint(*args)` returns in each of several processes, as `launch` runs them."""
+    module, function = entrypoint.__module__, entrypoint.__qualname__
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        launch(_keep_result, (folder, module, function, args), num_ranks=num_ranks) as cluster,
+    ):
+        cluster.wait()
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_ranks)]
+
+
+def _keep_result(folder: str, module: str, function: str, args: Sequence[Any]) -> None:
+    result = getattr(import_module(module), function)(*args)
+    Path(folder, os.environ["RANK"]).write_bytes(pickle.dumps(result))

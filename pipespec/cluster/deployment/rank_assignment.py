@@ -31,7 +31,6 @@ class RankAssignment:
         return (*self.workers, *(worker for each in self.followers for worker in each))
 
     def members(self, rank: int) -> tuple[str, ...]:
-        """The workers of a rank, the one that holds it first."""
         return (self.workers[rank], *(self.followers[rank] if self.followers else ()))
 
     def place_of(self, worker: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from pipespec.cluster.diagnostics.findings import (
     model_findings,
 )
 from pipespec.cluster.diagnostics.inventory import PACKAGES, Inventory
-from pipespec.cluster.diagnostics.probe import Listening, Reachability
+from pipespec.cluster.diagnostics.probe import Reachability
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.engine.formats.slice_tensors import listed
 from pipespec.system.network_interfaces import Interface, interface_with
@@ -50,8 +50,7 @@ CLOSED = {
 
 
 def required_models(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
-    """Which models the host must have: "target" for stages, the others where the head may
-    be."""
+    """Which models the host must have: "target" for stages, the others where the head may be."""
     holds_stages = host.workers != (hosts_file.draft,)
     may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
     return ("target",) * holds_stages + ("draft", "mid") * may_be_head
@@ -63,10 +62,8 @@ def diagnose(
     links: Sequence[LinkReport],
     fetchable: Collection[str] = (),
 ) -> list[Finding]:
-    """All findings, errors first.
-
-    `fetchable` are the models ("target", "draft", "mid") that hosts get when a cluster starts.
-    """
+    """All findings, errors first. `fetchable` are the models ("target", "draft", "mid") that hosts
+    get when a cluster starts."""
     inventories = {
         name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None
     }
@@ -113,17 +110,11 @@ def _addresses(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterat
             "where no other host reaches it; write the number in `address`, or correct its "
             "/etc/hosts.",
         }
-        problem = listening.problem
-        if problem is None and len(hosts_file.hosts) > 1 and _only_here(host, listening):
-            problem = "only here"
+        problem, number = listening.problem, listening.number
+        if problem is None and len(hosts_file.hosts) > 1 and number not in (None, host.address):
+            problem = "only here" if ip_address(number).is_loopback else None
         if problem is not None:
             yield Finding(True, (name,), sentences[problem])
-
-
-def _only_here(host: Host, listening: Listening) -> bool:
-    """Whether the host's address is a name that stands for the loopback there."""
-    number = listening.number
-    return number is not None and number != host.address and ip_address(number).is_loopback
 
 
 def _unreachable(links: Sequence[LinkReport]) -> Iterator[Finding]:

@@ -1,8 +1,6 @@
-"""`pipespec doctor`: examines all hosts of a hosts file, and the link between each two of them.
-
-A `probe` runs on each host: it takes the inventory, listens for the other probes and measures the
-links to them; `diagnosis` makes findings of that.
-"""
+"""`pipespec doctor`: examines all hosts of a hosts file, and the link between each two of them. A
+`probe` runs on each host: it takes the inventory, listens for the other probes and measures the
+links to them; `diagnosis` makes findings of that."""
 
 from __future__ import annotations
 
@@ -15,19 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
-from pipespec.cluster.diagnostics.probe import PROTOCOL, Link, Listening
-from pipespec.cluster.host_link import failures
+from pipespec.cluster.diagnostics.probe import MEASURE_S, PROTOCOL, Link, Listening
 from pipespec.cluster.host_link.programs import Conversation
 from pipespec.config.hosts import HostsFile
 from pipespec.engine.checkpoint.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
-from pipespec.system.validation import Unreadable, from_fields, home_expanded, parse_json
+from pipespec.placement.host_figures import HostFigures
+from pipespec.system.validation import Unreadable, from_fields, home_expanded, parse_json, typed
 
 MODULE = "pipespec.cluster.diagnostics.probe"
 HELLO_TIMEOUT_S, ANSWER_TIMEOUT_S, STOP_TIMEOUT_S = 15.0, 30.0, 3.0
@@ -37,10 +36,8 @@ TOKEN_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The reports on every examined host and every ordered pair of them, and the findings.
-
-    `unchecked` are the hosts that are started by hand.
-    """
+    """The reports on every examined host and every ordered pair of them, and the findings;
+    `unchecked` are the hosts that are started by hand."""
 
     findings: Sequence[Finding]
     unchecked: Sequence[str]
@@ -49,7 +46,6 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings may remain."""
         return not any(finding.error for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -58,23 +54,20 @@ class Report:
 
 def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
     """Examine all hosts but those that are started by hand. If one fails, the others are examined
-    all the same.
-
-    `model` has the paths of the models on hosts whose entry does not name them.
-    """
+    all the same. `model` has the paths of the models on hosts whose entry does not name them."""
     names = [host.name for host in hosts_file.hosts if not host.by_hand]
     named = {"target": model.target, "draft": model.draft, "mid": model.mid}
     with (
         ThreadPoolExecutor(max(len(names), 1)) as pool,
-        _Examination(hosts_file, named) as examination,
+        Examination(hosts_file, named) as examination,
     ):
 
         def together(step: Callable[..., None], items: Iterable[tuple[str, ...]]) -> None:
             for _ in pool.map(lambda names: examination.attempt(step, *names), items):
                 pass
 
-        together(examination.start_probe, zip(names, strict=True))
-        together(examination.take_inventory, zip(names, strict=True))
+        for step in (examination.start, examination.listen, examination.take_inventory):
+            together(step, zip(names, strict=True))
         for pairs in rounds(names):
             together(examination.measure, pairs)
             together(examination.measure, [(b, a) for a, b in pairs])
@@ -86,30 +79,6 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
         ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
         return Report(findings, hosts_file.by_hand, examination.seen, links)
-
-
-def measure_links(hosts_file: HostsFile, name: str) -> list[LinkReport]:
-    """Round trip and rate between a host and each of the others, in both directions. Raises
-    HostFailed."""
-    with _Examination(hosts_file, {}) as examination:
-        for host in hosts_file.hosts:
-            examination.start_probe(host.name)
-        for each, seen in examination.seen.items():
-            if seen.listening is not None and seen.listening.problem is not None:
-                address = hosts_file.host(each).address
-                raise HostFailed(f"no interface of {each} has its address {address}; correct it")
-        for other in hosts_file.hosts:
-            if other.name != name:
-                examination.measure(name, other.name)
-                examination.measure(other.name, name)
-        found = list(examination.links.values())
-    for link in found:
-        if link.reach.problem is not None:
-            raise HostFailed(
-                f"{link.source} cannot reach {link.to} ({link.reach.problem}); check its address "
-                "and that no firewall stops the ports"
-            )
-    return found
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -125,10 +94,8 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 class _Probe(Conversation):
-    """A probe on a host."""
-
     def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
-        """The answer to a request. Raises HostFailed when none comes."""
+        """The answer to a request. Raises HostFailed when none comes, or that it cannot."""
         late = threading.Timer(timeout, self.end)
         began = time.monotonic()
         late.start()
@@ -140,20 +107,26 @@ class _Probe(Conversation):
                         answer = parse_json(line)
                         if isinstance(answer, dict) and answer.keys() == {"value"}:
                             return answer["value"]
+                        if isinstance(answer, dict) and answer.keys() == {"error"}:
+                            raise HostFailed(f"{self.host.name}: {answer['error']}")
         finally:
             late.cancel()
         if time.monotonic() - began >= timeout:
-            raise failures.late(self.host, "the probe", timeout)
+            raise HostFailed(
+                f"{self.host.name}: the probe did not answer within {timeout:g} s; check the load "
+                "of the host and the link to it"
+            )
         raise self.silence()
 
 
-class _Examination(ExitStack):
-    """The hosts under examination: the probe of each, and the reports so far.
+class Examination(ExitStack):
+    """The hosts under examination: the probe of each, and the reports so far. Steps of different
+    hosts may run at once, each in a thread of its own; they raise HostFailed and Unreadable.
+    `models` are the paths of models on hosts whose entry does not name them."""
 
-    Steps of different hosts may run at once, each in a thread of its own.
-    """
-
-    def __init__(self, hosts_file: HostsFile, models: Mapping[str, str | None]):
+    def __init__(
+        self, hosts_file: HostsFile, models: Mapping[str, str | None] = MappingProxyType({})
+    ):
         super().__init__()
         self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
         self.links: dict[tuple[str, str], LinkReport] = {}
@@ -185,16 +158,34 @@ class _Examination(ExitStack):
         whole = any(each.problem is None and not each.absent for each in found)
         return whole and not os.path.lexists(home_expanded(name))
 
-    def start_probe(self, name: str) -> None:
-        host, seen = self._hosts.host(name), self.seen[name]
-        probe = self.enter_context(_Probe(host, MODULE, STOP_TIMEOUT_S))
+    def start(self, name: str) -> None:
+        probe = self.enter_context(_Probe(self._hosts.host(name), MODULE, STOP_TIMEOUT_S))
         self._probes[name] = probe
         if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
-        listen = {"name": name, "address": host.address, "interface": host.interface}
-        seen.listening = from_fields(Listening, probe.ask("listen", token=self._token, **listen))
+
+    def prepare(self, name: str) -> None:
+        """Have a probe import what `measure_devices` needs, beside the caller."""
+        self._probes[name].write(json.dumps({"do": "prepare"}))
+
+    def measure_devices(self, name: str, request: Mapping[str, Any]) -> HostFigures:
+        """What the devices of a host do; `request`: the fields of a MeasureRequest."""
+        answer = self._probes[name].ask("measure", MEASURE_S, request=request)
+        try:
+            return typed("its answer", answer, HostFigures)
+        except Unreadable as error:
+            raise HostFailed(
+                f"{name}: its answer cannot be read ({error}); install the same pipespec there as "
+                "here."
+            ) from error
+
+    def listen(self, name: str) -> None:
+        host = self._hosts.host(name)
+        where = {"name": name, "address": host.address, "interface": host.interface}
+        answer = self._probes[name].ask("listen", token=self._token, **where)
+        self.seen[name].listening = from_fields(Listening, answer)
 
     def take_inventory(self, name: str) -> None:
         host = self._hosts.host(name)
@@ -217,3 +208,23 @@ class _Examination(ExitStack):
         answer = self._probes[name].ask("link", token=self._token, name=other, places=places)
         found = from_fields(Link, answer)
         self.links[name, other] = LinkReport(found.reach, found.measured, name, other)
+
+    def links_of(self, name: str) -> list[LinkReport]:
+        """Round trip and rate between a host and each of the others, in both directions. Raises
+        HostFailed also where there is no way."""
+        for each, seen in self.seen.items():
+            self.listen(each)
+            if seen.listening is not None and seen.listening.problem is not None:
+                address = self._hosts.host(each).address
+                raise HostFailed(f"no interface of {each} has its address {address}; correct it")
+        for other in self.seen:
+            if other != name:
+                self.measure(name, other)
+                self.measure(other, name)
+        for link in self.links.values():
+            if link.reach.problem is not None:
+                raise HostFailed(
+                    f"{link.source} cannot reach {link.to} ({link.reach.problem}); check its "
+                    "address and that no firewall stops the ports"
+                )
+        return list(self.links.values())

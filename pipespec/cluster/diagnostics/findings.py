@@ -22,11 +22,9 @@ COMES = "the host gets what it computes when the cluster starts, or by `pipespec
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem: a sentence with its remedy, and the hosts that it concerns.
-
-    An *error* keeps the hosts from working together, or from generating the same text everywhere;
-    other findings are warnings.
-    """
+    """A problem: a sentence with its remedy, and the hosts that it concerns. An *error* keeps the
+    hosts from working together, or from generating the same text everywhere; other findings are
+    warnings."""
 
     error: bool
     hosts: tuple[str, ...]
@@ -44,8 +42,6 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport(Link):
-    """What is known of the link from one host to another."""
-
     source: str
     to: str
 

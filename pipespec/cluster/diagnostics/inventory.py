@@ -23,13 +23,11 @@ DRIVER_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a host has.
-
-    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, OPTIONAL
-    and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
-    devices that torch can use, None if the request did not ask for them; `cuda_problem` says in a
-    clause why there are none. `models` maps "target" and "draft" to the checkpoints at their paths.
-    """
+    """What a host has. `versions` has python, pipespec, code (of pipespec: a hash), torch,
+    transformers, OPTIONAL and driver (NVIDIA's); None stands for what is not there. `cuda` names
+    the CUDA devices that torch can use, None if the request did not ask for them; `cuda_problem`
+    says in a clause why there are none. `models` maps "target" and "draft" to the checkpoints at
+    their paths."""
 
     versions: dict[str, str | None]
     cuda: list[str] | None
@@ -38,11 +36,8 @@ class Inventory:
 
 
 def take_inventory(models: Mapping[str, str], devices: Iterable[str]) -> Inventory:
-    """Take the inventory of this machine.
-
-    `models` maps a part, as "target", to a folder or hub id; `devices` are those that the hosts
-    file names.
-    """
+    """Take the inventory of this machine. `models` maps a part, as "target", to a folder or hub id;
+    `devices` are those that the hosts file names."""
     driver = nvidia_driver()
     versions = {
         "python": platform.python_version(),
@@ -59,7 +54,6 @@ def take_inventory(models: Mapping[str, str], devices: Iterable[str]) -> Invento
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver, None without one."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

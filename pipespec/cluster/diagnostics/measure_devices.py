@@ -1,15 +1,10 @@
-"""Measures how fast the devices of this host compute a model, and their memory.
-
-As a program it reads a `MeasureRequest` as JSON and writes what `measure` returns. Times are kept
-in `~/.cache/pipespec/measured`; free memory is read each time.
-"""
+"""Measures how fast the devices of this host compute a model, and their memory, for a `probe`.
+Times are kept in `~/.cache/pipespec/measured`; free memory is read each time."""
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -30,7 +25,7 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.speedups import median_ms
 from pipespec.engine.tensor_parallel.tensor_parallel import sum_parts
-from pipespec.errors import ConfigError, HostFailed, ModelError, PipespecError
+from pipespec.errors import ConfigError, HostFailed, ModelError
 from pipespec.placement.host_figures import ModelSizes
 from pipespec.placement.measurements import model_sizes
 from pipespec.system.device_copy import make_current
@@ -51,10 +46,8 @@ _Times = Mapping[str, float | Sequence[float]]
 
 
 def measure(request: MeasureRequest) -> dict[str, Any]:
-    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each.
-
-    Raises PipespecError.
-    """
+    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each. Raises
+    PipespecError."""
     own = None
     if request.shared is not None:
         own = own_path(
@@ -111,8 +104,6 @@ def _divisible(info: CheckpointInfo, quantization: str | None) -> bool:
 
 
 class _DeviceBenchmark:
-    """Measures on one device."""
-
     def __init__(self, request: MeasureRequest, device: torch.device, threads: int, memory: int):
         self.request = request
         make_current(device)
@@ -126,10 +117,8 @@ class _DeviceBenchmark:
         )
 
     def cached(self, role: str, info: CheckpointInfo) -> _Times | None:
-        """What `stage` or `draft` gives, kept from an earlier time if it is there.
-
-        None: there is no room for the draft.
-        """
+        """What `stage` or `draft` gives, kept from an earlier time if it is there. None: there is
+        no room for the draft."""
         request, files = self.request, fingerprint(str(info.path))
         kinds = request.kinds(info) if role == "stage" else ()
         key = {
@@ -166,11 +155,9 @@ class _DeviceBenchmark:
 
     def stage(self, info: CheckpointInfo) -> _Times:
         """One layer, of each kind if there are several; the embedding, the LM head; KV bytes of a
-        slot in a layer that holds K and V.
-
-        A kind without its files here takes as long as the mean of the others, the head's numbers
-        are random without them, and the embedding takes no time.
-        """
+        slot in a layer that holds K and V. A kind without its files here takes as long as the mean
+        of the others, the head's numbers are random without them, and the embedding takes no
+        time."""
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
         kinds, kind_ms, slot_bytes = self.request.kinds(info), {}, 0.0
         for kind in range(max(kinds) + 1):
@@ -311,20 +298,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.machine()
-
-
-def main() -> int:
-    try:
-        fields = json.load(sys.stdin)
-        roles = tuple(map(tuple, fields.pop("roles")))
-        request = MeasureRequest(roles=roles, devices=tuple(fields.pop("devices")), **fields)
-        answer = measure(request)
-    except PipespecError as error:
-        print(f"pipespec: {error}", file=sys.stderr)
-        return error.exit_code
-    json.dump(answer, sys.stdout)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.diagnostics.examine_hosts import examine_hosts, measure_links
-from pipespec.cluster.host_link import programs
+from pipespec.cluster.diagnostics.examine_hosts import Examination, examine_hosts
 from pipespec.config.cluster import AUTO
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
@@ -24,11 +22,7 @@ from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
 from pipespec.placement.measurements import choose_dtype
 from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.cores import num_cores, share_cores
-from pipespec.system.validation import Unreadable, parse_json, typed
 
-MODULE = "pipespec.cluster.diagnostics.measure_devices"
-# Loading some layers and the whole draft takes minutes where the disk is slow.
-TIMEOUT_S = 900.0
 # Tokens of text that a batch attends to while it is timed.
 LENGTH = 1024
 
@@ -42,19 +36,13 @@ class MeasuredHost(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """What to measure.
-
-    Attributes:
-        roles: of each device, "stage" and "draft", or one of them.
-        rows, length: the width of a batch, and how many tokens of text it attends to.
-        children: the draft's candidates.
-        dtype: of plain weights, and if it was asked for, of weights of few bits too.
-        quantization: of target and draft.
-        groups: the sizes of those devices, in order, that compute together; nothing: none do.
-        threads: `cluster.threads`.
-        shared: the target's name in the parts cache of a host that got these `parts` of it from
-            others (`Repository`); None: it is at `target`.
-    """
+    """What to measure. `roles`: of each device, "stage" and "draft", or one of them. `rows`,
+    `length`: the width of a batch, and how many tokens of text it attends to. `children`: the
+    draft's candidates. `dtype`: of plain weights, and if it was asked for, of weights of few bits
+    too. `quantization`: of target and draft. `groups`: the sizes of those devices, in order, that
+    compute together; nothing: none do. `threads`: `cluster.threads`. `shared`: the target's name in
+    the parts cache of a host that got these `parts` of it from others (`Repository`); None: it is
+    at `target`."""
 
     target: str
     draft: str | None
@@ -100,7 +88,6 @@ class MeasureRequest:
         return layer_kinds(info, self.sizes(info, "stage").layers)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """The type in which target or draft computes."""
         if self.dtype_asked or not info.few_bits:
             return info.compute_dtype(self.dtype)
         return info.chosen_dtype("auto", self.devices)
@@ -113,18 +100,11 @@ def measure_hosts(
     *,
     sums: bool = False,
 ) -> Figures:
-    """Measure everything that `pipespec.placement.measurements` wants.
-
-    Args:
-        on_host: called with how many hosts have been measured, and of how many.
-        sums: the devices of each host might form any groups: measure what a sum of all takes, which
-            counts for groups of fewer too.
-
-    Raises:
-        ConfigError: a device of the hosts file is not a single device, or a host is started by
-            hand.
-        HostFailed: a host, or a link between two hosts, cannot be used.
-    """
+    """Measure everything that `pipespec.placement.measurements` wants. `on_host` is called with how
+    many hosts have been measured, and of how many. `sums`: the devices of each host might form any
+    groups: measure what a sum of all takes, which counts for groups of fewer too. Raises
+    ConfigError: a device of the hosts file is not a single device, or a host is started by hand;
+    HostFailed: a host, or a link between two hosts, cannot be used."""
     hosts_file.require_devices()
     if names := hosts_file.by_hand:
         raise ConfigError(
@@ -134,27 +114,23 @@ def measure_hosts(
         )
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
-    asked = []
-    for host in hosts_file.hosts:
-        request = _request_for(hosts_file, host, config, dtype)
-        if sums:
-            request = replace(request, groups=(len(host.devices),))
-        asked.append((host, json.dumps(asdict(request)).encode()))
-    done = itertools.count(1)
-
-    def answered() -> None:
-        on_host(next(done), len(asked))
-
     answers: dict[str, HostFigures] = {}
     # Hosts that are this machine would slow one another down.
-    for host, given in asked:
-        if host.local:
-            answers[host.name] = _figures(host, _run(host, given))
-            answered()
-    others = [(host, given) for host, given in asked if not host.local]
-    found = programs.ask_hosts(others, [MODULE], TIMEOUT_S, answered)
-    for (host, _), answer in zip(others, found, strict=True):
-        answers[host.name] = _figures(host, answer)
+    others = [[host] for host in hosts_file.hosts if not host.local]
+    together = [[host for host in hosts_file.hosts if host.local], *others]
+    with ThreadPoolExecutor(len(together)) as pool, Examination(hosts_file) as examination:
+
+        def measure(hosts: Sequence[Host]) -> None:
+            for host in hosts:
+                request = _request_for(hosts_file, host, config, dtype)
+                if sums:
+                    request = replace(request, groups=(len(host.devices),))
+                examination.start(host.name)
+                answers[host.name] = examination.measure_devices(host.name, asdict(request))
+                on_host(len(answers), len(hosts_file.hosts))
+
+        for each in as_completed([pool.submit(measure, hosts) for hosts in together]):
+            each.result()  # the first that fails ends the others
     if sums:
         for figures in answers.values():
             for device in figures["devices"]:
@@ -178,9 +154,12 @@ def measure_hosts(
     )
 
 
-def measure_joined(host: Host, deployment: Deployment, layers: range) -> MeasuredHost:
+def measure_joined(
+    host: Host, deployment: Deployment, layers: range, prepare: Callable[[], object]
+) -> MeasuredHost:
     """Measure a host that joins a running cluster, and its links to the others. It computes stages
-    alone, and has the weights of these layers of the target. Raises HostFailed."""
+    alone, and has the weights of these layers of the target, and nothing else to do, after
+    `prepare`. Raises HostFailed."""
     config, target = deployment.config, deployment.target
     shared = deployment.shared.get("target")
     request = _request(
@@ -194,9 +173,15 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
         shared=None if shared is None else asdict(shared),
         parts=tuple(sorted(parts_of(layers, target.num_layers, tied=target.tied))),
     )
+    with Examination(HostsFile("joined", (*deployment.hosts, host))) as examination:
+        examination.start(host.name)
+        examination.prepare(host.name)
+        prepare()
+        devices = examination.measure_devices(host.name, asdict(request))["devices"]
+        for each in deployment.hosts:
+            examination.start(each.name)
+        links = examination.links_of(host.name)
     workers = []
-    answer = _run(host, json.dumps(asdict(request)).encode())
-    devices = _figures(host, answer)["devices"]
     for name, found in zip(host.workers, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
@@ -213,27 +198,12 @@ def measure_joined(host: Host, deployment: Deployment, layers: range) -> Measure
                 memory_bytes=found["memory_bytes"],
             )
         )
-    everyone = HostsFile("joined", (*deployment.hosts, host))
     routes = {
         (link.source, link.to): Route(link.measured.rtt_ms, link.measured.gbit_per_s)
-        for link in measure_links(everyone, host.name)
+        for link in links
         if link.measured is not None
     }
     return MeasuredHost(tuple(workers), routes)
-
-
-def _run(host: Host, request: bytes) -> bytes:
-    return programs.run_module(host, MODULE, input=request, timeout=TIMEOUT_S)
-
-
-def _figures(host: Host, answer: bytes) -> HostFigures:
-    try:
-        return typed("its answer", parse_json(answer), HostFigures)
-    except Unreadable as error:
-        raise HostFailed(
-            f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
-            "there as here."
-        ) from error
 
 
 def _links(hosts_file: HostsFile, config: Config) -> list[LinkFigures]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pipespec.errors import ConfigError
-from pipespec.system.file_lock import lock_file
+from pipespec.system.files import lock_file
 from pipespec.system.folders import state_folder
 from pipespec.system.process_identity import find_process, is_ours, own_start_time
 
@@ -26,10 +26,8 @@ LOOK_S = 0.1
 
 def runtime_folder() -> Path:
     """A folder for the locks of this user's processes; no other user can write to it.
-
     `$XDG_RUNTIME_DIR/pipespec`; without one, `run` in the folder of `state_folder`. Raises
-    ConfigError if it cannot be used, or belongs to another user.
-    """
+    ConfigError if it cannot be used, or belongs to another user."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime, "pipespec") if os.path.isabs(runtime) else state_folder() / "run"
     try:
@@ -50,12 +48,10 @@ def runtime_folder() -> Path:
 
 @contextmanager
 def sole_agent(name: str | None, directory: Path) -> Iterator[Path | None]:
-    """End the process of that name, if there is one, and keep the name while this one runs.
-
-    Yields the lock's file, which the holder removes at its end. The file names the holder and its
+    """End the process of that name, if there is one, and keep the name while this one runs. Yields
+    the lock's file, which the holder removes at its end. The file names the holder and its
     `directory`, which the next holder removes if this one is killed. Without a name nothing is
-    locked. Raises ConfigError.
-    """
+    locked. Raises ConfigError."""
     if name is None:
         yield None
         return

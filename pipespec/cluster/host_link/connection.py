@@ -65,13 +65,9 @@ class LinkFailed(Exception):
 
 
 class HostClient(asyncssh.SSHClient):
-    """This end of a connection.
-
-    Attributes:
-        host: the host of a hosts file that it leads to.
-        lost: why it has ended, if not by our wish.
-        limit: how long the way to the host, and then its greeting and our proof, may take.
-    """
+    """This end of a connection. `host`: the host of a hosts file that it leads to. `lost`: why it
+    has ended, if not by our wish. `limit`: how long the way to the host, and then its greeting and
+    our proof, may take."""
 
     host: Host | None = None
     lost: Exception | None = None

@@ -42,12 +42,8 @@ def message(**fields: Any) -> bytes:
 
 class HostSession:
     """A host that has been let in, until it has left. Its connection may break and come back.
-
-    Attributes:
-        leaving: the host asks to leave.
-        dismissed: it was told to end.
-        changed: set whenever something happens to it.
-    """
+    `leaving`: the host asks to leave. `dismissed`: it was told to end. `changed`: set whenever
+    something happens to it."""
 
     def __init__(self, name: str, address: str, devices: tuple[str, ...] = ("cpu",)) -> None:
         self.host = Host(name, address, f"{JOINED}{next(_numbers)}", devices=devices)
@@ -66,7 +62,6 @@ class HostSession:
         return 0.0 if self._connection is not None else time.monotonic() - self._lost_at
 
     def ask_to_leave(self) -> None:
-        """The host asks for it."""
         self.leaving = True
         self.changed.set()
 
@@ -99,7 +94,6 @@ class HostSession:
     # --- in the loop --------------------------------------------------------------------------
 
     async def connection(self) -> Connection:
-        """The connection, which may have to come back. Raises LinkFailed."""
         deadline = time.monotonic() + BACK_S
         while (found := self._connection) is None or self.dismissed:
             if self.dismissed or time.monotonic() > deadline:

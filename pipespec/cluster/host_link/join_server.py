@@ -33,8 +33,8 @@ from pipespec.cluster.host_link.token import Invitations, Refused, Token, finger
 from pipespec.config.entries import Wrong, devices, host_name
 from pipespec.config.hosts import LOCAL
 from pipespec.errors import ConfigError
+from pipespec.system.files import private_folder
 from pipespec.system.network_interfaces import resolve
-from pipespec.system.temporary_folder import private_folder
 from pipespec.system.validation import shown
 from pipespec.system.versions import own_version
 
@@ -52,16 +52,9 @@ ENDED = "the cluster has ended"
 
 class JoinServer:
     """Lets hosts in at one address of this machine, until the block ends. At the socket `path`
-    invitations are asked for.
-
-    Args:
-        look_after: called in a thread of its own with each host that was let in; the host has left
-            when it returns.
-        taken: names that no new host gets.
-        clock: see `Invitations`.
-
-    Raises ConfigError if it cannot listen there.
-    """
+    invitations are asked for. `look_after`: called in a thread of its own with each host that was
+    let in; the host has left when it returns. `taken`: names that no new host gets. `clock`: see
+    `Invitations`. Raises ConfigError if it cannot listen there."""
 
     def __init__(
         self,
@@ -103,7 +96,6 @@ class JoinServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def invite(self, seconds: float) -> str:
-        """The token of a new invitation for one host."""
         secret = self._invitations.make(seconds)
         return Token(self.address, self.port, fingerprint_of(self._key), secret).encode()
 

@@ -36,7 +36,6 @@ from pipespec.system.versions import own_version
 PROGRAMS = (
     "pipespec.cluster.processes.agent",
     "pipespec.cluster.weights.host",
-    "pipespec.cluster.diagnostics.measure_devices",
     "pipespec.cluster.diagnostics.probe",
 )
 # Seconds between two tries to connect anew, and in which one must succeed.
@@ -46,17 +45,10 @@ LONGER_S = 3.0
 
 
 class JoinedHost:
-    """This host, from its admission until it has left. Leaving the block ends its programs.
-
-    Attributes:
-        name: what the cluster calls it.
-        leaving: it has asked to leave, and was not told to stay.
-
-    Args:
-        address: where other hosts reach this one; None: where it reaches the launcher from.
-
-    Raises HostFailed if it is not let in.
-    """
+    """This host, from its admission until it has left. Leaving the block ends its programs. `name`:
+    what the cluster calls it. `leaving`: it has asked to leave, and was not told to stay.
+    `address`: where other hosts reach this one; None: where it reaches the launcher from. Raises
+    HostFailed if it is not let in."""
 
     def __init__(
         self, token: Token, name: str, devices: Sequence[str], address: str | None
@@ -151,7 +143,6 @@ class JoinedHost:
             ) from error
 
     async def _stay(self) -> None:
-        """Connect anew when the connection breaks."""
         while True:
             await self._connection.wait_closed()
             self._control, lost_at = None, time.monotonic()
@@ -178,7 +169,6 @@ class JoinedHost:
             await asyncio.wait(self._running)  # each of which ends a program that hangs
 
     async def _serve(self, process: asyncssh.SSHServerProcess[bytes]) -> None:
-        """A session of the launcher's."""
         if process.command == CONTROL:
             await self._obey(process)
             return
@@ -231,7 +221,6 @@ class _Launcher(asyncssh.SSHServer):
 
 
 async def _run(process: asyncssh.SSHServerProcess[bytes], words: Sequence[str]) -> None:
-    """Run a program to its end, or until its session ends."""
     if words[0] not in PROGRAMS:
         process.stderr.write(f"No module named {words[0]} for hosts that join".encode())
         process.exit(1)

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
+# The exit code, as ssh says it, of a program whose connection broke; others are the program's own.
+NO_CONNECTION = 255
 
 _beginning = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -26,7 +27,6 @@ def _begun() -> asyncio.AbstractEventLoop:
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine beside the caller, which may cancel it."""
     return asyncio.run_coroutine_threadsafe(work, _begun())
 
 
@@ -41,5 +41,4 @@ def call(work: Coroutine[Any, Any, T]) -> T:
 
 
 def soon(function: Callable[..., object], *args: Any) -> None:
-    """Call a function in the loop, without waiting for it."""
     _begun().call_soon_threadsafe(function, *args)

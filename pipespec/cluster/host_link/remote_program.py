@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import IO
@@ -27,22 +27,15 @@ from pipespec.cluster.host_link.connection import (
     reason_of,
     run_command,
 )
-from pipespec.cluster.host_link.failures import ALIVE_COUNT, NO_CONNECTION, failure, late
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 
 
 class RemoteProgram:
-    """A program on another host, with what callers use of `subprocess.Popen`.
-
-    Args:
-        words: what follows `python -m` there.
-        stderr: a file for its standard error.
-        alive_count: see `start_module`.
-
-    Attributes:
-        returncode: its exit code, minus the number of the signal that ended it, or NO_CONNECTION,
-            and then the last line of its standard error says why; None: it runs.
-    """
+    """A program on another host, with what callers use of `subprocess.Popen`. `words`: what follows
+    `python -m` there. `stderr`: a file for its standard error. `alive_count`: see `start_module`.
+    `returncode`: its exit code, minus the number of the signal that ended it, or NO_CONNECTION, and
+    then the last line of its standard error says why; None: it runs."""
 
     def __init__(
         self, host: Host, words: Sequence[str], stderr: IO[bytes], alive_count: int
@@ -57,11 +50,9 @@ class RemoteProgram:
         self._run.add_done_callback(self._end)
 
     def poll(self) -> int | None:
-        """`returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """`returncode`, once it has ended. Raises TimeoutExpired."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired("a program on another host", timeout or 0.0)
         assert self.returncode is not None
@@ -123,41 +114,6 @@ async def _keep(source: asyncssh.SSHReader[bytes], file: IO[bytes]) -> None:
             file.write(chunk)
 
 
-async def answers(
-    asked: Sequence[tuple[Host, bytes]],
-    words: Sequence[str],
-    timeout: float,
-    on_answer: Callable[[], object],
-) -> list[bytes]:
-    """See `ask_hosts`."""
-    tasks = [asyncio.create_task(_answer(*each, words, timeout)) for each in asked]
-    for task in tasks:
-        task.add_done_callback(lambda _: on_answer())
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _answer(host: Host, given: bytes, words: Sequence[str], timeout: float) -> bytes:
-    try:
-        async with asyncio.timeout(timeout), _connected(host, ALIVE_COUNT) as (connection, peer):
-            process = await run_command(connection, _command(host, words))
-            with suppress(*FAILURES):  # it may have ended already
-                process.stdin.write(given)
-                process.stdin.write_eof()
-            output, errors = await process.communicate()
-            code = peer.require(process.returncode)
-    except TimeoutError:
-        raise late(host, words[0], timeout) from None
-    except FAILURES as error:
-        raise failure(host, words[0], NO_CONNECTION, reason_of(error).encode()) from error
-    if code != 0:
-        raise failure(host, words[0], code, errors)
-    return output
-
-
 def _connected(host: Host, alive_count: int) -> AbstractAsyncContextManager[Connection]:
     return host_session.connected(host) if host.has_joined else connected(host, alive_count)
 
@@ -168,17 +124,14 @@ def _command(host: Host, words: Sequence[str]) -> str:
 
 
 def remote_line(host: Host, words: Sequence[str]) -> str:
-    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted.
-
-    `~/` at the start of `python` or of a variable is the home folder of the user on that host.
-    """
+    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted. `~/`
+    at the start of `python` or of a variable is the home folder of the user on that host."""
     variables = [f"{shlex.quote(key)}={_expanding(host.env[key])}" for key in host.env]
     env = ["env", *variables] if variables else []
     return " ".join(["exec", *env, _expanding(host.python), "-m", *map(shlex.quote, words)])
 
 
 def _expanding(text: str) -> str:
-    """The text quoted for a shell, but for `~/` at its start."""
     if text.startswith("~/"):
         return '"$HOME"/' + shlex.quote(text[2:])
     return shlex.quote(text)

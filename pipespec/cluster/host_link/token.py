@@ -28,12 +28,10 @@ REMEDY = "copy the whole command that `pipespec up --invite` or `pipespec invite
 
 
 def fingerprint_of(key: asyncssh.SSHKey) -> bytes:
-    """The SHA-256 fingerprint of a key's public half."""
     return hashlib.sha256(key.public_data).digest()
 
 
 def key_of(secret: bytes) -> asyncssh.SSHKey:
-    """The key of a host that joins with a secret."""
     seed = hashlib.sha256(b"pipespec invitation" + secret).digest()
     raw = Ed25519PrivateKey.from_private_bytes(seed)
     found: asyncssh.SSHKey = asyncssh.import_private_key(
@@ -44,8 +42,6 @@ def key_of(secret: bytes) -> asyncssh.SSHKey:
 
 @dataclass(frozen=True)
 class Token:
-    """Where a host joins, and with what."""
-
     address: str
     port: int
     fingerprint: bytes = field(repr=False)
@@ -94,11 +90,7 @@ class Refused(Exception):
 
 class Invitations:
     """The keys that let hosts in, by their fingerprints, each for one host and for a limited time.
-    For any threads.
-
-    Args:
-        clock: the seconds of a clock that never goes back.
-    """
+    For any threads. `clock`: the seconds of a clock that never goes back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
@@ -23,6 +24,7 @@ from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.weights.distribution import Distribute, distribute_weights, shared_names
 from pipespec.cluster.weights.moves import WeightMoves
 from pipespec.config.hosts import Host
+from pipespec.engine.formats.slice_tensors import described
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
 from pipespec.placement.costs import Problem
 from pipespec.placement.rank_needs import layer_kinds
@@ -36,11 +38,8 @@ STARTING_S = 300.0
 
 class HostChanges:
     """The hosts that have joined a cluster. Any thread may call it; changes wait for one another.
-
-    Args:
-        start: starts the workers of a host's agent for a deployment.
-        distribute: gives the hosts of a deployment their weights, and calls with sentences.
-    """
+    `start`: starts the workers of a host's agent for a deployment. `distribute`: gives the hosts of
+    a deployment their weights, and calls with sentences."""
 
     def __init__(
         self,
@@ -72,21 +71,20 @@ class HostChanges:
         leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
-        and `leaving` says whether it does not want to join any more.
-
-        Raises PipespecError; the cluster is then as before, or goes on without the host.
-        """
+        and `leaving` says whether it does not want to join any more. Raises PipespecError; the
+        cluster is then as before, or goes on without the host."""
         with self._changing:
             before = self.deployment
             tell("the host is measured")
-            found = measured(host, before, self._distribute)
-            after = with_hosts(before, [(host, found)])
-            _require_staying(host, leaving)
-            tell(f"it gets the weights of {_ranks_of(after, host)}")
-            self._distribute(replace(after, fetched=False), on_warning=print_error)
-            agent = self._agents.add(host)
-            self._guests[host.name] = agent
+            # What its workers need is imported beside what measures it: that takes longest.
+            agent = self._guests[host.name] = self._agents.add(host)
             try:
+                imported = partial(_await_imports, agent)
+                found = measured(host, before, self._distribute, imported)
+                after = with_hosts(before, [(host, found)])
+                _require_staying(host, leaving)
+                tell(f"it gets the weights of {_ranks_of(after, host)}")
+                self._distribute(replace(after, fetched=False), on_warning=print_error)
                 self._start(agent, after)
                 self._recovery.watch_workers(_workers(after))
                 self._change_to(after, f"{host.name} joins", agent, leaving)
@@ -96,10 +94,8 @@ class HostChanges:
             tell(f"it computes {_ranks_of(after, host)}")
 
     def leave(self, name: str) -> None:
-        """Have the others compute without a host; it has no rank when this returns.
-
-        Raises ConfigError if they cannot, and PipespecError; the host then stays.
-        """
+        """Have the others compute without a host; it has no rank when this returns. Raises
+        ConfigError if they cannot, and PipespecError; the host then stays."""
         self._go_on_without(name, f"{name} leaves", sends=True)
 
     def lost(self, name: str) -> None:
@@ -124,7 +120,6 @@ class HostChanges:
         return _ranks_of(self.deployment, host)
 
     def over(self) -> bool:
-        """Whether the cluster ends, so that no host need be looked after."""
         return self._recovery.stopped.is_set()
 
     def failure(self, name: str) -> str | None:
@@ -132,8 +127,7 @@ class HostChanges:
         guest = self._guests.get(name)
         if guest is None or not guest.failed:
             return None
-        guest.read_outcome()
-        return str(guest.outcome)
+        return guest.why()
 
     def _change_to(
         self,
@@ -160,8 +154,7 @@ class HostChanges:
                 if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
                 if agent is not None and agent.failed:
-                    agent.read_outcome()
-                    raise HostFailed(f"{agent.host.name}: {agent.outcome}")
+                    raise HostFailed(f"{agent.host.name}: {agent.why()}")
                 if agent is not None:
                     _require_staying(agent.host, leaving)
                 if not begun.is_set() and time.monotonic() > deadline:
@@ -183,16 +176,26 @@ class HostChanges:
 
 
 def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
-    """Raise HostFailed if a host does not want to join any more."""
     if leaving():
         raise HostFailed(f"{host.name} has left before it had joined")
 
 
+def _await_imports(agent: AgentHandle) -> None:
+    """Until the agent leaves the host to what measures it. Raises HostFailed."""
+    deadline = time.monotonic() + STARTING_S
+    while not agent.imported.wait(LOOK_S) and time.monotonic() < deadline:
+        if agent.failed:
+            raise HostFailed(f"{agent.host.name}: {agent.why()}")
+
+
 def measured(
-    host: Host, before: Deployment, distribute: Distribute = distribute_weights
+    host: Host,
+    before: Deployment,
+    distribute: Distribute = distribute_weights,
+    ready: Callable[[], None] = lambda: None,
 ) -> MeasuredHost:
-    """Measure a new host with a few layers of the target, which it gets from the others. Raises
-    PipespecError."""
+    """Measure a new host with a few layers of the target, which it gets from the others, once it is
+    `ready`. Raises PipespecError."""
     layers = sample_layers(before)
     before = replace(before, shared=before.shared or shared_names(before))
     ranks = (before.workers[0], host.workers[0])
@@ -202,8 +205,12 @@ def measured(
         layers=(layers,),
         fetched=False,
     )
-    distribute(trial, on_warning=print_error)
-    return measure_joined(host, before, layers)
+
+    def prepare() -> None:
+        distribute(trial, on_warning=print_error)
+        ready()
+
+    return measure_joined(host, before, layers, prepare)
 
 
 def sample_layers(deployment: Deployment) -> range:
@@ -263,12 +270,6 @@ def _workers(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _ranks_of(deployment: Deployment, host: Host) -> str:
-    """The ranks of a host and their layers, in words."""
     ranks = [rank for rank, each in enumerate(deployment.workers) if each in host.workers]
-    return " and ".join(f"{_named(deployment.layers[rank - 1])} (rank {rank})" for rank in ranks)
-
-
-def _named(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers.start}"
-    return f"layers {layers.start} to {layers.stop - 1}"
+    named = ((described(map(str, deployment.layers[rank - 1])), rank) for rank in ranks)
+    return " and ".join(f"{layers} (rank {rank})" for layers, rank in named)

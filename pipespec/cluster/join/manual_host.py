@@ -44,7 +44,6 @@ class Invitation:
     version: str
 
     def write(self, path: Path) -> None:
-        """Write it where only this user can read it."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -78,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
         check_version(invitation.version)
         join_cluster(arguments[0], hosts_file, host, invitation)
     except PipespecError as error:
-        report_failure(invitation, worker, error)
+        url, namespace = invitation.url, invitation.namespace
+        with suppress(ControllerError), Membership(url, namespace) as shared:
+            shared.report_failed_start(worker, str(error))
         raise
     return 0
 
@@ -101,7 +102,6 @@ def watch_this_process() -> None:
 
 
 def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invitation) -> None:
-    """Run a worker of the host until the cluster ends."""
     choose_interface(host.address, host.interface)
 
     from pipespec.cluster.decide import decide
@@ -116,14 +116,7 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
 
 
-def report_failure(invitation: Invitation, worker: str, error: PipespecError) -> None:
-    """Report to the cluster why a worker cannot join, if its Redis can be reached."""
-    with suppress(ControllerError), Membership(invitation.url, invitation.namespace) as shared:
-        shared.report_failed_start(worker, str(error))
-
-
 def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:
-    """The host of that name. Raises ConfigError."""
     for host in hosts_file.hosts:
         if host.name == name:
             return host

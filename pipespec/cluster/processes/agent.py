@@ -10,16 +10,18 @@ as a rank is a *supervisor*, which forks the worker, and another one when a sign
 The agent reads from standard input the launcher's version, one line, its setup and its job; then
 lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
 line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
-until it has forked a worker, {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number,
-"line": ...}, as a sign of life {"present": numbers of the workers that run}, and at last {"failed":
-sentence}, {"lost": sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All
-processes of the host hold that output, so it ends when the last of them is gone."""
+until it has forked a worker, {"imported": true}, which torchrun writes before it reads the job,
+{"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
+life {"present": numbers of the workers that run}, and at last {"failed": sentence}, {"lost":
+sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All processes of the host
+hold that output, so it ends when the last of them is gone."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import select
 import shutil
 import signal
 import subprocess
@@ -31,6 +33,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NoReturn
@@ -47,14 +50,14 @@ from pipespec.cluster.processes.torchrun import (
 )
 from pipespec.errors import HostFailed, PipespecError
 from pipespec.system.cores import SHARES_CORES, num_cores
+from pipespec.system.files import PREFIX
 from pipespec.system.network_interfaces import interface_with, interfaces, resolve
 from pipespec.system.resource_limits import require_resources
-from pipespec.system.temporary_folder import PREFIX
 from pipespec.system.versions import has_own_protocol, own_version
 
-# Seconds without a message from the launcher, as far as they were listened for, after which a host
-# behind SSH ends.
+# Seconds without a message from the launcher after which a host behind SSH ends.
 SILENCE_S = 40.0
+CHUNK_BYTES = 2**16
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
 TORCHRUN = "pipespec.cluster.processes.torchrun"
@@ -120,14 +123,18 @@ def _main(stdin: BinaryIO) -> NoReturn:
         signal.signal(signal.SIGTERM, _on_signal)
         torchrun: subprocess.Popen[bytes] | None = None
         try:
-            torchrun = _start(directory)
+            with open(directory / _LOG, "wb") as log:
+                # Its standard input ends when this process is gone.
+                torchrun = subprocess.Popen(
+                    [sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log
+                )
             # It imports while the launcher decides.
             _send_to_torchrun(torchrun, setup.preload)
             job: WorkerJob = pickle.load(stdin)
             _send_to_torchrun(torchrun, (str(directory), job))
-            listener = _Listener(stdin, patient=not setup.remote)
             reporter = _Reporter(directory, job)
-            for run in (listener.run, reporter.run):
+            listen = partial(_listen, stdin, SILENCE_S if setup.remote else None)
+            for run in (listen, reporter.run):
                 threading.Thread(target=_run_or_end, args=(run,), daemon=True).start()
             code = torchrun.wait()
         except (EndRequested, EOFError):  # the launcher has found something wrong, or is gone
@@ -156,12 +163,6 @@ def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     raise EndRequested
 
 
-def _start(directory: Path) -> subprocess.Popen[bytes]:
-    """torchrun's process; its standard input ends when this process is gone."""
-    with open(directory / _LOG, "wb") as log:
-        return subprocess.Popen([sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log)
-
-
 def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> None:
     assert torchrun.stdin is not None
     with suppress(BrokenPipeError):  # it has ended; its exit code is read soon
@@ -186,7 +187,7 @@ def _outcome(directory: Path, job: WorkerJob, code: int) -> dict[str, Any]:
     except FileNotFoundError:
         reason = last_line((directory / _LOG).read_bytes())
         sentence = f"torchrun on host {job.host} ({how_it_ended(code)}): {reason}"
-        return {"lost" if job.restart and code < 0 else "failed": sentence}
+        return {"lost" if code < 0 else "failed": sentence}
 
 
 def _send_message(message: dict[str, Any]) -> None:
@@ -218,28 +219,11 @@ def choose_interface(address: str, name: str | None) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-class _Listener:
-    """Ends the host with its launcher."""
-
-    def __init__(self, stdin: BinaryIO, *, patient: bool) -> None:
-        self._stdin = stdin
-        self._silent_s = 0.0
-        if not patient:
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    def run(self) -> None:
-        for _ in self._stdin:
-            self._silent_s = 0.0
-        self._end()
-
-    def _watch(self) -> None:
-        while self._silent_s < SILENCE_S:
-            time.sleep(SIGN_OF_LIFE_S)
-            self._silent_s += SIGN_OF_LIFE_S
-        self._end()
-
-    def _end(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+def _listen(stdin: BinaryIO, limit_s: float | None) -> None:
+    """End the host with its launcher, or once that is silent for so long."""
+    while select.select([stdin], [], [], limit_s)[0] and os.read(stdin.fileno(), CHUNK_BYTES):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_or_end(run: Callable[[], None]) -> None:

@@ -23,13 +23,13 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from pipespec.cluster.host_link import failures, programs
+from pipespec.cluster.host_link import programs
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes.agent import SIGN_OF_LIFE_S, AgentSetup
 from pipespec.cluster.processes.fault_stats import FaultKind
-from pipespec.cluster.processes.torchrun import RESULTS, WorkerJob, how_it_ended, last_line
+from pipespec.cluster.processes.torchrun import WorkerJob, how_it_ended, last_line
 from pipespec.config.hosts import LOCAL, Host
-from pipespec.system.temporary_folder import PREFIX
+from pipespec.system.files import PREFIX
 from pipespec.system.versions import own_version
 
 AGENT = "pipespec.cluster.processes.agent"
@@ -88,8 +88,7 @@ class AgentHandle:
         deaths: queue.SimpleQueue[WorkerDeath],
     ) -> None:
         self.host = host
-        # The workers' results (on this machine), or the sentence that describes the failure.
-        self.outcome: list[Any] | str = "the ranks were stopped before their work was done."
+        self.guest = False  # whether it has joined, so that its end does not end the others
         self._job: WorkerJob | None = None
         self._modules, self._lock = modules, lock
         self._deaths = deaths
@@ -97,6 +96,7 @@ class AgentHandle:
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self.reached = False  # whether an agent of the host ever sent a message
+        self.imported = threading.Event()  # whether an agent of it has imported all modules
         self.signs = dict.fromkeys(host.workers, 0)
         self._refusal = ""  # the last sentence with which a restarted agent refused
         self._start()
@@ -111,39 +111,34 @@ class AgentHandle:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
         self._directory: Path | None = None
         try:
-            self._agent = self._spawn()
+            if self.host.local:  # other hosts make one of their own
+                self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            self._agent = programs.start_module(
+                self.host,
+                AGENT,
+                alive_count=_CUT_S,
+                stderr=self._log,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
             self._listener = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
             self._listener.start()
         except BaseException:  # a signal, too: the process reads the end of its input, and ends
             self._remove_files()
             raise
         self._writing = threading.Lock()
-        self._write(f"{own_version()}\n".encode())
-        self._send(
-            AgentSetup(
-                directory=None if self._directory is None else str(self._directory),
-                preload=self._modules,
-                num_workers=len(self.host.devices),
-                address=self.host.address,
-                interface=self.host.interface,
-                lock=self._lock,
-                remote=not self.host.local,
-                restarted=restarted,
-            )
+        setup = AgentSetup(
+            directory=None if self._directory is None else str(self._directory),
+            preload=self._modules,
+            num_workers=len(self.host.devices),
+            address=self.host.address,
+            interface=self.host.interface,
+            lock=self._lock,
+            remote=not self.host.local,
+            restarted=restarted,
         )
-
-    def _spawn(self) -> programs.Program:
-        if self.host.local:  # other hosts make one of their own
-            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        return programs.start_module(
-            self.host,
-            AGENT,
-            alive_count=_CUT_S,
-            stderr=self._log,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        self._write(f"{own_version()}\n".encode() + pickle.dumps(setup))
 
     @property
     def display_name(self) -> str:
@@ -153,15 +148,12 @@ class AgentHandle:
         self._on_log = on_log
         with self._changing:
             self._job = job
-            self._send(job)
+            self._write(pickle.dumps(job))
             if not self.host.local:
                 agent = self._agent
                 threading.Thread(
                     target=self._send_signs_of_life, args=(agent,), daemon=True
                 ).start()
-
-    def _send(self, message: AgentSetup | WorkerJob) -> None:
-        self._write(pickle.dumps(message))
 
     def _write(self, data: bytes) -> None:
         stdin = self._agent.stdin
@@ -177,21 +169,17 @@ class AgentHandle:
             raise
 
     @property
-    def _restarts(self) -> bool:
-        return self._job is not None and self._job.restart
-
-    @property
     def running(self) -> bool:
         """Whether anything of the host still runs; a lost one that will be restarted counts."""
         if self._stopped:
             return False
-        return self._agent_runs or (self._restarts and self._lost)
+        return self._agent_runs or (self._job is not None and self._lost)
 
     @property
     def _agent_runs(self) -> bool:
         # An agent's last messages are read after its end, and may hold its outcome. Once that is
         # known, its helpers need not be waited for.
-        known = not self._restarts or self._result is not None
+        known = self._job is None or self._result is not None
         return self._listener.is_alive() and not (known and self._agent.poll() is not None)
 
     @property
@@ -222,7 +210,9 @@ class AgentHandle:
     def restart_if_lost(self) -> None:
         """Start the agent of a lost host again. One that still runs there ends first."""
         with self._changing:
-            if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
+            if self._stopped or self._job is None or not self._lost:
+                return
+            if time.monotonic() - self._began < _RETRY_S:
                 return
             self._end_processes()
             self._remove_files()
@@ -230,15 +220,18 @@ class AgentHandle:
                 for worker in self.host.workers:
                     self._deaths.put(WorkerDeath(worker, "its host was lost", None))
             self._start(restarted=True)
-            assert self._job is not None, "only a host with a job is restarted"
             self.start_workers(self._job, self._on_log)
 
-    def read_outcome(self) -> None:
-        """Read the outcome of a host that has reported it, or has ended without a message."""
-        if not self._stopped:
-            if self._result is None:
-                self._end_processes()
-            self.outcome = self._outcome()
+    def why(self) -> str:
+        """The sentence of a host that has failed; nothing of it runs then."""
+        if self._stopped:
+            return "the ranks were stopped before their work was done."
+        if self._result is None:
+            self._end_processes()
+            return self._ending()
+        if "refused" in self._result:
+            return f"{self.display_name}: {self._result['refused']}"
+        return str(self._result["failed"])
 
     def close_stdin(self) -> None:
         assert self._agent.stdin is not None
@@ -261,6 +254,9 @@ class AgentHandle:
             if message is None:
                 continue
             self.reached = True
+            if "imported" in message:
+                self.imported.set()
+                continue
             if "refused" in message and self._restarted:
                 self._note_refusal(message["refused"])
                 continue
@@ -325,19 +321,11 @@ class AgentHandle:
             with suppress(ProcessLookupError):  # The last process ended just now.
                 os.killpg(self._agent.pid, number)
 
-    def _outcome(self) -> list[Any] | str:
-        if self._result is not None and "failed" in self._result:
-            return str(self._result["failed"])
-        if self._result is not None and "refused" in self._result:
-            return f"{self.display_name}: {self._result['refused']}"
-        if self._result is not None:
-            if self._directory is None:
-                return []
-            return list(pickle.loads((self._directory / RESULTS).read_bytes()))
+    def _ending(self) -> str:
         self._log.seek(0)
         output = self._log.read()
         if not self.host.local:
-            return str(failures.failure(self.host, AGENT, self._agent.wait(), output))
+            return str(programs.failure(self.host, AGENT, self._agent.wait(), output))
         ended = how_it_ended(self._agent.wait())
         return (
             f"the launcher of the ranks on host {self.display_name} ({ended}): {last_line(output)}"

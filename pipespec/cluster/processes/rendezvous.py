@@ -79,7 +79,6 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler() -> RendezvousHandlerCreator:
-    """What the entry point names: torch calls it for what creates handlers."""
     return create
 
 

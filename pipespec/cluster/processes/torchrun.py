@@ -2,9 +2,8 @@
 imports torch, the models and the entrypoint once, and stays a process of one thread without a CUDA
 context: all others are forked from it, so that seventeen workers start almost as fast as one. It
 reads what to import from standard input, then the job, and ends when the agent is gone. For the
-agent it writes one JSON object to the file `outcome`: {"ended": true}, with the results beside it,
-{"failed": sentence} or, when a signal ended a supervisor and the host may be started again,
-{"lost": sentence}."""
+agent it writes one JSON object to the file `outcome`: {"ended": true}, {"failed": sentence} or,
+when a signal ended a supervisor and the host may be started again, {"lost": sentence}."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes import rendezvous
 from pipespec.errors import RankFailed
 from pipespec.system import liveness
-from pipespec.system.atomic_write import write_atomically
+from pipespec.system.files import write_atomically
 from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.system.process_identity import die_with_parent
 
 # torchrun's launcher.
 ELASTIC = "torch.distributed.launcher.api"
-OUTCOME, RESULTS = "outcome", "results"
+OUTCOME = "outcome"
 # Seconds between two checks of the workers.
 MONITOR_S = 0.1
 # Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
@@ -51,15 +50,14 @@ WORKER = "PIPESPEC_WORKER"
 class WorkerJob:
     """What the workers run: `entrypoint(*args)`, with the worker's name in the environment. Only
     the workers import the entrypoint, "module:function", and read the pickled tuple `args`.
-    `titles` and `host` are names in messages. `restart`: a worker that a signal ended is replaced;
-    `logs`: the output of the workers is forwarded, line by line."""
+    `titles` and `host` are names in messages. `logs`: the output of the workers is forwarded, line
+    by line. A worker that a signal ended is replaced."""
 
     entrypoint: str
     args: bytes
     workers: tuple[str, ...]
     titles: tuple[str, ...]
     host: str
-    restart: bool
     logs: bool
 
 
@@ -75,6 +73,8 @@ def main() -> None:
             import_module(module)
     gc.freeze()
     gc.enable()
+    # The agent's output, too; a module may have left a line of its own unfinished.
+    os.write(1, b'\n{"imported": true}\n')
     directory, job = pickle.load(sys.stdin.buffer)
     outcome = run_supervisors(Path(directory), job, agent)
     write_atomically(Path(directory) / OUTCOME, json.dumps(outcome).encode())
@@ -112,16 +112,13 @@ def run_supervisors(directory: Path, job: WorkerJob, agent: int) -> dict[str, An
     if hasattr(config, "shutdown_timeout"):
         config.shutdown_timeout = int(PATIENCE_S) - 2
     try:
-        results = elastic_launch(config, supervise)(str(directory), job, agent)
+        elastic_launch(config, supervise)(str(directory), job, agent)
     except SignalException:  # the agent asks for the end; the supervisors have ended
         os._exit(1)
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         sentence = _first_failure(directory, job, number, failure.exitcode)
-        return {"lost" if job.restart and failure.exitcode < 0 else "failed": sentence}
-    # They are for a launcher on this machine, which reads them there.
-    ordered = [results[number] for number in range(len(job.workers))]
-    write_atomically(directory / RESULTS, pickle.dumps(ordered))
+        return {"lost" if failure.exitcode < 0 else "failed": sentence}
     return {"ended": True}
 
 
@@ -153,10 +150,10 @@ def last_line(output: bytes) -> str:
 # --- in the processes that torchrun treats as ranks ---------------------------------------------
 
 
-def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
-    """Run workers until one finishes; returns its result. A supervisor ends with torchrun's
-    process, and with the agent: `agent` is a descriptor that reaches its end with it. It ends a
-    worker that makes no progress."""
+def supervise(directory: str, job: WorkerJob, agent: int) -> None:
+    """Run workers until one finishes. A supervisor ends with torchrun's process, and with the
+    agent: `agent` is a descriptor that reaches its end with it. It ends a worker that makes no
+    progress."""
     torchrun = parent_process()
     assert torchrun is not None
     # A signal ends a supervisor or a worker as SIGKILL does, and another takes its place.
@@ -192,11 +189,9 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
         os.close(ours[0])
         os.close(theirs[1])
         if code == 0:
-            return pickle.loads((here / f"result-{number}").read_bytes())
+            return
         if code > 0:
             os._exit(code)
-        if not job.restart:
-            os.kill(os.getpid(), -code)
         lives += 1
         how = hung or how_it_ended(code)
         died = {"died": number, "pid": pid, "how": how, "hung": hung is not None}
@@ -204,13 +199,11 @@ def supervise(directory: str, job: WorkerJob, agent: int) -> Any:
 
 
 def _run_entrypoint(directory: Path, number: int, job: WorkerJob, supervisor: int) -> NoReturn:
-    """A worker, which ends with its supervisor."""
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     code = 1
     try:
         module, _, function = job.entrypoint.partition(":")
-        result = getattr(import_module(module), function)(*pickle.loads(job.args))
-        (directory / f"result-{number}").write_bytes(pickle.dumps(result))
+        getattr(import_module(module), function)(*pickle.loads(job.args))
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1

@@ -44,7 +44,6 @@ class WorkerGroup:
         self._modules, self._name = tuple(modules), name
         # Replaced as a whole, as several threads read it.
         self._hosts: tuple[AgentHandle, ...] = ()
-        self._guests: frozenset[AgentHandle] = frozenset()  # hosts that have joined
         self._failure: str | None = None
         try:
             for host in hosts:
@@ -60,19 +59,18 @@ class WorkerGroup:
     def add(self, host: Host) -> AgentHandle:
         """Start the agent of one more host, whose end does not end the others."""
         agent = self._agent_of(host)
-        self._guests |= {agent}
+        agent.guest = True  # first: another thread looks at the hosts
         self._hosts = (*self._hosts, agent)
         return agent
 
     def adopt(self, name: str) -> AgentHandle:
         """From now on, the end of that host does not end the others, as if it had been added."""
         agent = next(host for host in self._hosts if host.host.name == name)
-        self._guests |= {agent}
+        agent.guest = True
         return agent
 
     def remove(self, agent: AgentHandle) -> None:
         self._hosts = tuple(host for host in self._hosts if host is not agent)
-        self._guests -= {agent}
         agent.stop()
 
     def await_agents(self) -> None:
@@ -89,21 +87,19 @@ class WorkerGroup:
         entrypoint: str,
         args: Sequence[Any] = (),
         *,
-        restart: bool = False,
         on_log: Callable[[str, str], None] | None = None,
         on: AgentHandle | None = None,
     ) -> None:
         """Have every worker of a host, `on`, or of all run `entrypoint(*args)`, a "module:function"
-        that is not imported here, and return while they begin. `restart`: a worker that a signal
-        ended, or a host that was lost, is started again; else it ends the cluster. `on_log` is
-        called with a worker's name and a line that it wrote."""
+        that is not imported here, and return while they begin. `on_log` is called with a worker's
+        name and a line that it wrote."""
         packed = pickle.dumps(tuple(args))
         for host in self._hosts if on is None else (on,):
             names = host.host.workers
             titles = _titles(host.host)
             logs = on_log is not None
             host.start_workers(
-                WorkerJob(entrypoint, packed, names, titles, host.display_name, restart, logs),
+                WorkerJob(entrypoint, packed, names, titles, host.display_name, logs),
                 on_log,
             )
 
@@ -114,9 +110,9 @@ class WorkerGroup:
         self.wait()
         return False
 
-    def wait(self, timeout: float | None = None) -> list[Any]:
-        """The results of this machine's workers, once they and all helpers have ended. Raises
-        RankFailed as `poll`, and TimeoutError if they still run after `timeout` seconds."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the workers and all helpers have ended. Raises RankFailed as `poll`, and
+        TimeoutError if they still run after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while any(host.running for host in self._own) and not self._failed():
             if deadline is not None and time.monotonic() >= deadline:
@@ -124,15 +120,11 @@ class WorkerGroup:
             next((host for host in self._own if host.running), self._own[0]).join(_MONITOR_S)
         if self._failed():
             raise RankFailed(self._fail())
-        own = self._own
-        for host in own:
-            host.read_outcome()
         self.stop()
-        return [result for host in own for result in host.outcome]
 
     @property
     def _own(self) -> list[AgentHandle]:
-        return [host for host in self._hosts if host not in self._guests]
+        return [host for host in self._hosts if not host.guest]
 
     def _failed(self) -> list[AgentHandle]:
         return [host for host in self._own if host.failed]
@@ -141,9 +133,7 @@ class WorkerGroup:
         """End all hosts, as one of them has failed; returns the message of the first one."""
         if self._failure is None:
             first = min(self._failed(), key=lambda host: host.ended_at)
-            first.read_outcome()
-            assert isinstance(first.outcome, str)
-            self._failure = first.outcome
+            self._failure = first.why()
             self.stop(_FAILING_S)
         return self._failure
 

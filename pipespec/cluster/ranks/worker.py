@@ -43,10 +43,10 @@ from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
 from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.system.cores import should_spin
 from pipespec.system.device_copy import make_current
 from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
 from pipespec.system.result_cache import load_cached, store_cached
-from pipespec.system.spin_wait import should_spin
 from pipespec.timing.batch_times import RowTimes
 from pipespec.timing.trace import Timeline
 from pipespec.transport.distributed import DistributedTransport

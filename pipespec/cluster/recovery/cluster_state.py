@@ -1,9 +1,10 @@
-"""The state of a cluster: as other threads see it, and whether it makes progress."""
+"""The state of a cluster: as other threads see it, whether it makes progress, which workers are
+alive, by their signs, and which have joined its epochs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
@@ -20,8 +21,6 @@ STABLE_S = 10.0
 
 @dataclass(frozen=True)
 class ClusterState:
-    """The state of a cluster that other threads than the recovery's may read."""
-
     epoch: int  # the newest
     assignment: RankAssignment  # of that epoch
     faults: tuple[Fault, ...] = ()  # which ended earlier epochs, or will end this one
@@ -78,3 +77,84 @@ class ClusterProgress:
         self._faults_in_a_row += self.new_faults
         self.new_faults = 0
         return self._faults_in_a_row > MAX_FAULTS
+
+
+# Seconds without a sign after which a worker is lost, and without one in which it alone can give
+# it, from a thread that others of its process may hold up.
+SILENT_S, ALONE_S = 5.0, 20.0
+# A pause between two looks counts as no more: in a longer one, signs were not read.
+LOOK_S = 0.5
+
+
+class WorkerLeases:
+    """The signs of life of workers, as one process sees them. Pure: callers pass the signs, and the
+    time of the monotonic clock. A sign is a renewed lease (`Membership.beats`), or that the agent
+    of its host has seen the process of the worker (`WorkerGroup.signs`). So a worker is lost if its
+    host is cut off, or its process neither runs nor is started again, but not if its threads are
+    late. Redis expires leases by its wall clock, so what counts is how long ago each sign was seen
+    here. `alive` have renewed a lease and are not lost; `lost_at`: when each other one was lost."""
+
+    def __init__(self, workers: Sequence[str]):
+        self.workers = tuple(workers)
+        self.alive: set[str] = set()
+        self.lost_at: dict[str, float] = {}
+        # The newest lease and sign of the agent, and when they were seen.
+        self._signs: dict[str, tuple[tuple[bytes, object], float]] = {}
+        self._now = self._looked_at = 0.0  # the time in which this process looked
+
+    def watch(self, workers: Sequence[str]) -> None:
+        self.workers = tuple(workers)
+        self.alive &= set(workers)
+        self.lost_at = {each: at for each, at in self.lost_at.items() if each in workers}
+        self._signs = {each: sign for each, sign in self._signs.items() if each in workers}
+
+    def update(
+        self, beats: Mapping[str, bytes], signs: Mapping[str, object], now: float
+    ) -> list[str]:
+        """Take note of the signs; returns the workers that are lost since the last call."""
+        self._now += min(now - self._looked_at, LOOK_S)
+        self._looked_at = now
+        for worker in self.workers:
+            known = self._signs.get(worker)
+            if known is not None or worker in beats:
+                beat = beats.get(worker, b"" if known is None else known[0][0])
+                sign = beat, signs.get(worker)
+                if known is None or sign != known[0]:
+                    self._signs[worker] = sign, self._now
+        alive = {
+            worker
+            for worker, (sign, at) in self._signs.items()
+            if self._now - at < (SILENT_S if worker in signs else ALONE_S)
+        }
+        silent = sorted(self.alive - alive)
+        self.alive = alive
+        self.lost_at = {each: at for each, at in self.lost_at.items() if each not in alive}
+        self.lost_at |= dict.fromkeys(silent, now)
+        return silent
+
+    def silent_s(self, worker: str, now: float) -> float:
+        """For how many seconds a worker has been lost; 0: it is alive, or never was."""
+        return now - self.lost_at.get(worker, now)
+
+
+class JoinedPids:
+    """The process ids of the workers that have joined this epoch, `current`, and the last one,
+    `previous`."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}
+        self.previous: dict[str, int] = {}  # of those that joined the last epoch
+
+    def update(self, shared: Membership, epoch: int, assignment: RankAssignment) -> int:
+        joined = shared.attached(epoch)
+        self.current = {
+            worker: joined[rank] for rank, worker in enumerate(assignment.workers) if rank in joined
+        } | {
+            worker: pid
+            for worker, pid in shared.followers(epoch).items()
+            if worker in assignment.everyone
+        }
+        return len(joined)
+
+    def begin_epoch(self) -> None:
+        self.previous, self.current = self.current, {}

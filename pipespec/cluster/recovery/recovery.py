@@ -32,9 +32,10 @@ from pipespec.cluster.recovery.cluster_state import (
     STABLE_S,
     ClusterProgress,
     ClusterState,
+    JoinedPids,
     LayoutChange,
+    WorkerLeases,
 )
-from pipespec.cluster.recovery.worker_leases import JoinedPids, WorkerLeases
 from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Membership

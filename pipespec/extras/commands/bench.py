@@ -270,7 +270,6 @@ def print_comparison(done: Comparison) -> None:
 
 
 def print_profile(found: Profile) -> None:
-    """Times of stages, draft rounds and links, and of each benchmark."""
     label = ", times EMULATED" if found.about["emulated"] else ""
     times = table_of(f"Milliseconds by rows{label}", "", "rows: ms", left=2)
     stages = ((f"stage {rank}", points) for rank, points in enumerate(found.stage_ms, 1))

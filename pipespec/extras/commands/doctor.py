@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pipespec.console.arguments import finish, overrides, refuse_settings
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError, print_error
-from pipespec.system.atomic_write import write_atomically
 from pipespec.system.devices import num_cuda
+from pipespec.system.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +137,6 @@ def _examine(settings: list[str], *, as_json: bool) -> int:
 
 
 def conclusion(report: Report) -> str:
-    """What the findings mean for the hosts, in a sentence."""
     errors = sum(finding.error for finding in report.findings)
     if errors:
         what = "1 error keeps" if errors == 1 else f"{errors} errors keep"

@@ -94,13 +94,9 @@ def add(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and what is said beside it.
-
-    Attributes:
-        same: layouts that take at most so much longer are as fast (`advice.recommend`).
-        about: more for the JSON answer.
-        more: the same and sentences about the layout of a label, for the one that was chosen.
-    """
+    """What is compared, and what is said beside it. `same`: layouts that take at most so much
+    longer are as fast (`advice.recommend`). `about`: more for the JSON answer. `more`: the same and
+    sentences about the layout of a label, for the one that was chosen."""
 
     layouts: Sequence[PlannedLayout]
     methods: Sequence[DecodingMethod]
@@ -179,7 +175,6 @@ def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
 
 
 def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
-    """The decoding methods to compare. Raises ConfigError."""
     from pipespec.config.method_registry import policies_to_compare
     from pipespec.extras.plan.advice import choices
 
@@ -276,7 +271,6 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 def _advice(
     predictions: Sequence[Prediction], advised: Prediction | None, layout: PlannedLayout
 ) -> list[str]:
-    """What the predictions say, a sentence a line."""
     plain_ms = layout.machine.plain_tbt_ms
     plain = f"plain pipeline parallelism (policy=root), which takes {plain_ms:.1f} ms"
     said = [f"TBT is the time between tokens in ms, gain the speed-up over {plain}."]

@@ -163,7 +163,8 @@ def _divided(
         )
     found = {}
     for division in divisions(len(host.devices)):
-        if _can_compute(division, figures):
+        groups = ((division.members, figures.target), (division.draft, figures.draft))
+        if all(size == 1 or _divisible(model) for size, model in groups):
             machine = _machine(hosts_file, figures, config, division)
             if machine is not None:
                 layout = division.layout(machine)
@@ -222,11 +223,6 @@ def require_one_host(hosts_file: HostsFile) -> None:
 def _divisible(model: ModelSizes | None) -> bool:
     """Whether several devices can compute a model together; None: there is none."""
     return model is None or model.get("divisible", True)
-
-
-def _can_compute(division: Division, figures: Figures) -> bool:
-    groups = ((division.members, figures.target), (division.draft, figures.draft))
-    return all(size == 1 or _divisible(model) for size, model in groups)
 
 
 def _machine(

@@ -29,8 +29,7 @@ from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_p
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names
 from pipespec.errors import ConfigError, ModelError
-from pipespec.system.atomic_write import write_atomically
-from pipespec.system.file_lock import lock_file
+from pipespec.system.files import lock_file, write_atomically
 from pipespec.system.folders import cache_folder
 from pipespec.system.validation import Unreadable, read_json
 

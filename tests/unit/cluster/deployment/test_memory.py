@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.checks import groups
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.deployment.held_weights import groups
 from pipespec.cluster.deployment.memory import (
     SLOT_BYTES,
     UNLIMITED,

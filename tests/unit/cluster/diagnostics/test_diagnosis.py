@@ -14,8 +14,7 @@ from pipespec.cluster.diagnostics.diagnosis import diagnose, required_models
 from pipespec.cluster.diagnostics.examine_hosts import rounds
 from pipespec.cluster.diagnostics.findings import Finding, HostReport, LinkReport
 from pipespec.cluster.diagnostics.inventory import Inventory
-from pipespec.cluster.diagnostics.link_probe import Endpoint
-from pipespec.cluster.diagnostics.probe import LinkSpeed, Listening, Reachability
+from pipespec.cluster.diagnostics.probe import Endpoint, LinkSpeed, Listening, Reachability
 from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.engine.checkpoint.fingerprint import Fingerprint
 from pipespec.system.network_interfaces import Interface

@@ -9,9 +9,11 @@ import sys
 import asyncssh
 import pytest
 
-from pipespec.cluster.host_link import connection, failures, programs, remote_program
+from pipespec.cluster.host_link import connection, programs, remote_program
+from pipespec.cluster.host_link.loop import NO_CONNECTION
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
+from tests.helpers.processes import run_module
 
 HOST = Host("beta", "10.0.0.2")
 LOCAL = dataclasses.replace(HOST, ssh="local")
@@ -62,29 +64,16 @@ def test_a_leading_tilde_is_the_home_folder_on_the_host(telling):
 
 
 def test_a_local_host_runs_without_ssh():
-    assert (
-        programs.run_module(LOCAL, "json.tool", "--compact", input=b'{"a": 1}', timeout=30)
-        == b'{"a":1}\n'
-    )
+    assert run_module(LOCAL, "json.tool", "--compact", given=b'{"a": 1}') == b'{"a":1}\n'
 
 
 def test_a_local_host_has_its_environment(telling):
     local = host(ssh="local", python=str(telling), env={"HF_HOME": "/data of mine"})
 
-    arguments, environment = json.loads(
-        programs.run_module(local, "some.module", "it's", timeout=30)
-    )
+    arguments, environment = json.loads(run_module(local, "some.module", "it's"))
 
     assert arguments == ["-m", "some.module", "it's"]
     assert environment["HF_HOME"] == "/data of mine"
-
-
-def test_a_program_of_this_machine_ends_with_its_standard_input(tmp_path):
-    with (tmp_path / "errors").open("wb") as errors:
-        program = programs.start_module(LOCAL, "json.tool", stderr=errors)
-        out, _ = program.communicate(b"[]")
-
-    assert (out, program.returncode) == (b"[]\n", 0)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +86,17 @@ def test_a_program_of_this_machine_ends_with_its_standard_input(tmp_path):
 )
 def test_a_local_host_that_cannot_run_the_module(local, module, sentence):
     with pytest.raises(HostFailed) as failed:
-        programs.run_module(local, module, timeout=30)
+        run_module(local, module)
 
     assert str(failed.value).startswith("beta: ") and sentence in str(failed.value)
 
 
 def test_failure_quotes_the_last_line_of_stderr_and_not_the_input():
     with pytest.raises(HostFailed) as failed:
-        programs.run_module(LOCAL, "json.tool", input=b"secret", timeout=30)
+        run_module(LOCAL, "json.tool", given=b"secret")
 
     assert str(failed.value).startswith("beta: json.tool ended with exit code 1: Expecting value")
     assert "secret" not in str(failed.value)
-
-
-def test_a_program_that_does_not_end_is_given_up(telling):
-    telling.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
-
-    with pytest.raises(HostFailed, match=r"beta: some\.module did not answer within 0\.2 s"):
-        programs.run_module(host(ssh="local", python=str(telling)), "some.module", timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -161,5 +143,5 @@ def test_jump_hosts_are_read_as_openssh_reads_them():
 
 
 def test_what_a_program_wrote_before_its_connection_broke_is_not_the_reason():
-    error = failures.failure(HOST, "m", failures.NO_CONNECTION, b"a warning\n\ntimed out; check\n")
+    error = programs.failure(HOST, "m", NO_CONNECTION, b"a warning\n\ntimed out; check\n")
     assert str(error) == "beta: timed out; check"

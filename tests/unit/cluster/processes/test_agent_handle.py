@@ -16,7 +16,7 @@ from pipespec.cluster.processes.torchrun import WorkerJob
 from pipespec.config.hosts import Host
 from tests.helpers.waiting import until
 
-JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", restart=True, logs=False)
+JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", logs=False)
 Start = Callable[..., tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]]
 PREPARING, REFUSED = '{"preparing": true}', '{"refused": "no room in /tmp"}'
 
@@ -28,7 +28,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(agent_handle, "_RETRY_S", 0.0)
     handles: list[AgentHandle] = []
 
-    def start(*lines: str) -> tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]:
+    def start(
+        *lines: str, job: WorkerJob | None = JOB
+    ) -> tuple[AgentHandle, queue.SimpleQueue[WorkerDeath]]:
         left = list(lines)
 
         def spawn(*_: object, **options: Any) -> subprocess.Popen[bytes]:
@@ -44,7 +46,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         host = Host("b", "10.0.0.2", devices=("cpu", "cpu"))
         handles.append(handle := AgentHandle(host, (), None, deaths))
-        handle.start_workers(JOB, None)
+        if job is not None:
+            handle.start_workers(job, None)
         return handle, deaths
 
     yield start
@@ -96,5 +99,14 @@ def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
 def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
-    handle.read_outcome()
-    assert handle.outcome == "b: no room in /tmp"
+    assert handle.why() == "b: no room in /tmp"
+
+
+def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:
+    """Its agent has imported what the workers need, while the host was measured."""
+    handle, deaths = started('{"imported": true}', PREPARING, job=None)
+    until(lambda: handle.imported.is_set() and handle.failed)
+    before = handle._agent
+    handle.restart_if_lost()
+    assert handle._agent is before
+    assert deaths.empty()

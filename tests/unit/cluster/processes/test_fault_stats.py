@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from pipespec.cluster.processes.fault_stats import Fault, FaultKind, FaultStats
 
 BROKE, ENDED, GONE = FaultKind.LINK_BROKE, FaultKind.WORKER_ENDED, FaultKind.REDIS_GONE
@@ -61,12 +59,3 @@ def test_no_resumption_is_counted_without_a_running_request() -> None:
         stats.silent_lengths = {}  # the client has left
         stats.update_lengths({}, 9.0)
     assert stats.counts["resumptions"] == 0
-
-
-def test_counts_continue_from_those_of_an_earlier_launcher() -> None:
-    known = {"faults/link_broke": 4, "recoveries": 3, "recovery_ns": 7, "steps": 900}
-    stats = FaultStats(known)
-    assert stats.counts == Counter({"faults/link_broke": 4, "recoveries": 3, "recovery_ns": 7})
-    stats.record_fault(Fault(9, BROKE, "a", 1.0))
-    stats.all_ranks_joined(1.0)
-    assert stats.counts["faults/link_broke"] == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.cluster.recovery.worker_leases import ALONE_S, LOOK_S, SILENT_S, WorkerLeases
+from pipespec.cluster.recovery.cluster_state import ALONE_S, LOOK_S, SILENT_S, WorkerLeases
 
 
 def lost_after(signs: list[dict[str, int]], beats: list[dict[str, bytes]]) -> float | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipespec.cli import host_admission
 from pipespec.cluster.host_link.host_session import HostSession
-from pipespec.cluster.join import look_after_host
 from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 
@@ -35,9 +35,9 @@ class Changes:
 def test_a_host_that_is_gone_is_taken_away_as_soon_as_the_others_can_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look_after_host, "RETRY_S", 0.0)
+    monkeypatch.setattr(host_admission, "RETRY_S", 0.0)
     changes, lines = Changes(), list[str]()
-    look_after_host.look_after_host(
+    host_admission.look_after_host(
         HostSession("b", "10.0.0.2"),
         changes,
         patience_s=1e3,

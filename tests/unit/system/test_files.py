@@ -1,4 +1,4 @@
-from pipespec.system.atomic_write import write_atomically
+from pipespec.system.files import write_atomically
 
 
 def test_open_file_keeps_its_content(tmp_path):

@@ -1,0 +1,104 @@
+"""Files that other processes may read or write at the same time, locks that end with the process
+that holds them, and a private temporary folder that is removed when all its users have ended, even
+if killed. A killed process removes nothing. So a small helper process, `rm` behind a pipe, waits
+until all processes that hold the pipe have ended: the creator, and the children that inherit it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "pipespec-"
+# The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux.
+MAX_SOCKET = 103
+# `read` returns at the end of the pipe, as no process writes to it.
+_REMOVER = 'read -r _; exec rm -rf -- "$0"'
+
+
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write a file that only this user can read. A concurrent reader sees the old or the new
+    content, never a part; with `durable`, which is slower, also after a loss of power. Raises
+    OSError; then, and when it is interrupted, the file is unchanged."""
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def lock_file(path: Path, *, wait: bool = False) -> int | None:
+    """The descriptor of a file, made if need be, that is locked as long as it is open; None:
+    another process holds it, and this must not `wait`. Raises OSError."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _is_at(path, descriptor):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder removed the file between our two calls
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def private_folder(longest_name: str) -> Path:
+    """A new folder of this user alone, with a path short enough for a socket of this name."""
+    base = tempfile.gettempdir()
+    name = os.path.join(base, PREFIX + 8 * "x", longest_name)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(name) < MAX_SOCKET else "/tmp"))
+
+
+class TemporaryFolder:
+    """A folder of `private_folder`. `hold` is the descriptor for children to inherit."""
+
+    def __init__(self, longest_name: str) -> None:
+        self.folder = private_folder(longest_name)
+        read, self.hold = os.pipe()
+        try:
+            self._remover = subprocess.Popen(
+                ["/bin/sh", "-c", _REMOVER, str(self.folder)],
+                env={"PATH": os.defpath},
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Signals to our group are not for it.
+                start_new_session=True,
+                cwd="/",
+            )
+        except BaseException:
+            os.close(self.hold)
+            self.folder.rmdir()
+            raise
+        finally:
+            os.close(read)
+
+    def close(self, patience_s: float) -> None:
+        """Release the folder, and remove it; children that hold it must have ended."""
+        os.close(self.hold)
+        with suppress(subprocess.TimeoutExpired):
+            self._remover.wait(patience_s)
+        self._remover.kill()
+        self._remover.wait()
+        # The helper may have been killed before its time.
+        shutil.rmtree(self.folder, ignore_errors=True)
