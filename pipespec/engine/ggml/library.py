@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,14 @@ _BASE = {
     "backend_cpu_buffer_type": ":p",
     "backend_buffer_free": "p:",
     "backend_tensor_alloc": "ppp:i",
+    "backend_tensor_set": "ppzz:",
+    "backend_buft_name": "p:s",
+    "backend_buft_alloc_buffer": "pz:p",
+    "backend_buft_get_alloc_size": "pp:z",
+    "backend_buffer_get_base": "p:p",
+    "backend_reg_dev_get": "pz:p",
+    "backend_reg_get_proc_address": "ps:p",
+    "backend_dev_supports_op": "pp:b",
     "gallocr_new": "p:p",
     "gallocr_free": "p:",
     "gallocr_alloc_graph": "pp:b",
@@ -131,6 +140,7 @@ _CPU = {
     "threadpool_new": "Q:p",
     "threadpool_free": "p:",
     "backend_cpu_init": ":p",
+    "backend_cpu_reg": ":p",
     "backend_cpu_set_n_threads": "pi:",
     "backend_cpu_set_threadpool": "pp:",
     "backend_cpu_set_use_ref": "pb:",
@@ -180,6 +190,24 @@ class Library:
             size += self.graph_overhead_custom(graph, False)
         found: int = self.init(_InitParams(size, None, True))
         return found
+
+    @cached_property
+    def device(self) -> int:
+        """The CPU, as a device."""
+        found: int = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
+        return found
+
+    @cached_property
+    def layouts(self) -> list[int]:
+        """The types of memory that hold weights: those that lay them out anew for products of
+        several rows, then that which leaves them as they are."""
+        name = b"ggml_backend_dev_get_extra_bufts"
+        found = []
+        if address := self.backend_reg_get_proc_address(self.backend_cpu_reg(), name):
+            listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)
+            types = takewhile(bool, listed(self.device))
+            found = [each for each in types if self.backend_buft_name(each) == b"CPU_REPACK"]
+        return [*found, self.backend_cpu_buffer_type()]
 
     def pool(self, threads: int, poll: int) -> int:
         """A pool of so many threads, which poll for work at a level of 0 to 100 before they
