@@ -149,7 +149,9 @@ class StageLoop:
         """Before any sequence is freed whose prefix one that starts with this batch shares."""
         for start in batch.started:
             self.wait_for_prefix(batch, start.parent, start.shared_len)
-            self.runner.start_sequence(start.sequence, start.parent, start.shared_len)
+            self.runner.start_sequence(
+                start.sequence, start.parent, start.shared_len, start.prompt_len
+            )
 
     def wait_for_prefix(self, batch: Batch, sequence: int, tokens: int) -> None:
         self.apply_verdicts_until(batch, lambda: self.runner.length(sequence) >= tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipespec.client.model_info import full_name
 from pipespec.cluster.deployment.checks import expanded
 from pipespec.config.choices import options
+from pipespec.core import COMMITTED, Batch
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.fingerprint import fingerprint
@@ -28,6 +30,7 @@ from pipespec.engine.formats.gguf import GGUF, KEPT_KINDS, GgufFiles
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import llama_cpp
@@ -295,6 +298,34 @@ def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kin
         alone = model.forward(tokens[at : at + 1], torch.tensor([at]), plan)
         assert torch.equal(alone[0], whole[at])
         assert torch.equal(model.logits(alone)[0], model.logits(whole)[at])
+
+
+@pytest.mark.parametrize("chunks", [[9, 1, 1, 1, 1], [4, 4, 5], [13], [1] * 13, [10, 3]])
+def test_a_text_is_the_same_to_the_bit_in_any_chunks_of_its_prompt_and_answer(files, chunks):
+    """As many decoded one by one are read again after a failure, beside another sequence too."""
+    prompt, num_tokens = 9, 13
+    path = files("llama", Type.Q4_K)
+    model = ModelSlice.load(
+        path, range(NUM_LAYERS), dtype=torch.float32, quantization=GGUF, num_slots=64
+    )
+
+    def hidden(chunks: Sequence[int], sequences: int) -> torch.Tensor:
+        runner, found, at = SliceRunner(model, 64), [], 0
+        for sequence in range(sequences):
+            runner.start_sequence(sequence, prompt_len=prompt)
+        for size in chunks:
+            rows = [
+                (sequence, i, i - 1, 7 * i + 3, i, COMMITTED)
+                for sequence in range(sequences)
+                for i in range(at, at + size)
+            ]
+            found.append(runner.compute(Batch(0, np.array(rows))).hidden[-size:])
+            at += size
+        return torch.cat(found)
+
+    expected = hidden([prompt] + [1] * (num_tokens - prompt), 1)
+    assert torch.equal(hidden(chunks, 1), expected)
+    assert torch.equal(hidden(chunks, 3), expected)
 
 
 def test_blocks_of_several_types_stay(tmp_path):

@@ -65,6 +65,7 @@ class AttentionPlan:
             the segment reads, `[segments]`.
         tree, tree_positions: slot and position of each tree key, `[keys]`.
         mask: for each segment, bool `[rows, tree keys]`; flattened and concatenated.
+        num_prompt: how many of the segment's first rows are of a prompt, `[segments]`.
         num_committed: how many of the segment's first rows are committed already, `[segments]`.
         keeps_state: behind how many committed tokens of the segment's sequence layers with a
             running state keep that, for sequences that share the text; 0: none; `[segments]`.
@@ -82,6 +83,7 @@ class AttentionPlan:
     tree_positions: np.ndarray
     tree_start: np.ndarray
     mask: np.ndarray
+    num_prompt: np.ndarray
     num_committed: np.ndarray
     keeps_state: np.ndarray
     state_number: np.ndarray
@@ -237,7 +239,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
     positions, bounds = np.arange(length, length + rows), np.array([0, rows])
     kept = of_no_state(1)
     if not imagined:
-        kept["num_committed"][0] = rows
+        kept["num_prompt"][0] = kept["num_committed"][0] = rows
     return AttentionPlan(
         write=write,
         positions=positions,
@@ -255,6 +257,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
 
 
 def of_no_state(segments: int) -> dict[str, Any]:
-    """The columns of a plan that layers with a running state read, of draft tokens alone."""
-    names = ("num_committed", "keeps_state", "state_number")
+    """The columns of a plan that say what its rows are and what layers with a running state keep,
+    of draft tokens alone."""
+    names = ("num_prompt", "num_committed", "keeps_state", "state_number")
     return {name: np.zeros(segments, np.int64) for name in names}

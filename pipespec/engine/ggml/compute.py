@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import weakref
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.library import ALIGNMENT, TYPES, Library
+from pipespec.system.heap import use_huge_pages
 
 # How long threads poll before they sleep, of 100: not at all. Polling threads of several processes,
 # or ggml's beside PyTorch's, take cores from each other: with two other busy processes on two cores
@@ -20,6 +23,13 @@ from pipespec.engine.ggml.library import ALIGNMENT, TYPES, Library
 POLL = 0
 # Tensors and operations of the graph of one product.
 _SMALL = 8
+# Rows that are computed together are padded to a multiple of this: tiles and layouts for many rows
+# begin with 8 and 4 rows, and sum the rows beyond in another order.
+WIDE = 8
+# Bytes of memory for weights that are allocated together, so that small matrices share huge pages.
+CHUNK = 64 << 20
+# Weights stay in the memory of their file unless so many times their bytes are free.
+SPARE = 2
 _of_thread = threading.local()
 _threads: int | None = None  # of `use_threads`
 _shares = False  # of `share_cores`
@@ -62,8 +72,9 @@ class ThreadChoice:
 class Computer:
     """Computes graphs with a pool of threads; for one thread at a time.
 
-    Rows do not depend on their batch: attention is computed in the order of its keys, without
-    tiles and without dividing them among threads (`use_ref`).
+    Rows do not depend on their batch: products are computed row by row and attention in the order
+    of its keys, without tiles and without dividing them among threads (`use_ref`). A `wide` graph
+    may have tiles; its rows are the same in every batch of a multiple of WIDE.
     """
 
     def __init__(self, library: Library, threads: int, share: int = 1):
@@ -73,12 +84,13 @@ class Computer:
         self._pool = library.pool(threads, POLL)
         self._backend = library.backend_cpu_init()
         library.backend_cpu_set_threadpool(self._backend, self._pool)
-        library.backend_cpu_set_use_ref(self._backend, True)
         self.scratch = library.context(_SMALL, _SMALL)
-        weakref.finalize(self, _free, library, self._backend, self._pool, self.scratch)
+        weakref.finalize(self, _free, library, self._backend, self._pool, self.scratch, os.getpid())
 
-    def compute(self, graph: int) -> None:
-        """Compute all operations of a graph. Raises MemoryError if ggml has none for it."""
+    def compute(self, graph: int, *, wide: bool = False) -> None:
+        """Compute all operations of a graph; `wide`: with products of many rows at a time, which
+        sums them in another order. Raises MemoryError if ggml has none for it."""
+        self.library.backend_cpu_set_use_ref(self._backend, not wide)
         began, cpu_began = time.perf_counter(), time.process_time()
         threads = self._choice.at(began, shares=_shares)
         self.library.backend_cpu_set_n_threads(self._backend, threads)
@@ -88,7 +100,9 @@ class Computer:
         self._choice.ran(threads, now - began, time.process_time() - cpu_began, now)
 
 
-def _free(library: Library, backend: int, pool: int, context: int) -> None:
+def _free(library: Library, backend: int, pool: int, context: int, process: int) -> None:
+    if os.getpid() != process:
+        return  # a child that was forked, which has none of the threads
     library.backend_free(backend)
     library.threadpool_free(pool)
     library.free(context)
@@ -126,7 +140,11 @@ class GgmlTensor:
     Attributes:
         address: of ggml's structure.
         memory: what keeps the numbers alive.
+        by_row: whether products must be told to take rows one by one, for a row to be independent
+            of its batch.
     """
+
+    by_row = False
 
     def __init__(
         self, library: Library, kind: int, shape: tuple[int, ...], memory: np.ndarray, context: int
@@ -134,7 +152,7 @@ class GgmlTensor:
         """`shape` as in numpy, of one to three dimensions; `memory` is contiguous and holds as many
         bytes as ggml needs for it; `context`: has the structure, or 0 for one of its own."""
         assert memory.flags.c_contiguous
-        self.memory, self.shape = memory, shape
+        self.memory, self.shape, self.num_bytes = memory, shape, memory.nbytes
         own = context or library.context(1)
         make = getattr(library, f"new_tensor_{len(shape)}d")
         self.address: int = make(own, kind, *reversed(shape))
@@ -151,6 +169,64 @@ def place(library: Library, tensor: int, memory: np.ndarray) -> int:
     status = library.backend_tensor_alloc(buffer, tensor, first)
     assert status == 0, "a tensor in memory of its own cannot fail"
     return buffer
+
+
+class LaidOutMatrix:
+    """A matrix in memory of ggml's own, as its products read it fastest.
+
+    Attributes: as of `GgmlTensor`.
+    """
+
+    def __init__(
+        self, library: Library, address: int, shape: tuple[int, ...], memory: _Chunk, context: int
+    ):
+        self.address, self.shape, self.memory = address, shape, memory
+        self.num_bytes: int = library.nbytes(address)
+        self.by_row = memory.kind != library.layouts[-1]
+        weakref.finalize(self, library.free, context)
+
+
+Matrix = GgmlTensor | LaidOutMatrix
+
+
+class _Chunk:
+    """Memory for matrices, in huge pages where the system has them: with two threads a product of
+    one row reads them twice as fast as the pages of a file (docs/log.md, 2026-11-29)."""
+
+    def __init__(self, library: Library, kind: int, size: int):
+        self.kind, self.size, self.used = kind, size, 0
+        self.buffer: int = library.backend_buft_alloc_buffer(kind, size)
+        if not self.buffer:
+            raise MemoryError(f"there is no memory for {size >> 20} MiB of weights")
+        self.base: int = library.backend_buffer_get_base(self.buffer)
+        use_huge_pages(self.base, size)
+        weakref.finalize(self, library.backend_buffer_free, self.buffer)
+
+
+def laid_out(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, int]) -> Matrix:
+    """Weights `[out, in]` of one of TYPES, copied to memory that products read faster than that of
+    a file, in the layout that ggml has for this processor, if any; or where they are, if memory is
+    short."""
+    if psutil.virtual_memory().available < SPARE * rows.nbytes:
+        return matrix(library, kind, rows, shape)
+    # That matrices of a layout are added to.
+    chunks: dict[int, _Chunk] = _of_thread.__dict__.setdefault("chunks", {})
+    for layout in library.layouts:
+        context = library.context(_SMALL)
+        tensor: int = library.new_tensor_2d(context, TYPES[kind], *reversed(shape))
+        size = library.backend_buft_get_alloc_size(layout, tensor)
+        size += -size % ALIGNMENT
+        chunk = chunks.get(layout)
+        if chunk is None or chunk.used + size > chunk.size:
+            chunk = chunks[layout] = _Chunk(library, layout, max(size, CHUNK))
+        library.backend_tensor_alloc(chunk.buffer, tensor, chunk.base + chunk.used)
+        row = library.new_tensor_2d(context, TYPES["F32"], shape[1], 1)
+        if library.backend_dev_supports_op(library.device, library.mul_mat(context, tensor, row)):
+            chunk.used += size
+            library.backend_tensor_set(tensor, rows.ctypes.data, 0, rows.nbytes)
+            return LaidOutMatrix(library, tensor, shape, chunk, context)
+        library.free(context)
+    raise AssertionError("ggml multiplies every matrix in plain memory")
 
 
 def _forget(library: Library, buffer: int, context: int) -> None:
@@ -173,10 +249,13 @@ def empty(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return whole[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-def product(computer: Computer, weights: GgmlTensor, rows: np.ndarray) -> np.ndarray:
-    """float32 `[rows, in]` -> `[rows, out]`."""
+def product(
+    computer: Computer, weights: Matrix, rows: np.ndarray, *, wide: bool = False
+) -> np.ndarray:
+    """float32 `[rows, in]` -> `[rows, out]`; `wide`: of a multiple of WIDE rows."""
     output = empty(len(rows), weights.shape[0])
-    return _once(computer, "mul_mat", weights, output, (TYPES["F32"], rows))
+    given = rows[:, None] if weights.by_row and not wide else rows
+    return _once(computer, "mul_mat", weights, output, (TYPES["F32"], given), wide=wide)
 
 
 def rows_of(computer: Computer, weights: GgmlTensor, indices: np.ndarray) -> np.ndarray:
@@ -198,9 +277,10 @@ def expert_product(
 def _once(
     computer: Computer,
     name: str,
-    weights: GgmlTensor,
+    weights: Matrix,
     output: np.ndarray,
     *inputs: tuple[int, np.ndarray],
+    wide: bool = False,
 ) -> np.ndarray:
     """The result of one operation of weights and inputs, each with its type."""
     library, context = computer.library, computer.scratch
@@ -214,7 +294,7 @@ def _once(
     graph = library.new_graph_custom(context, _SMALL, False)
     library.build_forward_expand(graph, result)
     try:
-        computer.compute(graph)
+        computer.compute(graph, wide=wide)
     finally:
         library.backend_buffer_free(buffer)
     return output

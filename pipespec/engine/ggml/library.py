@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import logging
 import os
 import re
 import subprocess
@@ -16,11 +17,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from pipespec.system.result_cache import cached_call
+
+log = logging.getLogger(__name__)
 
 # A folder with the libraries, tried before all others.
 PATH_VARIABLE = "PIPESPEC_GGML"
@@ -72,6 +76,9 @@ class _PoolParams(ctypes.Structure):
     )
 
 
+_LogFunction = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_WARNING = 3  # of ggml's levels
+
 _CTYPES = {
     "p": ctypes.c_void_p,
     "i": ctypes.c_int,
@@ -81,12 +88,14 @@ _CTYPES = {
     "b": ctypes.c_bool,
     "s": ctypes.c_char_p,
     "I": _InitParams,
+    "L": _LogFunction,
     "P": _PoolParams,
     "Q": ctypes.POINTER(_PoolParams),
 }
 # The functions that are used, without the prefix `ggml_`: arguments, and what is returned.
 _BASE = {
     "version": ":s",
+    "log_set": "Lp:",
     "init": "I:p",
     "free": "p:",
     "reset": "p:",
@@ -122,6 +131,14 @@ _BASE = {
     "backend_cpu_buffer_type": ":p",
     "backend_buffer_free": "p:",
     "backend_tensor_alloc": "ppp:i",
+    "backend_tensor_set": "ppzz:",
+    "backend_buft_name": "p:s",
+    "backend_buft_alloc_buffer": "pz:p",
+    "backend_buft_get_alloc_size": "pp:z",
+    "backend_buffer_get_base": "p:p",
+    "backend_reg_dev_get": "pz:p",
+    "backend_reg_get_proc_address": "ps:p",
+    "backend_dev_supports_op": "pp:b",
     "gallocr_new": "p:p",
     "gallocr_free": "p:",
     "gallocr_alloc_graph": "pp:b",
@@ -131,6 +148,7 @@ _CPU = {
     "threadpool_new": "Q:p",
     "threadpool_free": "p:",
     "backend_cpu_init": ":p",
+    "backend_cpu_reg": ":p",
     "backend_cpu_set_n_threads": "pi:",
     "backend_cpu_set_threadpool": "pp:",
     "backend_cpu_set_use_ref": "pb:",
@@ -141,6 +159,12 @@ _NEEDS = {name: name for name in _ALIKE.split()} | {
     "avx512": "avx512f",
     "avx512_vbmi": "avx512vbmi",
 }
+
+
+@_LogFunction
+def _logged(level: int, text: bytes, _: int) -> None:
+    if level >= _WARNING:
+        log.warning("ggml: %s", text.decode(errors="replace").strip())
 
 
 class Library:
@@ -160,6 +184,7 @@ class Library:
                 function.argtypes = [_CTYPES[each] for each in arguments]
                 function.restype = _CTYPES[result] if result else None
                 setattr(self, name, function)
+        self.log_set(_logged, None)
 
     def __getattr__(self, name: str) -> Any:  # set in __init__
         raise AttributeError(name)
@@ -180,6 +205,24 @@ class Library:
             size += self.graph_overhead_custom(graph, False)
         found: int = self.init(_InitParams(size, None, True))
         return found
+
+    @cached_property
+    def device(self) -> int:
+        """The CPU, as a device."""
+        found: int = self.backend_reg_dev_get(self.backend_cpu_reg(), 0)
+        return found
+
+    @cached_property
+    def layouts(self) -> list[int]:
+        """The types of memory that hold weights: those that lay them out anew for products of
+        several rows, then that which leaves them as they are."""
+        name = b"ggml_backend_dev_get_extra_bufts"
+        found = []
+        if address := self.backend_reg_get_proc_address(self.backend_cpu_reg(), name):
+            listed = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)
+            types = takewhile(bool, listed(self.device))
+            found = [each for each in types if self.backend_buft_name(each) == b"CPU_REPACK"]
+        return [*found, self.backend_cpu_buffer_type()]
 
     def pool(self, threads: int, poll: int) -> int:
         """A pool of so many threads, which poll for work at a level of 0 to 100 before they

@@ -10,14 +10,15 @@ products of a small model. Layers of the pattern
 with RMS norms and rotary positions need none of it. A slice is recognised by its modules, and its
 graph is used only if a batch gives the same as Transformers' pass. The KV pools stay those of the
 slice. A row attends to its own keys in the order of their positions, one after the other, so its
-result does not depend on the other rows of its batch, to the bit.
+result does not depend on the other rows of its batch, to the bit. Rows of prompts are computed many
+at a time, in graphs of their own, so theirs does not either.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment
 from pipespec.engine.attention.hook import AttentionState
 from pipespec.engine.ggml import compute, library
-from pipespec.engine.ggml.compute import Computer, empty, matrix, place
+from pipespec.engine.ggml.compute import WIDE, Computer, empty, matrix, place
 from pipespec.engine.ggml.library import I32, I64, TYPES, Library
 from pipespec.engine.low_bit.kept_linear import GgmlEmbedding, GgmlLinear
 
@@ -40,6 +41,8 @@ _NEIGHBOURS, _HALVES = 0, 2
 KEPT_GRAPHS, KEPT_BYTES = 8, 64 << 20
 # Keys of a graph are a multiple of this, so that decoding uses each for some steps.
 KEYS = 64
+# Rows of a prompt that are computed together; ggml's attention has tiles from 64 rows on.
+MOST_WIDE = 56
 # Tensors and operations for a layer, and beside the layers.
 _OF_LAYER, _BESIDE = 64, 64
 _LAYER_NORMS = {"input_layernorm", "post_attention_layernorm"}
@@ -56,7 +59,7 @@ _ACTIVATIONS = ("SiLUActivation", "SiLU")
 class _Product:
     """A matrix and its bias, in the order of the file's rows."""
 
-    weights: compute.GgmlTensor
+    weights: compute.Matrix
     bias: compute.GgmlTensor | None
 
 
@@ -138,7 +141,7 @@ class SliceGraph:
                 _require(type(table) is nn.Embedding)
                 self._embedding = self._plain(table)
         self._norm = self._norm_of(getattr(base, "norm", None)) if model.is_last else None
-        self._planned: OrderedDict[tuple[int, int, Computer], _Planned] = OrderedDict()
+        self._planned: OrderedDict[tuple[int, int, bool, Computer], _Planned] = OrderedDict()
 
     # --- the constants --------------------------------------------------------------------------
 
@@ -216,28 +219,50 @@ class SliceGraph:
 
     def forward(self, inputs: Tensor, plan: AttentionPlan) -> Tensor:
         """See `ModelSlice.forward`."""
+        given, output = inputs.numpy(), empty(len(plan.write), self._hidden_size)
+        for wide in (True, False):  # prompts first, as later rows of their batch see them
+            for segments in _passes(plan, wide=wide):
+                rows = np.concatenate([np.arange(own.start, own.stop) for own, _ in segments])
+                output[rows] = self._computed(given[rows], plan, rows, segments, wide)
+        return torch.from_numpy(output)
+
+    def _computed(
+        self,
+        inputs: np.ndarray,
+        plan: AttentionPlan,
+        rows: np.ndarray,
+        segments: Sequence[tuple[slice, Segment]],
+        wide: bool,
+    ) -> np.ndarray:
+        """The result of these rows of a batch, those that its segments have in these slices."""
         computer = compute.computer()
-        slots, segments = _keys_of(plan)
-        rows, keys = len(plan.write), len(slots)
-        planned = self._graph(computer, rows, -(-keys // KEYS) * KEYS)
-        planned.inputs[:] = inputs.numpy()
-        planned.positions[:] = plan.positions
-        planned.write[:] = plan.write
+        slots, sees = _keys_of(segments)
+        count, keys = len(rows), len(slots)
+        padding = -count % WIDE if wide else 0
+        planned = self._graph(computer, count + padding, -(-keys // KEYS) * KEYS, wide)
+        for memory, values in (
+            (planned.inputs, inputs),
+            (planned.positions, plan.positions[rows]),
+            (planned.write, plan.write[rows]),
+        ):
+            memory[:count] = values
+            memory[count:] = values[-1]  # the last row once more
         planned.read[:keys] = slots
         planned.read[keys:] = 0
         planned.mask.fill(-np.inf)
-        for some, first, own, sees in segments:
+        for some, first, own, mask in sees:
             planned.mask[some, first:own] = 0
-            planned.mask[some, own : own + sees.shape[1]][sees] = 0
-        computer.compute(planned.graph)
-        return torch.from_numpy(planned.output.copy())
+            planned.mask[some, own : own + mask.shape[1]][mask] = 0
+        planned.mask[count:] = planned.mask[count - 1]
+        computer.compute(planned.graph, wide=wide)
+        return planned.output[:count]
 
-    def _graph(self, computer: Computer, rows: int, keys: int) -> _Planned:
+    def _graph(self, computer: Computer, rows: int, keys: int, wide: bool) -> _Planned:
         """The graph for so many rows and keys, from those that are kept or made now."""
-        key = (rows, keys, computer)
+        key = (rows, keys, wide, computer)
         planned = self._planned.get(key)
         if planned is None:
-            planned = self._planned[key] = self._make(rows, keys)
+            planned = self._planned[key] = self._make(rows, keys, wide)
         self._planned.move_to_end(key)
         while len(self._planned) > 1 and (
             len(self._planned) > KEPT_GRAPHS
@@ -246,7 +271,7 @@ class SliceGraph:
             self._planned.popitem(last=False)
         return planned
 
-    def _make(self, rows: int, keys: int) -> _Planned:
+    def _make(self, rows: int, keys: int, wide: bool) -> _Planned:
         lib = self._library
         count = _OF_LAYER * len(self._layers) + _BESIDE
         context = lib.context(count, count)
@@ -274,7 +299,11 @@ class SliceGraph:
             return lib.mul(context, lib.rms_norm(context, x, how.epsilon), how.weight.address)
 
         def product(x: int, how: _Product) -> int:
+            outputs, inputs = how.weights.shape
+            if how.weights.by_row and not wide:
+                x = lib.reshape_3d(context, x, inputs, 1, rows)
             y = lib.mul_mat(context, how.weights.address, x)
+            y = lib.reshape_2d(context, y, outputs, rows)
             return y if how.bias is None else lib.add(context, y, how.bias.address)
 
         def rotated(x: int, layer: _Layer, heads: int, how: _Norm | None) -> int:
@@ -343,18 +372,38 @@ def _require(holds: bool) -> None:
         raise NotOfThePattern
 
 
-def _keys_of(plan: AttentionPlan) -> tuple[np.ndarray, list[tuple[slice, int, int, np.ndarray]]]:
-    """The slots of all keys of a batch, those of a segment in the order of their positions; and for
-    each segment its rows, the first of its keys, the first of its tree keys, and which of these
-    each row sees, bool `[rows, tree keys]`."""
-    slots, segments, first = [], [], 0
-    for segment in plan.segments():
+def _passes(plan: AttentionPlan, *, wide: bool) -> Iterator[list[tuple[slice, Segment]]]:
+    """What is computed together: segments, and which of their rows; rows of prompts, MOST_WIDE at a
+    time, or all others."""
+    found: list[tuple[slice, Segment]] = []
+    for segment, prompt in zip(plan.segments(), plan.num_prompt.tolist(), strict=True):
+        middle = segment.rows.start + prompt
+        if not wide:
+            if middle < segment.rows.stop:
+                found.append((slice(middle, segment.rows.stop), segment))
+            continue
+        for start in range(segment.rows.start, middle, MOST_WIDE):
+            yield [(slice(start, min(start + MOST_WIDE, middle)), segment)]
+    if found:
+        yield found
+
+
+def _keys_of(
+    segments: Sequence[tuple[slice, Segment]],
+) -> tuple[np.ndarray, list[tuple[slice, int, int, np.ndarray]]]:
+    """The slots of all keys of segments, those of each in the order of their positions; and for
+    each segment where its rows are among all of these, the first of its keys, the first of its tree
+    keys, and which of these each row sees, bool `[rows, tree keys]`."""
+    slots, sees, first, row = [], [], 0, 0
+    for rows, segment in segments:
         order = np.argsort(segment.tree_positions, kind="stable")
-        own = first + len(segment.prefix)
+        own, count = first + len(segment.prefix), rows.stop - rows.start
         slots += [segment.prefix, segment.tree[order]]
-        segments.append((segment.rows, first, own, segment.mask[:, order]))
-        first = own + len(order)
-    return np.concatenate(slots), segments
+        start = rows.start - segment.rows.start
+        mask = segment.mask[start : start + count, order]
+        sees.append((slice(row, row + count), first, own, mask))
+        first, row = own + len(order), row + count
+    return np.concatenate(slots), sees
 
 
 def use_ggml(model: Any) -> None:

@@ -101,7 +101,7 @@ class GgmlExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.memory.nbytes for each in self.weights)
+        return sum(each.num_bytes for each in self.weights)
 
     def fill(self, weights: Sequence[Sequence[Any]], device: torch.device) -> None:
         """Set the weights of each expert, without a copy of those that are one after the other in

@@ -23,6 +23,7 @@ from pipespec.engine.formats.gguf_tensors import in_turns
 from pipespec.engine.formats.stored import WHOLE, Part, require_shape, row_parts
 from pipespec.engine.ggml import compute, library
 from pipespec.engine.ggml.compute import computer, matrix
+from pipespec.system.heap import leave_to_file
 
 # Rows of a block.
 ROWS = 16
@@ -194,7 +195,7 @@ def as_ggml(weights: Any) -> GgmlWeights:
     return GgmlWeights((found.rows.numpy(),), found.kind, weights.shape)
 
 
-def multiplied(weights: compute.GgmlTensor, x: Tensor) -> Tensor:
+def multiplied(weights: compute.Matrix, x: Tensor) -> Tensor:
     """`[..., in]` -> `[..., out]`, in the type of `x`."""
     y = x.new_empty(*x.shape[:-1], weights.shape[0])
     if x.numel():  # for ggml there must be some
@@ -204,23 +205,26 @@ def multiplied(weights: compute.GgmlTensor, x: Tensor) -> Tensor:
 
 
 class GgmlLinear(KeptLinear):
-    """A linear layer that ggml multiplies, with its blocks in the memory of their file.
+    """A linear layer that ggml multiplies.
 
     Row i of the layer is row `order[i]` of `weights`; None: they are in order.
     """
 
-    weights: compute.GgmlTensor
+    weights: compute.Matrix
     order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.weights.memory.nbytes
+        return self.weights.num_bytes
 
     def fill(self, weights: Any, device: torch.device) -> None:
         assert device.type == "cpu"
         require_shape(self, weights.shape)
         found = as_ggml(weights)
-        self.weights, self.order = held(found), found.order
+        ggml, rows = _stored(found)
+        self.weights = compute.laid_out(ggml, found.kind, rows, found.shape)
+        self.order = found.order
+        leave_to_file(rows)
 
     def product(self, x: Tensor) -> Tensor:
         y = multiplied(self.weights, x)
@@ -251,13 +255,14 @@ class GgmlEmbedding(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        return self.weights.memory.nbytes
+        return self.weights.num_bytes
 
     def fill(self, weights: GgmlWeights, device: torch.device) -> None:
         assert device.type == "cpu"
         assert weights.order is None, "no file permutes its embedding"
         require_shape(self, weights.shape)
-        self.weights = held(weights)
+        ggml, rows = _stored(weights)
+        self.weights = matrix(ggml, weights.kind, rows, weights.shape)
 
     def forward(self, tokens: Tensor) -> Tensor:
         indices = tokens.reshape(-1).to(torch.int32).numpy()
@@ -266,9 +271,8 @@ class GgmlEmbedding(nn.Module):
         return rows * self.scale
 
 
-def held(weights: GgmlWeights) -> compute.GgmlTensor:
-    """Weights as a tensor of ggml, in their own memory."""
+def _stored(weights: GgmlWeights) -> tuple[library.Library, np.ndarray]:
+    """ggml, and the rows of weights in their own memory."""
     found = library.load()
     assert found is not None, "layers are made where ggml is there"
-    rows = np.ascontiguousarray(in_turns(weights.parts))
-    return matrix(found, weights.kind, rows, weights.shape)
+    return found, np.ascontiguousarray(in_turns(weights.parts))

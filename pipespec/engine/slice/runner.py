@@ -54,15 +54,22 @@ class SliceRunner:
         self.lineages: dict[int, Lineage] = {}
         self.slots_read = 0
         self.cached: dict[int, int] = {}
+        self._prompt_len: dict[int, int] = {}
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
 
     def start_sequence(
-        self, sequence: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
+        self,
+        sequence: int,
+        parent: int = NO_PARENT_SEQUENCE,
+        shared: int = 0,
+        prompt_len: int = 0,
     ) -> None:
-        """Add a sequence, so that verdicts on it are applied even before its first row arrives. It
-        shares the first `shared` tokens of `parent`, a running or retained sequence."""
+        """Add a sequence with a prompt of so many tokens, so that verdicts on it are applied even
+        before its first row arrives. It shares the first `shared` tokens of `parent`, a running or
+        retained sequence."""
         assert self.length(parent) >= shared, "the prefix to share is not here"
         self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
+        self._prompt_len[sequence] = prompt_len
         self._page_of[sequence] = page = self.pages.allocate_row()
         if shared:
             slots = self.pages.share_prefix(page, self._page_of[parent], shared)
@@ -111,7 +118,7 @@ class SliceRunner:
         rows = batch.rows
         nodes, positions = self.nodes, rows[:, POSITION].copy()
         spans = list(_spans(rows))
-        prefixes, keys, keys_at, masks, committed = [], [], [], [], []
+        prefixes, keys, keys_at, masks, committed, prompts = [], [], [], [], [], []
         for sequence, span in spans:
             lineage, mine = self.lineages[sequence], local[span]
             live = lineage.live
@@ -127,6 +134,8 @@ class SliceRunner:
             keys_at.append(nodes.position[live])
             masks.append(mask)
             committed.append(num_chunk)
+            before = self._prompt_len[sequence] - int(positions[span.start])
+            prompts.append(min(max(before, 0), num_chunk))
         sizes = [mask.shape[1] for mask in masks]
         kept = {sequence: state for sequence, *state in batch.kept_states}
         states = np.array([kept.get(sequence, (0, 0)) for sequence, _ in spans], np.int64)
@@ -141,6 +150,7 @@ class SliceRunner:
             tree_positions=np.concatenate(keys_at),
             tree_start=np.concatenate(([0], np.cumsum(sizes))),
             mask=np.concatenate([mask.ravel() for mask in masks]),
+            num_prompt=np.array(prompts),
             num_committed=np.array(committed),
             keeps_state=states[:, 0],
             state_number=states[:, 1],
@@ -236,6 +246,7 @@ class SliceRunner:
     def release(self, sequence: int, keep: int = 0) -> None:
         """Remove a running sequence and retain the first `keep` tokens of it for others to share,
         or shorten a retained one to `keep` tokens; free all other slots."""
+        self._prompt_len.pop(sequence, None)
         lineage = self.lineages.pop(sequence, None)
         if lineage is None and sequence not in self.cached:
             return

@@ -25,7 +25,7 @@ from pipespec.engine.slice.model_slice import ModelSlice
 # new page entries.
 _COLUMNS = (
     *("write", "positions", "row_start", "page_row", "prefix_length", "tree", "tree_positions"),
-    *("tree_start", "num_committed", "keeps_state", "state_number"),
+    *("tree_start", "num_prompt", "num_committed", "keeps_state", "state_number"),
 )
 LOGITS, BEST_TOKENS = -1, -2
 

@@ -35,8 +35,8 @@ class DraftTexts:
         if self.states is not None:
             shared = self.states.longest(context.parent, shared)
             self.states.start(context.sequence, context.parent, shared)
-        self._known[context.sequence] = len(context.tokens)
-        self._runner.start_sequence(context.sequence, context.parent, shared)
+        self._known[context.sequence] = known = len(context.tokens)
+        self._runner.start_sequence(context.sequence, context.parent, shared, known)
         self._retained.pop(context.parent, None)
         if context.parent in self._runner.cached:
             self._retained[context.parent] = None

@@ -5,12 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pipespec.engine.ggml import library
-from pipespec.engine.ggml.compute import Computer, ThreadChoice, matrix, product, rows_of
+from pipespec.engine.ggml.compute import (
+    Computer,
+    LaidOutMatrix,
+    ThreadChoice,
+    laid_out,
+    matrix,
+    product,
+    rows_of,
+)
 from pipespec.engine.ggml.library import PATH_VARIABLE, TYPES, Library
 from pipespec.engine.ggml.self_test import fault, quantised
 
@@ -37,6 +46,13 @@ def test_rows_of_an_embedding_are_the_dequantised_ones(ggml, kind):
         Computer(ggml, 1), matrix(ggml, kind, blocks, (9, 512)), np.array([3, 8, 3], np.int32)
     )
     np.testing.assert_allclose(found, expected[[3, 8, 3]], rtol=1e-6)
+
+
+def test_weights_stay_in_their_file_where_memory_is_short(ggml, monkeypatch):
+    blocks = quantised(ggml, "Q4_K", np.ones((64, 256), np.float32))
+    assert isinstance(laid_out(ggml, "Q4_K", blocks, (64, 256)), LaidOutMatrix)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=blocks.nbytes))
+    assert laid_out(ggml, "Q4_K", blocks, (64, 256)).memory is blocks
 
 
 def test_products_do_not_depend_on_the_number_of_threads(ggml):
