@@ -44,7 +44,7 @@ def round_trip(step: int) -> Graph:
     """Rank 0 computes, rank 1 prunes and computes, rank 0 prunes."""
     tasks = (compute(0, step), prune(1, step), compute(1, step), prune(0, step))
     edges = ((tasks[0], tasks[1]), (tasks[2], tasks[3]))
-    return Graph(step, tasks, edges, frozenset((tasks[1], tasks[3])))
+    return Graph(step, tasks, edges)
 
 
 def echo(url: str, epoch: int, steps: int) -> None:

@@ -10,9 +10,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from pipespec.api.cluster_settings import check_policy, overrides_of
-from pipespec.api.cluster_thread import ClusterThread
 from pipespec.api.outputs import PendingRequest, RequestOutput, output_of
+from pipespec.api.own_cluster import ClusterThread, check_policy, overrides_of
 from pipespec.api.prompts import (
     Conversation,
     Message,

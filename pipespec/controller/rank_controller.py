@@ -99,12 +99,9 @@ class Controller(RequestLog):
 
     def submit(self, graph: Graph) -> None:
         """Adds the tasks of a step; each step of an epoch follows the one before."""
-        flags = {TaskKind.JOIN: "v"}
-        tasks = " ".join(
-            f"{task.id} {'a' if task in graph.announced else flags.get(task.kind, 't')}"
-            for task in graph.tasks
-        )
-        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.controller_edges)
+        announced = {target for _, target in graph.edges}
+        tasks = " ".join(f"{task.id} {'a' if task in announced else 't'}" for task in graph.tasks)
+        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.edges)
         self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
 
     def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:

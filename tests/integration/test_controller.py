@@ -25,7 +25,6 @@ from pipespec.controller.task_graph import (
     Layout,
     Task,
     compute,
-    join,
     prune,
     step_graph,
     transfer,
@@ -204,7 +203,7 @@ def test_a_rank_that_waits_in_vain_learns_that_it_was_refused(cluster: Cluster) 
         cluster.ranks[2].wait(prune(2, 0), timeout=5)
 
 
-A, B = compute(0, 0), compute(1, 0)
+A, B, C = compute(0, 0), compute(1, 0), prune(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +211,9 @@ A, B = compute(0, 0), compute(1, 0)
     [
         (Graph(0, (A, A), ()), "c:0:0 cannot be submitted"),
         (Graph(0, (compute(0, 1),), ()), "c:0:1 cannot be submitted"),
-        (Graph(0, (A, join(0)), ((B, join(0)),)), "from c:1:0, which is unknown"),
-        (Graph(0, (A,), ((A, join(0)),)), "to j:0:0, which is not in step 0"),
-        (Graph(0, (join(0),), ((compute(0, 3), join(0)),)), "from c:0:3, which is unknown"),
+        (Graph(0, (A, C), ((B, C),)), "from c:1:0, which is unknown"),
+        (Graph(0, (A,), ((A, C),)), "to p:1:0, which is not in step 0"),
+        (Graph(0, (C,), ((compute(0, 3), C),)), "from c:0:3, which is unknown"),
     ],
 )
 def test_a_graph_that_cannot_be_is_refused_whole(
@@ -318,28 +317,18 @@ class Reference:
                 self.ready(task)
 
     def complete(self, tasks: list[str], payload: str) -> None:
-        self.finish([(task, payload) for task in tasks])
-
-    def finish(self, queue: list[tuple[str, str]]) -> None:
-        for task, payload in queue:  # grows while virtual tasks become ready
+        for task in tasks:
             self.done[task] = payload
             for source, target in [edge for edge in self.edges if edge[0] == task]:
                 self.edges.remove((source, target))
                 self.gathered[target] = self.gathered.get(target, "") + payload
                 if not any(other == target for _, other in self.edges):
-                    if self.flags[target] == "v":
-                        queue.append((target, self.gathered[target]))
-                    else:
-                        self.ready(target)
+                    self.ready(target)
 
     def ready(self, task: str) -> None:
-        if task in self.done:
-            return
-        if self.flags[task] == "a" and task not in self.told:
+        if self.flags[task] == "a" and task not in self.done and task not in self.told:
             self.told.add(task)
             self.announced.append((task, self.gathered.get(task, "")))
-        if self.flags[task] == "v":
-            self.finish([(task, self.gathered.get(task, ""))])
 
     def floor(self) -> int:
         """The oldest step with a task that is not complete."""
@@ -360,7 +349,7 @@ def histories(draw: st.DrawFn) -> list[tuple]:
         ranks = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
         steps.append(
             {
-                f"{chr(97 + i)}:{rank}:{step}": draw(st.sampled_from("taav"))
+                f"{chr(97 + i)}:{rank}:{step}": draw(st.sampled_from("taa"))
                 for i, rank in enumerate(ranks)
             }
         )
@@ -369,8 +358,7 @@ def histories(draw: st.DrawFn) -> list[tuple]:
     for tasks in steps:
         pairs = [(a, b) for b in tasks for a in order[: order.index(b)]]
         edges.append(draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else [])
-    runnable = [task for tasks in steps for task, flag in tasks.items() if flag != "v"]
-    runnable = draw(st.permutations(runnable))
+    runnable = draw(st.permutations(order))
     submissions = list(range(len(steps)))
     history: list[tuple] = []
     while submissions or runnable:

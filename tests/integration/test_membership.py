@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
 from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
@@ -34,6 +36,7 @@ from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.listening import listening
 from tests.helpers.log import accept, take
 from tests.helpers.waiting import until
+from tools.rig import clock
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -80,6 +83,24 @@ def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
     assert shared.epoch(3, SHORT_S) is None
     assert life.begin() == 4
     assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
+
+
+@pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
+def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = clock.SteppedClock(tmp_path)
+    with ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            for name, value in stepped.environment.items():
+                patch.setenv(name, value)
+            life = Life(stack.enter_context(EmbeddedRedis()).url, stack)
+        shared, admin = life.worker(), stack.enter_context(RedisConnection(life.url))
+        waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(shared.epoch, 0, 0.5)
+        until(lambda: b"blocked_clients:1" in admin.call("INFO", "clients"))
+        stepped.step(-3600)
+        assert waiting.result(ANSWER_TIMEOUT_S / 2) is None
+        assert shared.epoch(life.begin("plan") - 1, SHORT_S) == Epoch(1, "plan")
 
 
 # Suspicions -----------------------------------------------------------------------------------

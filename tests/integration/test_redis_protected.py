@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import trustme
 from redis.connection import parse_url
 
 import pipespec
-from pipespec.controller import epoch_control, tls_proxy
+from pipespec.controller import epoch_control
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -26,7 +27,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.request_log import RequestLog
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError, Unreachable
+from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
@@ -353,13 +354,25 @@ def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_proxy_that_ends_or_hangs_is_replaced(
-    fronted: EmbeddedRedis, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    fronted: EmbeddedRedis, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(tls_proxy, "STOPPED_S", 1.0)
     url, lost = fronted.url_at(HOST), proxy_pid(fronted)
     with asking_again(url):
+        assert not fronted.front_failed()
         os.kill(lost, number)
-        until(lambda: proxy_pid(fronted) != lost)
+        until(fronted.front_failed)
+        fronted.restart()
+    assert proxy_pid(fronted) != lost
+
+
+def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:
+    broken = replace(TlsFiles.of(certificates), key=certificates / "missing.pem")
+    with (
+        redis_server(with_tls=False),
+        pytest.raises(ControllerError, match=r"TLS process .* did not start: .*No such file"),
+        EmbeddedRedis(addresses=[HOST], tls=broken),
+    ):
+        pass
 
 
 def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:

@@ -272,20 +272,6 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
 # Who goes on ---------------------------------------------------------------------------------
 
 
-def test_waiting_reader_gets_its_events_after_the_restart(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    request = ask(user)
-    with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(list, user.events(request))
-        for _ in range(3):
-            server.restart()
-        with head(server) as controller:
-            accept(controller, request, 3, [10])
-            controller.finish(request, "stop")
-        assert reading.result(60) == [Accepted(3, (10,)), Finished("stop")]
-
-
 def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, user: Client) -> None:
     """Crashes at any moment of a head that goes on from what the log has."""
     count = 30
@@ -372,20 +358,6 @@ def test_client_continues_after_the_restart(server: EmbeddedRedis, user: Client)
         controller.report(first, {"rank": 0, "token_ns": []})
     server.restart()
     assert user.reports(first) == [{"rank": 0, "token_ns": []}]
-
-
-def test_a_request_that_comes_while_redis_is_away_waits_for_it(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    kill(server)
-    found: list[int] = []
-    asking = threading.Thread(target=lambda: found.append(ask(user)))
-    asking.start()
-    server.restart()
-    asking.join(60)
-    with head(server) as controller:
-        ((request, _),) = controller.next_requests(1, wait=True)
-        assert (request.id, request.max_new_tokens) == (found[0], 9)
 
 
 class Losing(Between):
