@@ -52,6 +52,7 @@ def echo(url: str, epoch: int, steps: int) -> None:
     with Controller(url, namespace=NAMESPACE, epoch=epoch, rank=1) as controller:
         for step in range(steps):
             payload = controller.wait(prune(1, step))
+            assert payload is not None
             controller.complete([prune(1, step), compute(1, step)], payload)
 
 
@@ -122,7 +123,7 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
             completes.append(timed(lambda rank=rank, tasks=tasks: ranks[rank].complete(tasks)))
         head.accept([(request, Accepted(step + 1, (step,)))])
     for controller in ranks:
-        controller.poll(prune(controller.rank, steps))
+        controller.wait(prune(controller.rank, steps), 0)
     head.tokens(request)
     after = redis_times(pipe)
     for controller in ranks:

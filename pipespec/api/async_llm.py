@@ -22,7 +22,7 @@ from pipespec.api.prompts import (
 )
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
-from pipespec.client.answers import AnswerBuilder, fresh_seed
+from pipespec.client.answers import Answer, fresh_seed
 from pipespec.client.async_client import AsyncAnswer, AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
@@ -291,4 +291,4 @@ class AsyncLLM:
             }
         number = await followed.submit(prompt.token_ids, params, **fields)
         text = FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
-        return PendingRequest(params, number, began, AnswerBuilder(text))
+        return PendingRequest(params, number, began, Answer(text))

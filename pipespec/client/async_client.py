@@ -422,16 +422,11 @@ class AsyncClient:
 
 @asynccontextmanager
 async def attach(
-    running: RunningCluster,
-    patience: float,
-    *,
-    follows_restarts: bool = True,
-    own: OwnCluster | None = None,
-    clock: Callable[[], int] = monotonic_ns,
+    running: RunningCluster, patience: float, **options: Any
 ) -> AsyncIterator[AsyncClient]:
     """A client of a running cluster, for as long as the block lasts; see `AsyncClient`. Should the
     reader fail, so does the block, with the same error."""
-    client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
+    client = AsyncClient(running, patience, **options)
     try:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(client._read())

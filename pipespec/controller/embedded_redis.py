@@ -181,8 +181,8 @@ class EmbeddedRedis:
                     if known_port or attempt == PORT_ATTEMPTS - 1:
                         raise
             if self._data:
-                kept = Identity(self._password, self._port, self._certificate)
-                write_identity(self._data, kept)
+                port = self._port or known_port or None
+                write_identity(self._data, Identity(self._password, port, self._certificate))
         except BaseException:
             self.__exit__()
             raise

@@ -344,29 +344,6 @@ async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> N
 # --- callers that block -----------------------------------------------------------------------
 
 
-def test_events_of_all_requests_arrive_as_they_happen(
-    head: Controller, running: RunningCluster
-) -> None:
-    with sync_client.attach(running, LONG_S) as client, client.follow() as answers:
-        began = time.monotonic()
-        assert client.run(answers.next(0.05)) == [], (
-            "the whole timeout is waited also for no request"
-        )
-        assert 0.05 <= time.monotonic() - began < 2
-        first, second = (head.enqueue(**ASKED) for _ in range(2))
-        client.run(answers.add(first))
-        assert client.run(answers.next(0.01)) == []
-        client.run(answers.add(second))
-        for request in (second, first):
-            accept(head, request, 3, [request])
-            assert client.run(answers.next(LONG_S)) == [(request, Accepted(3, (request,)))]
-        end(head, second)
-        assert client.run(answers.next(LONG_S)) == [(second, Finished("stop"))]
-        assert len(answers) == 1
-        head.finish(first, "length")
-        assert client.run(answers.next()) == [(first, Finished("length"))]
-
-
 def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
     head: Controller, running: RunningCluster
 ) -> None:

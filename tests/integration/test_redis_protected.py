@@ -25,7 +25,6 @@ from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.controller.request_log import RequestLog
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.listening import listening
@@ -144,15 +143,6 @@ def test_a_password_is_needed_all_the_same(server: EmbeddedRedis) -> None:
 # Who is trusted ------------------------------------------------------------------------------
 
 
-def test_another_server_of_ours_is_refused(server: EmbeddedRedis) -> None:
-    with EmbeddedRedis(port=0) as other:
-        url = moved(server.url_at(LOOPBACK), other.port)
-        with pytest.raises(Unreachable, match=NOT_OURS):
-            check_server(url)
-        with pytest.raises(Unreachable, match=NOT_OURS):
-            RequestLog(url, namespace="n", epoch=1)
-
-
 def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """The certificate of a man in the middle."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -231,29 +221,6 @@ def asking_again(url: str) -> Iterator[None]:
 
 
 # The server ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_restarted_server_is_known_by_the_same_certificate(
-    server: EmbeddedRedis, number: signal.Signals
-) -> None:
-    url = server.url_at(HOST)
-    with asking_again(url):
-        os.kill(server.pid, number)
-        server.restart()
-    assert server.url_at(HOST) == url
-
-
-@pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
-def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
-    with redis_server(with_tls=with_tls):
-        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as first:
-            url = first.url_at(HOST)
-        with EmbeddedRedis(data=tmp_path):
-            pass  # a life without other hosts forgets nothing
-        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as second:
-            assert check_server(moved(url, second.port))
-    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
 
 
 def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
