@@ -231,7 +231,7 @@ class AsyncRequestLog:
         return None if found is None else int(found)
 
     async def look(self) -> ClusterStatus | None:
-        """As `pipespec.controller.cluster_status.look`, without patience."""
+        """As `read_status` does, without patience."""
         epoch = await self._pipe.call("GET", self._keys.epoch)
         if epoch is None:
             return None
