@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
+from anyio import CancelScope
+
 from pipespec.api.outputs import PendingRequest, RequestOutput, output_of
 from pipespec.api.own_cluster import ClusterThread, check_policy, overrides_of
 from pipespec.api.prompts import (
@@ -109,7 +111,8 @@ class AsyncLLM:
         try:
             await started
         except BaseException:
-            await self.close()
+            with CancelScope(shield=True):  # anyio cancels a waiting task again and again
+                await self.close()
             raise
 
     async def close(self) -> None:
