@@ -16,7 +16,6 @@
 -- never announced. The payloads of predecessors are concatenated in the order of completion.
 --- @include "fence"
 --- @include "task"
---- @include "complete_tasks"
 --- @include "retire_steps"
 
 local stale = fence(KEYS[1], ARGV[1])
@@ -56,7 +55,31 @@ end
 for _, step in ipairs(early) do
   redis.call('SADD', graph .. ':steps', step)
 end
-local counts = {}
-complete_tasks(graph, KEYS[3], ids, ARGV[3], counts)
+local payload = ARGV[3]
+local counts = {} -- of completed tasks, by step
+for _, id in ipairs(ids) do
+  local _, step = rank_and_step(id)
+  local record = graph .. ':' .. step
+  local waiting = redis.call('HGET', record, id .. '>')
+  redis.call('HSET', record, id, 'D' .. payload)
+  counts[step] = (counts[step] or 0) + 1
+  for successor in string.gmatch(waiting or '', '%S+') do
+    local rank, its_step = rank_and_step(successor)
+    local its = graph .. ':' .. its_step
+    local known = redis.call('HMGET', its, successor, successor .. '$')
+    local state = known[1]
+    -- Its owner may have completed it already; then no rank waits for it.
+    if string.sub(state, 1, 1) ~= 'D' then
+      local gathered = (known[2] or '') .. payload
+      if redis.call('HINCRBY', its, successor .. '#', -1) > 0 then
+        if payload ~= '' then
+          redis.call('HSET', its, successor .. '$', gathered)
+        end
+      elseif state == 'a' then
+        redis.call('RPUSH', KEYS[3] .. ':' .. rank, successor .. ' ' .. gathered)
+      end
+    end
+  end
+end
 retire_steps(graph, counts, floor, last)
 return 1

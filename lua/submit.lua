@@ -6,7 +6,7 @@
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  step; the first of an epoch is free, each further one follows the one before
 -- ARGV[3]  most steps that may have a record at once
--- ARGV[4]  tasks: "<id> <t|a|v> " each; t plain, a to be announced, v virtual
+-- ARGV[4]  tasks: "<id> <t|a> " each; t plain, a to be announced
 -- ARGV[5]  edges: "<source id> <target id> " each; a target is one of the tasks, a source is
 --          one of them or of an earlier step. Edges must not form a cycle: its tasks would
 --          never be ready
@@ -18,7 +18,6 @@
 -- A task may be complete before it is submitted.
 --- @include "fence"
 --- @include "task"
---- @include "complete_tasks"
 --- @include "retire_steps"
 
 local stale = fence(KEYS[1], ARGV[1])
@@ -110,18 +109,13 @@ end
 redis.call('SADD', graph .. ':steps', step)
 redis.call('HSET', graph, 'last', step, 'floor', floor)
 
-local counts = { [step] = 0 }
 for _, id in ipairs(names) do
-  if not done[id] and not waits[id] then
-    if flags[id] == 'a' then
-      local rank = rank_and_step(id)
-      redis.call('RPUSH', ready .. ':' .. rank, id .. ' ' .. (gathered[id] or ''))
-    elseif flags[id] == 'v' then
-      complete_tasks(graph, ready, { id }, gathered[id] or '', counts)
-    end
+  if flags[id] == 'a' and not done[id] and not waits[id] then
+    local rank = rank_and_step(id)
+    redis.call('RPUSH', ready .. ':' .. rank, id .. ' ' .. (gathered[id] or ''))
   end
 end
-if left == 0 or counts[step] > 0 then
-  retire_steps(graph, counts, floor, tonumber(step))
+if left == 0 then
+  retire_steps(graph, { [step] = 0 }, floor, tonumber(step))
 end
 return 1

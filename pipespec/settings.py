@@ -7,7 +7,7 @@
         def __post_init__(self) -> None:
             check_settings("policy", self)
 
-`pipespec.config` composes such dataclasses with Hydra; the help texts of the commands and
+`pipespec.config` composes such dataclasses with OmegaConf; the help texts of the commands and
 docs/settings.md are made from them.
 """
 

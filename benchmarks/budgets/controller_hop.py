@@ -44,7 +44,7 @@ def round_trip(step: int) -> Graph:
     """Rank 0 computes, rank 1 prunes and computes, rank 0 prunes."""
     tasks = (compute(0, step), prune(1, step), compute(1, step), prune(0, step))
     edges = ((tasks[0], tasks[1]), (tasks[2], tasks[3]))
-    return Graph(step, tasks, edges, frozenset((tasks[1], tasks[3])))
+    return Graph(step, tasks, edges)
 
 
 def echo(url: str, epoch: int, steps: int) -> None:
@@ -52,6 +52,7 @@ def echo(url: str, epoch: int, steps: int) -> None:
     with Controller(url, namespace=NAMESPACE, epoch=epoch, rank=1) as controller:
         for step in range(steps):
             payload = controller.wait(prune(1, step))
+            assert payload is not None
             controller.complete([prune(1, step), compute(1, step)], payload)
 
 
@@ -122,7 +123,7 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
             completes.append(timed(lambda rank=rank, tasks=tasks: ranks[rank].complete(tasks)))
         head.accept([(request, Accepted(step + 1, (step,)))])
     for controller in ranks:
-        controller.poll(prune(controller.rank, steps))
+        controller.wait(prune(controller.rank, steps), 0)
     head.tokens(request)
     after = redis_times(pipe)
     for controller in ranks:

@@ -4,8 +4,7 @@
 --   <graph>:steps        set    the steps that have a record
 --   <graph>:<step>       hash   the record of a step, deleted when all its tasks are complete:
 --       left                    how many of its tasks are not complete; absent until submitted
---       <id>                    't' plain, 'a' to be announced, 'v' virtual;
---                               'D' .. payload once complete
+--       <id>                    't' plain, 'a' to be announced; 'D' .. payload once complete
 --       <id>#                   how many predecessors are not complete (only if there were any)
 --       <id>>                   the ids that wait for it, each followed by a space
 --       <id>$                   the payloads of its predecessors so far

@@ -10,9 +10,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
-from pipespec.api.cluster_settings import check_policy, overrides_of
-from pipespec.api.cluster_thread import ClusterThread
+from anyio import CancelScope
+
 from pipespec.api.outputs import PendingRequest, RequestOutput, output_of
+from pipespec.api.own_cluster import ClusterThread, check_policy, overrides_of
 from pipespec.api.prompts import (
     Conversation,
     Message,
@@ -23,7 +24,7 @@ from pipespec.api.prompts import (
 )
 from pipespec.api.sampling_params import SamplingParams
 from pipespec.client import registry
-from pipespec.client.answers import AnswerBuilder, fresh_seed
+from pipespec.client.answers import Answer, fresh_seed
 from pipespec.client.async_client import AsyncAnswer, AsyncClient, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
@@ -110,7 +111,8 @@ class AsyncLLM:
         try:
             await started
         except BaseException:
-            await self.close()
+            with CancelScope(shield=True):  # anyio cancels a waiting task again and again
+                await self.close()
             raise
 
     async def close(self) -> None:
@@ -292,4 +294,4 @@ class AsyncLLM:
             }
         number = await followed.submit(prompt.token_ids, params, **fields)
         text = FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
-        return PendingRequest(params, number, began, AnswerBuilder(text))
+        return PendingRequest(params, number, began, Answer(text))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pipespec.api.async_llm import AsyncLLM
 from pipespec.api.outputs import RequestOutput
 from pipespec.api.prompts import Conversation, Message, Prompt
 from pipespec.api.sampling_params import SamplingParams
-from pipespec.client.loop_thread import LoopThread
 from pipespec.client.model_info import ModelInfo
+from pipespec.client.sync_client import LoopThread
 from pipespec.errors import PipespecError
 
 if TYPE_CHECKING:  # it imports torch
@@ -44,7 +44,7 @@ class LLM:
         policy: SpeculationPolicy | None = None,
     ):
         self._open(
-            lambda: AsyncLLM(
+            AsyncLLM(
                 model, draft=draft, stages=stages, hosts=hosts, settings=settings, policy=policy
             )
         )
@@ -53,11 +53,11 @@ class LLM:
     def connect(cls, name: str | None = None) -> LLM:
         """As `AsyncLLM.connect`; closing it leaves the cluster up. Raises Unreachable too."""
         llm = cls.__new__(cls)
-        llm._open(lambda: AsyncLLM.connect(name))
+        llm._open(AsyncLLM.connect(name))
         return llm
 
-    def _open(self, make: Callable[[], AsyncLLM]) -> None:
-        self._thread = LoopThread(make)
+    def _open(self, llm: AsyncLLM) -> None:
+        self._thread = LoopThread(llm)
         self._close = weakref.finalize(self, self._thread.close)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipespec.api.prompts import Tokenized
-from pipespec.client.answers import AnswerBuilder, labels, statistics
+from pipespec.client.answers import Answer, labels, statistics
 from pipespec.client.model_info import ModelInfo
 from pipespec.controller.log_records import Event, Finished, check_answered
 from pipespec.core import SamplingParams as RequestParams
@@ -129,13 +129,13 @@ class PendingRequest:
     params: RequestParams
     number: int
     submitted_ns: int
-    builder: AnswerBuilder
+    answer: Answer
 
     def receive(self, event: Event) -> str:
         """The text that an event makes final. Raises what ends the request without an answer."""
         if isinstance(event, Finished):
             check_answered(event)
-        return self.builder.receive(event)
+        return self.answer.receive(event)
 
 
 def output_of(
@@ -145,7 +145,7 @@ def output_of(
     scored = logprobs_by_place(
         served.tokenizer,
         prompt.token_ids[1:],
-        first.builder.answer.prompt_logprobs,
+        first.answer.prompt_logprobs,
         first.params.prompt_logprobs,
     )
     return RequestOutput(
@@ -163,7 +163,7 @@ def output_of(
 def _completion(
     served: ModelInfo, index: int, request: PendingRequest, reports: list[Report]
 ) -> CompletionOutput:
-    answer, most = request.builder.answer, request.params.logprobs
+    answer, most = request.answer, request.params.logprobs
     return CompletionOutput(
         index=index,
         text=answer.text,

@@ -37,38 +37,34 @@ def seeds_from(first: int, count: int) -> list[int]:
 
 @dataclass
 class Answer:
-    """The answer to a request: its tokens, its text before a stop string, its end.
-    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on."""
+    """The answer to a request, put together from its events: the pieces of its text before a
+    stop string, its tokens, its end. `prompt_logprobs`, if asked for, are those of the
+    prompt's tokens from the second on."""
 
-    text: str = ""
+    final_text: FinalText
+    pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
 
-
-class AnswerBuilder:
-    """Builds the answer of a request from its events; `answer` is whole after Finished."""
-
-    def __init__(self, text: FinalText):
-        self.answer = Answer()
-        self._text = text
-        self._pieces: list[str] = []
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def receive(self, event: Event) -> str:
-        answer, piece = self.answer, ""
+        """The text that an event makes final."""
+        piece = ""
         if isinstance(event, Accepted):
-            answer.token_ids += event.tokens
-            answer.logprobs += event.logprobs
-            piece = self._text.push(event.tokens)
+            self.token_ids += event.tokens
+            self.logprobs += event.logprobs
+            piece = self.final_text.push(event.tokens)
         elif isinstance(event, Finished):
-            answer.finish_reason = event.reason
-            piece = self._text.flush()
+            self.finish_reason = event.reason
+            piece = self.final_text.flush()
         else:
-            answer.prompt_logprobs += event.logprobs
-        self._pieces.append(piece)
-        if answer.finish_reason:
-            answer.text = "".join(self._pieces)
+            self.prompt_logprobs += event.logprobs
+        self.pieces.append(piece)
         return piece
 
 
@@ -78,10 +74,10 @@ def gather(
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
     """The answer that events make; `on_text` is called with each final piece of text."""
-    builder = AnswerBuilder(text)
+    answer = Answer(text)
     for event in events:
-        on_text(builder.receive(event))
-    return builder.answer
+        on_text(answer.receive(event))
+    return answer
 
 
 # Statistics that are milliseconds; `tokens_per_s` is the inverse of one.

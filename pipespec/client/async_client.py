@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,12 +20,12 @@ from pipespec.client.registry import RunningCluster
 from pipespec.controller.async_request_log import (
     AsyncRedisConnection,
     AsyncRequestLog,
+    TelemetryReader,
     block_ms,
 )
 from pipespec.controller.log_records import Accepted, Event, Finished, entries_of, event_from
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.timing.clock import monotonic_ns
@@ -44,30 +44,56 @@ MOST_EVENTS = 256
 MOST_FIRST_TOKENS = 1 << 16
 
 
+@dataclass
+class Followed:
+    """A followed request: its stream and the last entry that was read, in the log if `known`, and
+    how many of its events were not taken."""
+
+    answer: AsyncAnswer
+    stream: bytes
+    position: str = "0"
+    known: bool = True
+    waiting: int = 0
+
+
 class AsyncAnswer:
     """Requests of one user, whose events are received as they come. For one task."""
 
     def __init__(self, client: AsyncClient):
         self._client = client
-        self._open: dict[int, int] = {}  # events that wait here, of each that has not finished
+        self.open: dict[int, Followed] = {}  # each that has not finished
         self._events: list[tuple[int, Event]] = []
         self._news = asyncio.Event()
         self._error: Exception | None = None
-        self._num_failed = 0
 
     def __len__(self) -> int:
-        """How many have not finished, as far as was received, or have failed."""
-        return len(self._open) + self._num_failed
+        """How many have not finished, as far as was received; at least 1 while `next` raises."""
+        return len(self.open) + (self._error is not None)
 
     async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
         """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
         token ids; prompt and answer must fit into the model's context, which ends an answer that
         does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
-        return await self._client.submit_for(self, prompt, sampling=sampling, **fields)
+        client = self._client
+        assert 0 < len(prompt) < client.served.context, "the KV pools are made for no more"
+        log = client.log
+        asking = asyncio.ensure_future(
+            log.enqueue(prompt=tuple(prompt), sampling=sampling, **fields)
+        )
+        try:
+            # Its number must be known, or it could not be cancelled.
+            request = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            client.cancel(log, asking)
+            raise
+        if log is not client.log:  # meanwhile the cluster has become another
+            raise client.ended()
+        await client.follow_for(self, request, known=True)
+        return request
 
     async def add(self, request: int) -> None:
         """Follow a request that is in the log, from its first event on."""
-        await self._client.add_for(self, request, known=False)
+        await self._client.follow_for(self, request, known=False)
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
         """The next events, each with its request; [] if none comes within `timeout` seconds. Raises
@@ -87,9 +113,10 @@ class AsyncAnswer:
         self._news.clear()
         for request, event in events:
             if isinstance(event, Finished):
-                del self._open[request]
-        full = any(count >= MOST_EVENTS for count in self._open.values())
-        self._open = dict.fromkeys(self._open, 0)
+                del self.open[request]
+        full = any(followed.waiting >= MOST_EVENTS for followed in self.open.values())
+        for followed in self.open.values():
+            followed.waiting = 0
         if full:  # there is room again
             await self._client.wake()
         return events
@@ -100,27 +127,19 @@ class AsyncAnswer:
         self._news.set()
 
     def leave(self) -> None:
-        for request in self._open:
+        for request in self.open:
             self._client.leave(request)
-        self._open.clear()
+        self.open.clear()
 
     # --- for the client -----------------------------------------------------------------------
 
-    def expect(self, request: int) -> None:
-        self._open[request] = 0
-
-    def waiting(self, request: int) -> int:
-        """How many events of a request were not taken."""
-        return self._open.get(request, 0)
-
     def push(self, request: int, event: Event) -> None:
-        self._open[request] += 1
+        self.open[request].waiting += 1
         self._events.append((request, event))
         self._news.set()
 
     def fail(self, request: int, error: Exception) -> None:
-        if self._open.pop(request, None) is not None:
-            self._num_failed += 1
+        self.open.pop(request, None)
         self.interrupt(error)
 
 
@@ -162,7 +181,7 @@ class AsyncClient:
         self._follows_restarts = follows_restarts
         self._own = own
         self._clock = clock
-        self._followed: dict[int, _Followed] = {}  # every request that has not finished
+        self._followed: dict[int, Followed] = {}  # every request that has not finished
         self._listener = secrets.token_hex(8)  # the name of the stream that ends a read
         self._reading = False  # whether a read waits that nobody has ended
         self._connect()
@@ -205,49 +224,30 @@ class AsyncClient:
 
     # --- for AsyncAnswer ----------------------------------------------------------------------
 
-    async def submit_for(
-        self, followed: AsyncAnswer, prompt: Sequence[int], **asked: object
-    ) -> int:
-        """Put a request, as the fields of `Request`, in the queue and follow it; its number."""
-        assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
-        log = self.log
-        asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
-        try:
-            # Its number must be known, or it could not be cancelled.
-            request = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            self._meanwhile(self._cancel(log, asking))
-            raise
-        if log is not self.log:  # meanwhile the cluster has become another
-            raise self._ended()
-        await self.add_for(followed, request, known=True)
-        return request
-
-    async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None:
+    async def follow_for(self, answer: AsyncAnswer, request: int, *, known: bool) -> None:
         """Follow a request, which is in the log for certain if `known`. Raises the reader's end."""
         if self._broken is not None:
             raise self._broken
-        stream = self._keys.events(request).encode()
-        self._followed[request] = _Followed(followed, stream, known=known)
-        followed.expect(request)
+        followed = Followed(answer, self._keys.events(request).encode(), known=known)
+        self._followed[request] = answer.open[request] = followed
         await self.wake()
 
     def leave(self, request: int) -> None:
         self._followed.pop(request, None)
         self._first_seen.pop(request, None)
-        self._meanwhile(self._cancel(self.log, request))
+        self.cancel(self.log, request)
 
-    def _meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work for which only the end of this client waits."""
-        task = asyncio.ensure_future(work)
+    def cancel(self, log: AsyncRequestLog, request: int | asyncio.Future[int]) -> None:
+        """Cancel a request; only the end of this client waits for it."""
+
+        async def cancelling() -> None:
+            # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
+            with suppress(ControllerError):
+                await log.cancel(request if isinstance(request, int) else await request)
+
+        task = asyncio.ensure_future(cancelling())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
-
-    @staticmethod
-    async def _cancel(log: AsyncRequestLog, request: int | asyncio.Future[int]) -> None:
-        # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
-        with suppress(ControllerError):
-            await log.cancel(request if isinstance(request, int) else await request)
 
     async def wake(self) -> None:
         """Have a read that is under way begin anew, as there is more to read."""
@@ -280,17 +280,23 @@ class AsyncClient:
     async def _read_all(self) -> None:
         """Hand events to the tasks that wait for them, and find a cluster that was away again."""
         since: float | None = None
+        looked = time.monotonic()  # when the cluster was last known to be up
         while True:
             problem: Unreachable | None = None
+            end: RankFailed | None = None
             any_read = False
             busy = self._own is not None and self._followed
+            heartbeat = OWN_HEARTBEAT_S if busy else HEARTBEAT_S
             try:
-                any_read = await self._read_once(OWN_HEARTBEAT_S if busy else HEARTBEAT_S)
+                any_read = await self._read_once(looked + heartbeat - time.monotonic())
             except Unreachable as error:
                 problem = error
-            end = None if any_read else await self._end()
+            if problem or (not any_read and time.monotonic() >= looked + heartbeat):
+                end = await self._end()
+            elif not any_read:  # woken
+                continue
             if problem is None and end is None:
-                since, self.away = None, False
+                since, self.away, looked = None, False, time.monotonic()
                 continue
             self.away = True
             since = since or time.monotonic()
@@ -298,7 +304,7 @@ class AsyncClient:
                 continue
             late = time.monotonic() - since > self.patience
             if late or (end is not None and not self._follows_restarts):
-                self._fail([*self._followed], end or problem or self._ended())
+                self._fail([*self._followed], end or problem or self.ended())
             await asyncio.sleep(RETRY_S)
 
     async def _read_once(self, timeout: float) -> bool:
@@ -310,13 +316,13 @@ class AsyncClient:
         for request, followed in [*self._followed.items()]:
             if not followed.known:  # one that is not in the log would never have an event
                 if not await self._pipe.call("EXISTS", self._keys.request(request)):
-                    self._fail([request], self._ended())
+                    self._fail([request], self.ended())
                 followed.known = True
         # Of one whose reader is slow nothing is read: the log keeps it.
         read = {
             followed.stream: (request, followed)
             for request, followed in self._followed.items()
-            if followed.answer.waiting(request) < MOST_EVENTS
+            if followed.waiting < MOST_EVENTS
         }
         listener = self._keys.listener(self._listener)
         positions = (*(followed.position for _, followed in read.values()), self._position)
@@ -360,9 +366,9 @@ class AsyncClient:
                 return error
             return None
         if self.running.owner.here:
-            return self._ended() if self.running.owner.gone else None
+            return self.ended() if self.running.owner.gone else None
         try:
-            return self._ended() if await self.log.look() is None else None
+            return self.ended() if await self.log.look() is None else None
         except Unreachable:
             return None  # the next read says so
 
@@ -386,7 +392,7 @@ class AsyncClient:
             await self._pipe.close()
             await self.log.move(found.url)
         else:
-            self._fail([*self._followed], self._ended())
+            self._fail([*self._followed], self.ended())
             self.log.patience = 0
             await self._disconnect()
             self._connect()
@@ -397,7 +403,7 @@ class AsyncClient:
             if followed := self._followed.pop(request, None):
                 followed.answer.fail(request, error)
 
-    def _ended(self) -> RankFailed:
+    def ended(self) -> RankFailed:
         return RankFailed(
             f"The cluster {self.running.name!r} on {self.running.host} ended before the request "
             "was finished; ask again when it is up."
@@ -416,16 +422,11 @@ class AsyncClient:
 
 @asynccontextmanager
 async def attach(
-    running: RunningCluster,
-    patience: float,
-    *,
-    follows_restarts: bool = True,
-    own: OwnCluster | None = None,
-    clock: Callable[[], int] = monotonic_ns,
+    running: RunningCluster, patience: float, **options: Any
 ) -> AsyncIterator[AsyncClient]:
     """A client of a running cluster, for as long as the block lasts; see `AsyncClient`. Should the
     reader fail, so does the block, with the same error."""
-    client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
+    client = AsyncClient(running, patience, **options)
     try:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(client._read())
@@ -437,16 +438,6 @@ async def attach(
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]  # the others came of it
         raise first from first.__cause__
-
-
-@dataclass
-class _Followed:
-    """A followed request: its stream and the last entry that was read, in the log if `known`."""
-
-    answer: AsyncAnswer
-    stream: bytes
-    position: str = "0"
-    known: bool = True
 
 
 def _log_of(running: RunningCluster) -> tuple[str | None, str]:

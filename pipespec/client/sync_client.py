@@ -1,16 +1,18 @@
-"""`AsyncClient` for callers that block: each call runs its counterpart of the asynchronous client
-on an event loop in another thread (`LoopThread`). `Client.follow` is for several requests
-whose events are read together."""
+"""Asynchronous code for callers that block: an event loop in a thread of its own (`LoopThread`),
+and `AsyncClient` in one. `Client.follow` is for several requests whose events are read together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, contextmanager, suppress
+from typing import Any, Generic, TypeVar, cast
+
+from anyio.from_thread import start_blocking_portal
 
 from pipespec.client import async_client
 from pipespec.client.async_client import AsyncAnswer, AsyncClient, OwnCluster
-from pipespec.client.loop_thread import LoopThread
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.log_records import Event, Finished, failure_of
@@ -18,8 +20,73 @@ from pipespec.core import SamplingParams
 from pipespec.errors import Unreachable
 from pipespec.timing.stats import Report
 
+T = TypeVar("T")
+R = TypeVar("R")
 # How long a user waits for a Redis that is away.
 PATIENCE_S = 30.0
+
+
+class LoopThread(Generic[T]):
+    """Holds an asynchronous context manager open, and runs coroutines beside it. `resource` is what
+    the manager yields. The caller may be in any thread and have an event loop of its own, as in a
+    notebook. Ctrl-C interrupts only the caller's wait: it cancels the coroutine, and the next call
+    works as before. The thread does not keep the interpreter alive."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[T]):
+        self._lock = threading.RLock()  # garbage that is collected under it may call
+        self._closed = False
+        self._ident: int | None = None  # of the thread
+        self._held = ExitStack()
+        try:
+            portal = self._held.enter_context(start_blocking_portal())
+            # Whatever still waits at the end is cancelled.
+            self._held.callback(portal.call, portal.stop, True)
+            self._ident = portal.call(threading.get_ident)
+            self._loop = portal.call(asyncio.get_running_loop)
+            self.resource = self._held.enter_context(portal.wrap_async_context_manager(manager))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """What a coroutine returns or raises."""
+        try:
+            with self._lock:
+                if self._closed:
+                    coroutine.close()
+                    raise RuntimeError("The client was closed.")
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            return future.result()
+        except BaseException:  # also Ctrl-C, which may come before there is a future
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(_cancel, coroutine)
+            raise
+
+    def iterate(self, items: AsyncGenerator[R, None]) -> Iterator[R]:
+        """The items of an asynchronous generator. If the iteration is left, the loop closes it."""
+        end = object()
+
+        async def following() -> R | object:
+            return await anext(items, end)
+
+        while (item := self.run(following())) is not end:
+            yield cast(R, item)
+
+    def close(self) -> None:
+        """Leave the context manager and end the thread; harmless when called again."""
+        if threading.get_ident() == self._ident:
+            # Garbage that was collected there, where nothing may wait for the loop.
+            threading.Thread(target=self.close).start()
+            return
+        with self._lock:
+            self._closed = True
+        self._held.close()
+
+
+def _cancel(coroutine: Coroutine[Any, Any, Any]) -> None:
+    for task in asyncio.all_tasks():
+        if task.get_coro() is coroutine:
+            task.cancel()
 
 
 class Client:
@@ -93,10 +160,8 @@ def attach(
     """Connect to a running cluster, whose ranks are loaded; `patience` and `own` are as for
     `AsyncClient`. Raises Unreachable without answer. What was submitted and not read to its end
     stays open."""
-    thread = LoopThread(
-        lambda: async_client.attach(running, patience, follows_restarts=False, own=own)
-    )
-    try:
+    manager = async_client.attach(running, patience, follows_restarts=False, own=own)
+    with closing(LoopThread(manager)) as thread:
         try:
             thread.run(thread.resource.log.look())
         except Unreachable as error:
@@ -104,5 +169,3 @@ def attach(
                 f"The cluster {running.name!r} on {running.host} does not answer: {error}"
             ) from error
         yield Client(thread)
-    finally:
-        thread.close()

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from pipespec.cluster.deployment.checks import check_groups, require_attention, require_kept
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.config.cluster import ClusterConfig
 from pipespec.config.hosts import Host, load_hosts, this_machine
-from pipespec.config.schema import Config
+from pipespec.config.schema import ClusterConfig, Config
 from pipespec.engine.checkpoint.model_path import refuse_unread
 from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.errors import ConfigError

@@ -1,1 +1,1 @@
-"""What may be set: dataclasses, Hydra and the hosts file."""
+"""What may be set: dataclasses, files of choices and the hosts file."""

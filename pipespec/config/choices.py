@@ -29,8 +29,7 @@ REAL = "none"
 
 @dataclass(frozen=True)
 class Choice:
-    """A file of `conf/<group>/`: the full name of its class, by which Hydra knows it too, and the
-    values that it sets itself."""
+    """A file of `conf/<group>/`: the full name of its class, and the values that it sets itself."""
 
     group: str
     name: str
@@ -93,8 +92,7 @@ def options(group: str) -> list[str]:
 
 
 def read_choice(group: str, name: str) -> Choice:
-    """A file of `conf/`, without Hydra, whose import the help texts would have to wait for. Raises
-    ConfigError if it names no class."""
+    """A file of `conf/`. Raises ConfigError if it names no class."""
     values = _read(f"{group}/{name}")
     match values.pop("defaults", None):
         case [str(base)] if "." in base:

@@ -1,54 +1,49 @@
-"""From overrides to a configuration: Hydra is used here alone. Hydra composes the choices of
-`conf/` on top of the dataclasses that they name, and OmegaConf checks the types and makes the
-objects. Any mistake becomes one sentence in a ConfigError."""
+"""From overrides to a configuration. The choices of `conf/` are merged on top of the dataclasses
+that they name, then come the overrides; OmegaConf checks the types and makes the objects. Any
+mistake becomes one sentence in a ConfigError."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pipespec.config.choices import Choice, default_choices, read_choice
+from pipespec.config.choices import default_choices, options, read_choice
 from pipespec.config.overrides import (
     check_key,
     check_option,
+    checked,
     is_interpolation,
     parse,
     quoted,
     resolved,
-    value_of,
     with_files,
 )
 from pipespec.config.schema import Config, RunConfig, masked
-from pipespec.errors import ConfigError, interrupt_cause
+from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# What Hydra made of chosen files: the choices and their classes, and the tree. Hydra takes .1 s.
-_composed: dict[tuple[str, ...], tuple[tuple[Any, ...], DictConfig]] = {}
+    from pipespec.head.policies.policy import SpeculationPolicy
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
     """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give. Reads
-    no other file, writes none, and leaves no Hydra state behind. Raises ConfigError."""
+    no other file. Raises ConfigError."""
     names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
     return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
     """Some sections; the limits of the others are not checked. Raises ConfigError."""
-    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         node = _compose(overrides)
         return [_build(name, node) for name in names]
-    except (HydraException, OmegaConfBaseException) as error:
-        if (interrupt := interrupt_cause(error)) is not None:
-            raise interrupt from None
+    except OmegaConfBaseException as error:
         lines = [*filter(str.strip, str(error).splitlines()), type(error).__name__]
         at = getattr(error, "full_key", None)
         where = f" at {at}" if at else ""
@@ -61,71 +56,37 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     from omegaconf import OmegaConf
 
     texts = with_files(overrides)
-    options = default_choices()
-    chosen = [text for text in texts if text.partition("=")[0] in options]
+    names = default_choices()
+    chosen = [text for text in texts if text.partition("=")[0] in names]
     for override in map(parse, chosen):
         check_option(override.key_or_group, override.value())
-        options[override.key_or_group] = str(override.value())
-    choices = {group: read_choice(group, name) for group, name in options.items()}
-    for choice in choices.values():
+        names[override.key_or_group] = str(override.value())
+    choices = [read_choice(group, name) for group, name in names.items()]
+    for choice in choices:
         choice.check_names()
-    classes = {"": RunConfig, **{group: choice.cls for group, choice in choices.items()}}
+    classes = {"": RunConfig, **{choice.group: choice.cls for choice in choices}}
     values = [parse(quoted(text, classes)) for text in texts if text not in chosen]
     for override in values:
         check_key(override.key_or_group, classes, chosen)
-    node = _chosen(chosen, choices, classes)
-    for override in values:
-        value = value_of(override, classes)
-        OmegaConf.update(node, override.key_or_group, value, merge=True)
-    for override in values:
-        if is_interpolation(override):
-            key = override.key_or_group
-            found = OmegaConf.select(node, key)
-            if OmegaConf.is_config(found):
-                found = OmegaConf.to_container(found, resolve=True)
-            OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
-    return node
-
-
-def _chosen(
-    overrides: list[str], choices: Mapping[str, Choice], classes: Mapping[str, type]
-) -> DictConfig:
-    """The tree of the chosen files as they are now, with nothing overridden."""
-    key, made_of = (str(resource_dir("conf")), *overrides), (choices, classes)
-    before, node = _composed.get(key, (None, None))
-    if node is None or before != made_of:
-        _register(choices)
-        node = _hydra(overrides)
-        _composed[key] = made_of, node
-    return deepcopy(node)
-
-
-def _register(choices: Mapping[str, Choice]) -> None:
-    """Make the dataclasses of the choices known to Hydra, and the resolver of `conf/`."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("resource", lambda name: str(resource_dir(name)), replace=True)
-    store = ConfigStore.instance()
-    without_group = {entry.name: entry.default for entry in fields(RunConfig)}
-    store.store(f"{RunConfig.__module__}.{RunConfig.__name__}", without_group)
-    for group, choice in choices.items():
-        node = OmegaConf.structured(choice.cls)
-        OmegaConf.set_readonly(node, None)  # the nodes of a frozen dataclass are
-        store.store(choice.base, node, group=group)
-
-
-def _hydra(overrides: list[str]) -> DictConfig:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(resource_dir("conf").resolve()), version_base="1.3"):
-            return hydra_compose("config", overrides)
-    finally:
-        GlobalHydra.instance().clear()
+    node = OmegaConf.create({entry.name: entry.default for entry in fields(RunConfig)})
+    for choice in choices:
+        section = OmegaConf.structured(choice.cls)
+        OmegaConf.set_readonly(section, None)  # the nodes of a frozen dataclass are
+        node[choice.group] = OmegaConf.merge(section, choice.values)
+    for override in values:
+        # A value made of others' is a text until all others are known.
+        value = override.value()
+        if not is_interpolation(override):
+            value = checked(override.key_or_group, value, classes)
+        OmegaConf.update(node, override.key_or_group, value, merge=True)
+    for key in (each.key_or_group for each in values if is_interpolation(each)):
+        found = OmegaConf.select(node, key)
+        if OmegaConf.is_config(found):
+            found = OmegaConf.to_container(found, resolve=True)
+        OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
+    return node
 
 
 def _build(name: str, node: DictConfig) -> Any:
@@ -138,3 +99,36 @@ def _build(name: str, node: DictConfig) -> Any:
         if OmegaConf.is_missing(section, key):
             raise ConfigError(f"{name}.{key} has no value; pass {name}.{key}=VALUE.")
     return OmegaConf.to_object(section)
+
+
+# --- policies, by the names of the files of `conf/policy/` -------------------------------------
+
+
+def policy_class(name: str) -> type[SpeculationPolicy]:
+    known = options("policy")
+    if name not in known:
+        raise ConfigError(f"The policy {name!r} is not known; choose from {', '.join(known)}.")
+    return read_choice("policy", name).cls
+
+
+def default_policy(name: str) -> SpeculationPolicy:
+    """A policy as it is if no setting is given. Raises ConfigError."""
+    policy_class(name)
+    (policy,) = compose_sections(["policy"], [f"policy={name}"])
+    return policy
+
+
+def sized_policy(policy: SpeculationPolicy, width: int, children: int) -> SpeculationPolicy:
+    """A policy with rows per step and candidates per node, as far as it has such settings; one of
+    fixed size is left as it is. Raises ConfigError."""
+    if policy.has_fixed_size:
+        return policy
+    size = {"width": width, "children": children}
+    known = {entry.name for entry in fields(policy)}  # type: ignore[arg-type] # of a dataclass
+    chosen = {name: value for name, value in size.items() if name in known}
+    return replace(policy, **chosen)  # type: ignore[type-var] # of a dataclass
+
+
+def policies_to_compare() -> list[str]:
+    """Every policy; those of a fixed size come first."""
+    return sorted(options("policy"), key=lambda name: not policy_class(name).has_fixed_size)

@@ -98,13 +98,6 @@ def quoted(text: str, classes: Mapping[str, type]) -> str:
     return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 
 
-def value_of(override: Override, classes: Mapping[str, type]) -> Any:
-    """The value of an override, of the setting's type; a single value may be given for a list. That
-    of an interpolation is its text, until all others are known. Raises ConfigError."""
-    key, value = override.key_or_group, override.value()
-    return value if is_interpolation(override) else checked(key, value, classes)
-
-
 def is_interpolation(override: Override) -> bool:
     """Whether the value of an override is made from those of other settings."""
     return "${" in str(override.value())

@@ -46,6 +46,11 @@ LISTEN_S = 5.0
 # How long a conversation can be continued, and how many bytes all of them may take.
 KEEP_CONVERSATION_S = 3600
 MAX_CONVERSATION_BYTES = 64 * 2**20
+# How long the key of a reader of steps exists, and how often it is renewed.
+WATCH_S = 3
+RENEW_S = 1.0
+# Steps that are read at once.
+MOST_STEPS = 64
 
 
 class AsyncRedisConnection:
@@ -226,7 +231,7 @@ class AsyncRequestLog:
         return None if found is None else int(found)
 
     async def look(self) -> ClusterStatus | None:
-        """As `pipespec.controller.cluster_status.look`, without patience."""
+        """As `read_status` does, without patience."""
         epoch = await self._pipe.call("GET", self._keys.epoch)
         if epoch is None:
             return None
@@ -252,6 +257,45 @@ class AsyncRequestLog:
                 if now - since >= self.patience:  # which may have become less meanwhile
                     raise
                 await asyncio.sleep(RETRY_S)
+
+
+class TelemetryReader:
+    """The steps that the head publishes for dashboards as they come, with the tree of one request,
+    for one task. A reader sets a key that expires. The head looks for such keys once a second, and
+    publishes its steps while there is one (`lua/publish_step.lua`)."""
+
+    def __init__(self, url: str, *, namespace: str, request: int | None):
+        keys = RedisKeys(namespace)
+        self._pipe = AsyncRedisConnection(url)
+        self._stream = keys.published_steps
+        self._watch_keys = [keys.watched]
+        if request is not None:
+            self._watch_keys.append(keys.watched_request(request))
+        self._renewed: float | None = None
+        self._position: str | None = None  # in the stream; None: not known yet
+
+    async def close(self) -> None:
+        await self._pipe.close()
+
+    async def next(self, timeout: float) -> list[dict[bytes, bytes]]:
+        """The next steps, each as the head published it (`pipespec.head.tree_telemetry`) with its
+        "epoch"; [] if none comes within `timeout` seconds. Raises Unreachable."""
+        now = time.monotonic()
+        if self._renewed is None or now - self._renewed >= RENEW_S:
+            await self._pipe.batch([("SET", key, "", "EX", WATCH_S) for key in self._watch_keys])
+            self._renewed = now
+        if self._position is None:
+            last = await self._pipe.call("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
+            self._position = last[0][0].decode() if last else "0"
+        block = block_ms(timeout)
+        options = ("COUNT", MOST_STEPS, "BLOCK", block)
+        command = ("XREAD", *options, "STREAMS", self._stream, self._position)
+        found = await self._pipe.call(*command, timeout=block / 1000)
+        if not found:
+            return []
+        entries = entries_of(found[0][1])
+        self._position = entries[-1][0]
+        return [fields for _, fields in entries]
 
 
 def block_ms(seconds: float) -> int:

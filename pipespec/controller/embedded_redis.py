@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Self
 
+from pipespec.controller import tls_proxy
 from pipespec.controller.certificate import TLS_1_3_NAME, Certificate, TlsFiles
 from pipespec.controller.data_folder import (
     Identity,
@@ -23,7 +25,7 @@ from pipespec.controller.data_folder import (
     write_identity,
 )
 from pipespec.controller.redis_connection import RedisConnection
-from pipespec.controller.tls_proxy import PORT_ATTEMPTS, PortInUse, TlsProxy, free_port, resolve
+from pipespec.controller.tls_proxy import PortInUse, free_port, listener_at, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.files import TemporaryFolder
 from pipespec.system.network_interfaces import LOOPBACK
@@ -37,6 +39,8 @@ STOP_TIMEOUT_S = 5.0
 CLIENT_KEEPALIVE_S = 10
 SERVERS = ("redis-server", "valkey-server")
 SOCKET = "redis.sock"
+# Another process may take a port between the check that it is free and the server's bind.
+PORT_ATTEMPTS = 5
 PORT_IN_USE = "Address already in use"
 # What a server that was built without TLS says of its configuration: Redis, which does not know a
 # line of it, and Valkey.
@@ -89,7 +93,8 @@ class EmbeddedRedis:
         self._tls = tls
         self._tls_files: TlsFiles | None = None
         self._certificate: Certificate | None = None
-        self._proxy: TlsProxy | None = None
+        self._proxy: subprocess.Popen[bytes] | None = None
+        self._listeners: list[socket.socket] = []  # of the proxy
         self._port: int | None = None
         self._password = secrets.token_urlsafe(24)
         self._scratch: TemporaryFolder | None = None
@@ -131,16 +136,28 @@ class EmbeddedRedis:
         """The process that handles TLS in front of the server; None: the server does so itself."""
         return None if self._proxy is None else self._proxy.pid
 
+    @property
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in (self._proxy, self._process) if process is not None]
+
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Whether the server runs, and the process in front of it if there is one."""
+        return self._process is not None and all(p.poll() is None for p in self._processes)
 
     def stopped(self) -> bool:
-        return self._process is not None and is_stopped(self._process.pid)
+        """Whether a signal has stopped one of them."""
+        return any(is_stopped(process.pid) for process in self._processes)
+
+    def front_failed(self) -> bool:
+        """Whether the process in front of it has ended or was stopped, which only clients on other
+        hosts notice by their connections."""
+        front = self._proxy
+        return front is not None and (front.poll() is not None or is_stopped(front.pid))
 
     def restart(self) -> None:
-        """Ends the server if it still runs or hangs, and starts it with the same data, password,
-        port and certificate; returns when it answers. Raises ControllerError if it does not start,
-        Unreachable if it does not answer."""
+        """Ends the server if it still runs or hangs, and the process in front of it, and starts
+        them with the same data, password, port and certificate; returns when the server answers.
+        Raises ControllerError if it does not start, Unreachable if it does not answer."""
         assert self._scratch, "the server is not started"
         # It may hang; an end by force loses nothing.
         self._stop(patience=0)
@@ -153,65 +170,60 @@ class EmbeddedRedis:
             if self._data:
                 self._lock = self._held.enter_context(locked(self._data))
                 remove_partial(self._data)
-            attempts = PORT_ATTEMPTS
-            while True:
-                known = self._choose_identity()
+            known_port = self._choose_identity()
+            for attempt in range(PORT_ATTEMPTS):
                 try:
+                    if self._addresses:
+                        self._port = free_port(self._addresses, known_port)
                     self._start()
                     break
                 except PortInUse:
-                    attempts -= 1
-                    if known or not attempts:
+                    if known_port or attempt == PORT_ATTEMPTS - 1:
                         raise
             if self._data:
-                kept = Identity(self._password, self._port, self._certificate)
-                write_identity(self._data, kept)
+                port = self._port or known_port or None
+                write_identity(self._data, Identity(self._password, port, self._certificate))
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._proxy:
-            self._proxy.close()
-            self._proxy = None
         self._stop(STOP_TIMEOUT_S)
         self._spawner.close()
         self._held.close()
-        self._lock = None
+        self._lock, self._listeners = None, []
         if self._scratch:
             self._scratch.close(STOP_TIMEOUT_S)
             self._scratch = None
 
-    def _choose_identity(self) -> bool:
-        """Sets password, port and certificate; whether the port is one that clients know."""
+    def _choose_identity(self) -> int:
+        """Sets password and certificate; the port that clients know, or 0."""
         kept = read_identity(self._data) if self._data else None
         if kept:
             self._password, self._certificate = kept.password, kept.certificate
-        if not self._addresses:
-            return False
         if isinstance(self._tls, TlsFiles):
             self._tls_files = self._tls
-        elif self._tls:
+        elif self._tls and self._addresses:
             self._certificate = self._certificate or Certificate.make()
             self._tls_files = self._certificate.write(self._folder)
-        known = self._wanted_port or (kept.port if kept else None) or 0
-        self._port = free_port(self._addresses, known)
-        return bool(known)
+        return self._wanted_port or (kept.port if kept else None) or 0
 
     def _start(self) -> None:
         try:
             self._run()
         except _NoTls:
-            assert self._tls_files and self._scratch
-            self._proxy = TlsProxy(
-                [(address, self.port) for address in self._addresses],
-                self._folder / SOCKET,
-                self._tls_files,
-                hold=self._scratch.hold,
-            )
-            self._proxy.start()
+            with ExitStack() as opened:
+                self._listeners = [
+                    opened.enter_context(listener_at(address, self.port))
+                    for address in self._addresses
+                ]
+                self._held.enter_context(opened.pop_all())
             self._run()
+        if self._listeners:
+            assert self._tls_files and self._scratch
+            ours = self._listeners, self._folder / SOCKET, self._tls_files, self._scratch.hold
+            self._proxy = self._spawner.make(lambda: tls_proxy.start(*ours))
 
     def _run(self) -> None:
         binary = find_redis()
@@ -241,16 +253,14 @@ class EmbeddedRedis:
         )
 
     def _stop(self, patience: float) -> None:
-        if not self._process:
-            return
-        if patience:
+        if self._process and patience:
             self._process.terminate()
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._process = self._proxy = None
 
     def _configuration(self) -> str:
         lines = [
@@ -270,7 +280,7 @@ class EmbeddedRedis:
             f"tcp-keepalive {CLIENT_KEEPALIVE_S}",
             "loglevel warning",
         ]
-        if not self._addresses or self._proxy:
+        if not self._addresses or self._listeners:
             lines.append("port 0")
         elif self._tls_files is None:
             lines += [f"bind {' '.join(self._addresses)}", f"port {self._port}"]

@@ -22,6 +22,8 @@ LEASE_S = 2.0
 LAUNCHER_LEASE_S = 5.0
 # Suspicions that are kept.
 KEEP_SUSPICIONS = 1000
+# A wait that Redis ends so much later than it should is begun anew.
+LATE_S = 1.0
 # How often to check which workers have joined.
 POLL_S = 0.02
 
@@ -182,9 +184,14 @@ class Membership(RedisClient):
 
     def _read(self, key: str, after: str, timeout: float) -> list[tuple[bytes, list[bytes]]]:
         block = max(1, round(timeout * 1000))
-        found = self._pipe.call(
-            "XREAD", "BLOCK", block, "STREAMS", key, after, timeout=block / 1000
-        )
+        self._pipe.flush()
+        self._pipe.send("XREAD", "BLOCK", block, "STREAMS", key, after)
+        if not self._pipe.readable(timeout + LATE_S):
+            # Redis ends the wait by its wall clock, which may have been set back meanwhile.
+            self._pipe.close()
+            self._pipe = self._connect()
+            return []
+        found = self._pipe.read()
         return [(number, fields) for number, fields in found[0][1]] if found else []
 
 

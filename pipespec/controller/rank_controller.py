@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
 from pipespec.core import DraftTokens, Request
-from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.errors import StaleEpoch
 from pipespec.system.cores import spin_until
 from pipespec.system.liveness import Waiting
 from pipespec.timing.batch_times import NO_TIMES, BatchTimes
@@ -99,12 +100,9 @@ class Controller(RequestLog):
 
     def submit(self, graph: Graph) -> None:
         """Adds the tasks of a step; each step of an epoch follows the one before."""
-        flags = {TaskKind.JOIN: "v"}
-        tasks = " ".join(
-            f"{task.id} {'a' if task in graph.announced else flags.get(task.kind, 't')}"
-            for task in graph.tasks
-        )
-        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.controller_edges)
+        announced = {target for _, target in graph.edges}
+        tasks = " ".join(f"{task.id} {'a' if task in announced else 't'}" for task in graph.tasks)
+        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.edges)
         self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
 
     def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
@@ -118,34 +116,20 @@ class Controller(RequestLog):
             self._ready.pop(task.id, None)
         self._send_blocking_pop()
 
-    def wait(self, task: Task, timeout: float | None = None) -> bytes:
-        """Waits until an announced task of this rank is ready; returns its payload. That is the
-        payloads of what came before it, concatenated in the order of completion. Each task can be
-        waited for once. Raises StaleEpoch when a new epoch has begun, and ControllerError after
-        `timeout` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def wait(self, task: Task, timeout: float | None = None) -> bytes | None:
+        """The payload of an announced task of this rank, once it is ready: the payloads of what
+        came before it, concatenated in the order of completion. None: it is not ready within
+        `timeout` seconds. Each task can be waited for once. Raises StaleEpoch when a new epoch has
+        begun."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         with Waiting():
             while (payload := self._take(task)) is None:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise ControllerError(
-                        f"Task {task.id} was not ready within {timeout:g} seconds: a rank before "
-                        "it may have stopped."
-                    )
-                # Replies of earlier commands are read here too: one that was refused may be the
-                # reason why nothing comes.
-                self._pipe.drain()
-                left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-                self._read_announcement(max(0.0, left))
-        return payload
-
-    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
-        """The payload of an announced task if it is ready within `timeout` seconds, else None."""
-        deadline = time.monotonic() + timeout
-        with Waiting():
-            while (payload := self._take(task)) is None:
-                if not self._read_announcement(max(0.0, deadline - time.monotonic())):
+                left = max(0.0, deadline - time.monotonic())
+                if not self._read_announcement(min(left, LOOK_S)):
+                    # An earlier command that was refused may be the reason why nothing comes.
                     self._pipe.drain()
-                    return None
+                    if left <= LOOK_S:
+                        return None
         return payload
 
     def kv_tokens(self, stages: int) -> int:

@@ -144,7 +144,8 @@ class RedisClient:
 
     def __init__(self, url: str, namespace: str, timeout: float = ANSWER_TIMEOUT_S):
         self._keys = RedisKeys(namespace)
-        self._pipe = RedisConnection(url, timeout)
+        self._connect = functools.partial(RedisConnection, url, timeout)
+        self._pipe = self._connect()
 
     def __enter__(self) -> Self:
         return self

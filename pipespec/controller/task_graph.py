@@ -1,24 +1,22 @@
 """The task graph of one step, laid out from the shape of the pipeline.
 
-One step of a lockstep pipeline with two stages; every arrow is an edge, and the arrows that
-leave on the right lead into the next step:
+What waits for what in one step of a lockstep pipeline with two stages; the arrows that leave on
+the right lead into the next step:
 
     rank 0   compute ── prune ── transfer ─┬─> compute(0, t+1)
                           ^                └─> compute(1, t+1)
     rank 1   compute ── prune ── transfer ─┬─> compute(1, t+1)
                           ^                └─> compute(2, t+1)
     rank 2   compute ─────┴──── prune ───────> compute(2, t+1)
-                                join <── the last task of every rank
 
-The compute of the last rank is followed by every prune: that edge carries the verdict. Running
-free, a transfer waits for no prune, but for the compute of the next rank in the step before:
-once that is over, the link is empty.
+The compute of the last rank is followed by every prune: that edge of the graph carries the
+verdict. Running free, a transfer waits for no prune, but for the compute of the next rank in the
+step before: once that is over, the link is empty.
 The counterpart in PipeDec is appendix B. Everything here is pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
@@ -32,8 +30,6 @@ class TaskKind(StrEnum):
     COMPUTE = "c"
     PRUNE = "p"
     TRANSFER = "x"
-    # Virtual: no rank runs it. It is complete when all its predecessors are.
-    JOIN = "j"
 
 
 class Task(NamedTuple):
@@ -55,11 +51,9 @@ class Task(NamedTuple):
 
 
 Edge = tuple[Task, Task]
-# Of a rank and a step, but for the virtual one, which is of a step alone.
 compute = partial(Task, TaskKind.COMPUTE)
 prune = partial(Task, TaskKind.PRUNE)
 transfer = partial(Task, TaskKind.TRANSFER)
-join = partial(Task, TaskKind.JOIN, 0)
 
 
 @dataclass(frozen=True)
@@ -118,69 +112,26 @@ class Layout:
 
 @dataclass(frozen=True)
 class Graph:
-    """The tasks of one step and the edges that lead into them, from this step or the last.
-    `announced` are the tasks for which the controller notifies the owner when they are ready; the
-    owner of any other task knows it from the link or from its own program order."""
+    """The tasks of one step, and the edges on which the controller acts: those that lead into a
+    task from one of another rank, in this step or the last. It notifies the owner of such a task
+    when it is ready. The other edges are left out, as a rank runs its own tasks in order and gets
+    batches over its link. That also keeps Redis off the critical path: an early verdict waits at
+    the rank, not in Redis until the rank has computed."""
 
     step: int
     tasks: tuple[Task, ...]
     edges: tuple[Edge, ...]
-    announced: frozenset[Task] = frozenset()
-
-    @property
-    def controller_edges(self) -> Iterator[Edge]:
-        """The edges that the controller needs: those into announced and virtual tasks. A rank runs
-        its own tasks in order, so edges between them are left out. That also keeps Redis off the
-        critical path: an early verdict waits at the rank, not in Redis until the rank has
-        computed."""
-        for source, target in self.edges:
-            if target.kind is TaskKind.JOIN or (
-                target in self.announced and source.rank != target.rank
-            ):
-                yield source, target
 
 
 def step_graph(layout: Layout, step: int) -> Graph:
-    """The graph of step `step` (from 0); an edge from step - 1 is in the graph of `step`."""
-    tasks: list[Task] = []
-    edges: list[Edge] = []
-
-    def edge(source: Task, target: Task) -> None:
-        if source.step >= 0:
-            edges.append((source, target))
-
-    for rank in layout.ranks:
-        computed, pruned, sent = compute(rank, step), prune(rank, step), transfer(rank, step)
-        tasks += [computed, pruned]
-        edge(computed, pruned)
-        if layout.asks_for_link(rank, step):
-            edge(compute(rank + 1, step - 1), sent)
-        if rank != layout.last:
-            tasks.append(sent)
-            edge(compute(layout.last, step), pruned)  # the verdict
-            edge(computed if _sends_early(layout, rank) else pruned, sent)
-            departure = step if layout.same_group(rank) else step - 1
-            edge(transfer(rank, departure), compute(rank + 1, step))
-        for previous in _ends(layout, rank, step - 1):
-            late = layout.sync == "free" and rank != layout.last and previous.kind is TaskKind.PRUNE
-            edge(previous, pruned if late else computed)
-        for end in _ends(layout, rank, step):
-            edge(end, join(step))
-    tasks.append(join(step))
-    announced = {prune(rank, step) for rank in layout.ranks if rank != layout.last}
-    announced |= {transfer(rank, step) for rank in layout.ranks if layout.asks_for_link(rank, step)}
-    return Graph(step, tuple(tasks), tuple(edges), frozenset(announced))
-
-
-def _sends_early(layout: Layout, rank: int) -> bool:
-    """Whether `rank` sends before the verdict: within a group it has to, for there to be one."""
-    return layout.sync == "free" or layout.same_group(rank)
-
-
-def _ends(layout: Layout, rank: int, step: int) -> list[Task]:
-    """The tasks of `rank` in a step that no other task of the rank in that step follows."""
-    if rank == layout.last:
-        return [prune(rank, step)]
-    if _sends_early(layout, rank):
-        return [prune(rank, step), transfer(rank, step)]
-    return [transfer(rank, step)]
+    """The graph of step `step` (from 0)."""
+    first, last = layout.ranks[:-1], layout.last
+    tasks = [kind(rank, step) for rank in layout.ranks for kind in (compute, prune)]
+    tasks += [transfer(rank, step) for rank in first]
+    edges = [(compute(last, step), prune(rank, step)) for rank in first]  # the verdict
+    edges += [
+        (compute(rank + 1, step - 1), transfer(rank, step))
+        for rank in first
+        if layout.asks_for_link(rank, step)
+    ]
+    return Graph(step, tuple(tasks), tuple(edges))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.task_graph import Task, prune, transfer
+from pipespec.controller.task_graph import prune, transfer
 from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs, Verdict
 from pipespec.timing.clock import wait_until
 from pipespec.timing.trace import Timeline
@@ -82,7 +82,7 @@ class VerdictReceiver:
         start = self.timeline.clock()
         with self.timeline("wait"):
             if self._payload is None:
-                self._payload = self._announced(prune(self.rank, self.num_received), timeout)
+                self._payload = self.controller.wait(prune(self.rank, self.num_received), timeout)
             if self._payload is None:
                 return None
             verdicts, drawn_ns = unpack_verdicts(self._payload)
@@ -99,13 +99,8 @@ class VerdictReceiver:
     def link(self, step: int) -> int:
         """Wait until a batch may be sent; when the next rank took the one before, on its clock."""
         with self.timeline("wait"):
-            payload = self._announced(transfer(self.rank, step), None)
+            payload = self.controller.wait(transfer(self.rank, step))
             assert payload is not None
             taken_ns = int(np.frombuffer(payload, "<i8", 1)[0])
             wait_until(taken_ns, self.delay_ms)
         return taken_ns
-
-    def _announced(self, task: Task, timeout: float | None) -> bytes | None:
-        if timeout is None:
-            return self.controller.wait(task)
-        return self.controller.poll(task, timeout)

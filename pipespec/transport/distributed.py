@@ -68,23 +68,27 @@ class DistributedTransport:
 
     def __init__(
         self,
-        rank: int,
-        wire: Wire,
-        device: torch.device,
-        previous: _GlooLink | None,
-        following: _GlooLink | None,
+        devices: Sequence[str],
         *,
-        nccl: Any = None,
+        store: Store,
+        rank: int,
+        epoch: int,
+        secret: str,
+        links: Sequence[LinkKind] | None = None,
+        nccl: bool = False,
         spins: bool = False,
+        **limits: Any,
     ) -> None:
-        """Use links that exist already; `connect` makes them first."""
+        """Connect to the neighbouring ranks, which connect at the same time and exchange their
+        addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
+        rank but the last is linked to the next; None: all are on one host, and nothing is
+        encrypted. `nccl`: hidden states go over NCCL instead of gloo; `spins`: see
+        `pipespec.system.cores`. `limits`: of a batch, and its type, as of `Wire`. Raises
+        RankFailed if a neighbour did not connect in time."""
+        links = links or (LinkKind(),) * (len(devices) - 1)
+        assert len(links) == len(devices) - 1
+        assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
         self.rank = rank
-        self._wire = wire
-        self._device = device
-        self._previous = previous
-        self._following = following
-        self._nccl = nccl
-        self._pinned = device.type == "cuda"
         self._spins = spins
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
@@ -93,37 +97,6 @@ class DistributedTransport:
         # The receive buffer of sealed messages. One is enough, as they are decrypted into memory of
         # their own.
         self._sealed: torch.Tensor | None = None
-        if previous is not None:
-            self._post()
-
-    @classmethod
-    def connect(
-        cls,
-        devices: Sequence[str],
-        *,
-        store: Store,
-        rank: int,
-        epoch: int,
-        secret: str,
-        max_rows: int,
-        max_finished: int = 1,
-        max_retained: int = 0,
-        max_kept: int = 0,
-        hidden_size: int,
-        dtype: torch.dtype,
-        links: Sequence[LinkKind] | None = None,
-        nccl: bool = False,
-        spins: bool = False,
-    ) -> DistributedTransport:
-        """Connect to the neighbouring ranks, which connect at the same time and exchange their
-        addresses through `store`. `devices`: of every rank, the head's first. `links`: how each
-        rank but the last is linked to the next; None: all are on one host, and nothing is
-        encrypted. The limits of a batch are those of `Wire`. `nccl`: hidden states go over NCCL
-        instead of gloo; `spins`: see `pipespec.system.cores`. Raises RankFailed if a neighbour
-        did not connect in time."""
-        links = links or (LinkKind(),) * (len(devices) - 1)
-        assert len(links) == len(devices) - 1
-        assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
         drawn = secrets.token_hex(_DRAWN_BYTES)
         made: dict[int, _GlooLink] = {}  # by the sending rank
         with raises_rank_failed(f"Rank {rank} did not meet its neighbours"):
@@ -137,37 +110,22 @@ class DistributedTransport:
                 if kind.sealed:
                     of_peer = store.get(f"drawn/{sender + peer}").decode()
                     meeting = (drawn, of_peer) if sender == rank else (of_peer, drawn)
-                    seal = Seal(link_key(secret, epoch, meeting, sender, sender + 1), sender)
+                    seal = Seal(link_key(secret, epoch, meeting, sender), sender)
                 of_link = PrefixStore(f"link/{sender}", store)
                 group = gloo_group(of_link, 1 - peer, 2, local=kind.local)
                 made[sender] = _GlooLink(group, peer, seal)
-        device = torch.device(devices[rank])
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        of_nccl = None
+        self._previous, self._following = made.get(rank - 1), made.get(rank)
+        self._device = torch.device(devices[rank])
+        self._pinned = self._device.type == "cuda"
+        if self._pinned:
+            torch.cuda.set_device(self._device)
+        self._nccl: Any = None
         if nccl and rank:  # the head's batches have no hidden states, and its host may have no GPU
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             with raises_rank_failed(f"Rank {rank} cannot use NCCL"):
-                of_nccl = dist.ProcessGroupNCCL(
-                    PrefixStore("nccl", store),
-                    rank,
-                    len(devices),
-                    dist.ProcessGroupNCCL.Options(),
-                )
-        wire = Wire(
-            epoch,
-            max_rows,
-            hidden_size,
-            dtype,
-            inline=not nccl,
-            token=token(secret, epoch),
-            max_finished=max_finished,
-            max_retained=max_retained,
-            max_kept=max_kept,
-        )
-        return cls(
-            rank, wire, device, made.get(rank - 1), made.get(rank), nccl=of_nccl, spins=spins
-        )
+                self._nccl = nccl_group(store, rank, len(devices))
+        self._wire = Wire(epoch, inline=not nccl, token=token(secret, epoch), **limits)
+        if self._previous is not None:
+            self._post()
 
     def send(self, batch: Batch) -> None:
         link = self._following
@@ -289,6 +247,14 @@ def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:
     options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     options._devices = [kind.create_device(hostname=LOOPBACK)]
     return kind(store, rank, size, options)
+
+
+def nccl_group(store: Store, rank: int, size: int) -> Any:
+    """An NCCL group without NCCL's own check, which ends the process, and which no CUDA graph can
+    contain: the launcher detects a group that hangs."""
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    kind: Any = dist.ProcessGroupNCCL
+    return kind(PrefixStore("nccl", store), rank, size, kind.Options())
 
 
 def close_link(group: Any, peer: int) -> None:

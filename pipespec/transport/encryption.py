@@ -25,24 +25,16 @@ _TAG = 16
 _NONCE = 12
 # How many bytes sealing adds to a message.
 SEAL_BYTES = _INT + _TAG + _INT
-BATCHES = "batches"
 
 
-def link_key(
-    secret: str,
-    epoch: int,
-    meeting: tuple[str, str],
-    sender: int,
-    receiver: int,
-    channel: str = BATCHES,
-) -> bytes:
-    """The key of one direction of one link for one connection of its ranks, KEY_BYTES long.
+def link_key(secret: str, epoch: int, meeting: tuple[str, str], sender: int) -> bytes:
+    """The key of the link from a rank to the next for one connection of them, KEY_BYTES long.
     `secret` is the cluster's. `meeting` holds the random numbers that sender and receiver drew for
     this connection: if an epoch is repeated, by a fault or by an attacker, the key differs, so no
     key is used with the same nonce twice."""
     assert secret, "a link cannot be sealed without the cluster's secret"
     drawn = " ".join(part.encode().hex() for part in meeting)
-    info = f"pipespec link, epoch {epoch}, meeting {drawn}, {sender} to {receiver}, {channel}"
+    info = f"pipespec link, epoch {epoch}, meeting {drawn}, {sender} to {sender + 1}, batches"
     derivation = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=None, info=info.encode())
     return derivation.derive(secret.encode())
 

@@ -4,7 +4,6 @@ over NCCL if each member has a CUDA device of its own, else over gloo."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from pipespec.transport.distributed import (
     FOREVER,
     GlooWait,
     close_link,
     gloo_group,
+    nccl_group,
     raises_rank_failed,
 )
 
@@ -47,11 +47,8 @@ class TPProcessGroup:
         with raises_rank_failed("The members of a stage did not meet"):
             self._backend = gloo_group(store, rank, size, local=True)
         if device is not None:
-            # The launcher detects a group that hangs, and CUDA graphs cannot contain NCCL's check.
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             torch.cuda.set_device(device)
-            of_nccl = PrefixStore("nccl", store)
-            self._nccl = dist.ProcessGroupNCCL(of_nccl, rank, size, dist.ProcessGroupNCCL.Options())
+            self._nccl = nccl_group(store, rank, size)
 
     @property
     def supports_graphs(self) -> bool:

@@ -132,11 +132,6 @@ class Wire:
             )
         rows = int(ints[_NUM_ROWS])
         finished, preempted, retained, kept, started = ints[_NUM_FINISHED : _STARTED + 1].tolist()
-        assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert 0 <= finished + preempted <= self.max_finished, "too many sequences leave"
-        assert 0 <= retained <= self.max_retained, "too many retained prefixes"
-        assert 0 <= kept <= self.max_kept, "too many kept states"
-        assert 0 <= started * _INT <= MAX_STARTED_BYTES, f"{started} integers of sequence starts"
         end = rows * NUM_COLUMNS
         leaving = finished + preempted
         states_at = leaving + 2 * retained

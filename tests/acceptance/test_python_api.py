@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -250,6 +251,22 @@ def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(
         assert (process.returncode, err) == (0, "")
         assert out == f"{expected[0][:8]}\n"
         until(lambda: not left(place))
+
+
+def test_ctrl_c_while_it_loads_ends_the_ranks_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = Sandbox(tmp_path)
+    apart.enter(monkeypatch)
+
+    def interrupt() -> None:
+        until(apart.processes)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(stages=1, settings=SETTINGS)
+    assert not apart.processes()
 
 
 def test_ctrl_c_ends_a_call_and_the_cluster_stays_usable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipespec.config.choices import options
-from pipespec.config.method_registry import default_policy, sized_policy
+from pipespec.config.compose import default_policy, sized_policy
 from pipespec.head.policies.policy import SpeculationPolicy
 
 OWN_SIZE = {"static_tree": {"shape": [1, 2]}}

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.config.choices import options, read_choice
-from pipespec.config.compose import compose
-from pipespec.config.method_registry import policy_class
+from pipespec.config.compose import compose, policy_class
 
 # Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
 SIZE = ("policy.width=8", "policy.children=4")

@@ -130,9 +130,6 @@ class StoryController:
             return np.zeros(1, "<i8").tobytes()
         return pack_verdicts(self.verdicts(task.step), 0)
 
-    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
-        return self.wait(task)
-
     def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
         self.logged.append([])
         for request, piece in pieces:

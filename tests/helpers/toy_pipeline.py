@@ -104,12 +104,11 @@ class Board:
     def complete(self, tasks: list[Task], payload: bytes = b"") -> None:
         self.visible = max(self.visible, self.next_visible)
 
-    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
-        return self.drawn[task.step] if task.step < self.visible else None
-
-    def wait(self, task: Task) -> bytes:
+    def wait(self, task: Task, timeout: float | None = None) -> bytes | None:
         if task.kind is TaskKind.TRANSFER:
             return np.zeros(1, "<i8").tobytes()
+        if timeout is not None:
+            return self.drawn[task.step] if task.step < self.visible else None
         assert task.step < len(self.drawn), "a stage waits for what cannot arrive"
         return self.drawn[task.step]
 

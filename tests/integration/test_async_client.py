@@ -4,6 +4,7 @@ returns."""
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from pipespec.client import async_client, registry, sync_client
-from pipespec.client.async_client import MOST_ENTRIES, MOST_EVENTS, AsyncAnswer, attach
+from pipespec.client.async_client import MOST_ENTRIES, MOST_EVENTS, AsyncAnswer, Followed, attach
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.decide import decide
@@ -111,7 +112,7 @@ async def test_a_slow_reader_loses_no_event_and_delays_no_other(
             quick = await ask(other)
             end(head, quick)
             assert await other.next(LONG_S) == [(quick, Finished("stop"))]
-        assert followed.waiting(slow) <= MOST_EVENTS + MOST_ENTRIES
+        assert followed.open[slow].waiting <= MOST_EVENTS + MOST_ENTRIES
         received = [event for _, event in await all_of(followed)]
         assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
 
@@ -130,6 +131,21 @@ async def test_request_submitted_during_a_read_is_followed_at_once(
                 received += await followed.next(LONG_S)
             assert received == [(request, Accepted(3, (20,))), (request, Finished("stop"))]
             assert time.monotonic() - began < LONG_S / 2
+
+
+@pytest.mark.usefixtures("head")
+async def test_many_requests_do_not_make_a_client_look_at_the_cluster_each_time(
+    server: EmbeddedRedis, running: RunningCluster
+) -> None:
+    far = replace(running, owner=replace(Owner.this(), machine="elsewhere"))
+    began = time.monotonic()
+    async with attach(far, LONG_S) as client, client.follow() as followed:
+        for _ in range(50):
+            await ask(followed)
+    with closing(RedisConnection(server.url)) as pipe:
+        ran = pipe.call("INFO", "commandstats").decode()
+    looks = re.search(r"cmdstat_exec:calls=(\d+)", ran)
+    assert int(looks[1] if looks else 0) <= (time.monotonic() - began) / async_client.HEARTBEAT_S
 
 
 async def test_leaving_cancels_only_requests_that_have_not_finished(
@@ -306,7 +322,7 @@ async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() ->
 
     answer = AsyncAnswer(EndingClient())  # type: ignore[arg-type]
     for request in (1, 2):
-        answer.expect(request)
+        answer.open[request] = Followed(answer, b"")
     for _ in range(MOST_EVENTS):
         answer.push(1, Accepted(0, (5,)))
     assert len(await answer.next()) == MOST_EVENTS
@@ -316,7 +332,7 @@ async def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() ->
 
 async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> None:
     answer = AsyncAnswer(None)  # type: ignore[arg-type]
-    answer.expect(1)
+    answer.open[1] = Followed(answer, b"")
     answer.push(1, Accepted(0, (5,)))
     assert await answer.next() == [(1, Accepted(0, (5,)))]
     answer.fail(1, RankFailed("the cluster ended"))  # while the reader is busy
@@ -326,29 +342,6 @@ async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> N
 
 
 # --- callers that block -----------------------------------------------------------------------
-
-
-def test_events_of_all_requests_arrive_as_they_happen(
-    head: Controller, running: RunningCluster
-) -> None:
-    with sync_client.attach(running, LONG_S) as client, client.follow() as answers:
-        began = time.monotonic()
-        assert client.run(answers.next(0.05)) == [], (
-            "the whole timeout is waited also for no request"
-        )
-        assert 0.05 <= time.monotonic() - began < 2
-        first, second = (head.enqueue(**ASKED) for _ in range(2))
-        client.run(answers.add(first))
-        assert client.run(answers.next(0.01)) == []
-        client.run(answers.add(second))
-        for request in (second, first):
-            accept(head, request, 3, [request])
-            assert client.run(answers.next(LONG_S)) == [(request, Accepted(3, (request,)))]
-        end(head, second)
-        assert client.run(answers.next(LONG_S)) == [(second, Finished("stop"))]
-        assert len(answers) == 1
-        head.finish(first, "length")
-        assert client.run(answers.next()) == [(first, Finished("length"))]
 
 
 def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,11 @@ from pipespec.controller import epoch_control
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import Epoch, LinkAddressTable, Membership, Suspicion
 from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import (
+    ANSWER_TIMEOUT_S,
+    RedisConnection,
+    check_server,
+)
 from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.network_interfaces import LOOPBACK
@@ -33,7 +40,9 @@ from pipespec.transport.rendezvous_store import RendezvousStore
 from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.listening import listening
 from tests.helpers.log import accept, take
+from tests.helpers.redis_tls import redis_server
 from tests.helpers.waiting import until
+from tools.rig import clock
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -80,6 +89,24 @@ def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
     assert shared.epoch(3, SHORT_S) is None
     assert life.begin() == 4
     assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
+
+
+@pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
+def test_wait_for_an_epoch_ends_though_the_clock_of_redis_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = clock.SteppedClock(tmp_path)
+    with ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            for name, value in stepped.environment.items():
+                patch.setenv(name, value)
+            life = Life(stack.enter_context(EmbeddedRedis()).url, stack)
+        shared, admin = life.worker(), stack.enter_context(RedisConnection(life.url))
+        waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(shared.epoch, 0, 0.5)
+        until(lambda: b"blocked_clients:1" in admin.call("INFO", "clients"))
+        stepped.step(-3600)
+        assert waiting.result(ANSWER_TIMEOUT_S / 2) is None
+        assert shared.epoch(life.begin("plan") - 1, SHORT_S) == Epoch(1, "plan")
 
 
 # Suspicions -----------------------------------------------------------------------------------
@@ -340,12 +367,14 @@ def recovery_of(
     life: Life,
     replan: Callable[[set[str]], RankAssignment] = lambda _: ASSIGNMENT,
     patience_s: float = PATIENCE_S,
+    server: EmbeddedRedis | None = None,
 ) -> Recovery:
     return Recovery(
         *(life.url, life.namespace, ASSIGNMENT),
         workers=ASSIGNMENT.everyone,
         replan=replan,
         patience_s=patience_s,
+        server=server,
     )
 
 
@@ -469,6 +498,20 @@ def test_another_layout_begins_also_if_redis_is_lost_at_that_moment(
         until(lambda: renewed(shared) and begun)
         assert begun == [recovery.state.assignment] == [other]
         assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_process_in_front_of_redis_that_fails_is_started_again(number: signal.Signals) -> None:
+    with redis_server(with_tls=False), EmbeddedRedis(port=0) as server, ExitStack() as stack:
+        life = Life(server.url, stack)
+        front = server.proxy_pid
+        assert front is not None
+        with recovery_of(life, server=server) as recovery:
+            recovery.watch(Processes())
+            os.kill(front, number)
+            until(lambda: recovery.state.faults and server.proxy_pid not in (None, front))
+            assert check_server(server.url_at(LOOPBACK))
+            assert [fault.kind for fault in recovery.state.faults] == [FaultKind.REDIS_GONE]
 
 
 def test_no_worker_gives_up_while_a_lost_host_is_starting(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,14 @@ import trustme
 from redis.connection import parse_url
 
 import pipespec
-from pipespec.controller import epoch_control, tls_proxy
+from pipespec.controller import epoch_control
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
-from pipespec.controller.request_log import RequestLog
 from pipespec.core import SamplingParams
-from pipespec.errors import ConfigError, Unreachable
+from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
@@ -143,15 +143,6 @@ def test_a_password_is_needed_all_the_same(server: EmbeddedRedis) -> None:
 # Who is trusted ------------------------------------------------------------------------------
 
 
-def test_another_server_of_ours_is_refused(server: EmbeddedRedis) -> None:
-    with EmbeddedRedis(port=0) as other:
-        url = moved(server.url_at(LOOPBACK), other.port)
-        with pytest.raises(Unreachable, match=NOT_OURS):
-            check_server(url)
-        with pytest.raises(Unreachable, match=NOT_OURS):
-            RequestLog(url, namespace="n", epoch=1)
-
-
 def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """The certificate of a man in the middle."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -230,29 +221,6 @@ def asking_again(url: str) -> Iterator[None]:
 
 
 # The server ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_restarted_server_is_known_by_the_same_certificate(
-    server: EmbeddedRedis, number: signal.Signals
-) -> None:
-    url = server.url_at(HOST)
-    with asking_again(url):
-        os.kill(server.pid, number)
-        server.restart()
-    assert server.url_at(HOST) == url
-
-
-@pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
-def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
-    with redis_server(with_tls=with_tls):
-        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as first:
-            url = first.url_at(HOST)
-        with EmbeddedRedis(data=tmp_path):
-            pass  # a life without other hosts forgets nothing
-        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as second:
-            assert check_server(moved(url, second.port))
-    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
 
 
 def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
@@ -353,13 +321,25 @@ def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_proxy_that_ends_or_hangs_is_replaced(
-    fronted: EmbeddedRedis, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    fronted: EmbeddedRedis, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(tls_proxy, "STOPPED_S", 1.0)
     url, lost = fronted.url_at(HOST), proxy_pid(fronted)
     with asking_again(url):
+        assert not fronted.front_failed()
         os.kill(lost, number)
-        until(lambda: proxy_pid(fronted) != lost)
+        until(fronted.front_failed)
+        fronted.restart()
+    assert proxy_pid(fronted) != lost
+
+
+def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:
+    broken = replace(TlsFiles.of(certificates), key=certificates / "missing.pem")
+    with (
+        redis_server(with_tls=False),
+        pytest.raises(ControllerError, match=r"TLS process .* did not start: .*No such file"),
+        EmbeddedRedis(addresses=[HOST], tls=broken),
+    ):
+        pass
 
 
 def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,8 @@ from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.controller.task_graph import Layout, compute, step_graph
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
-from tests.helpers.log import accept, take
-from tests.helpers.redis_tls import Between
+from tests.helpers.log import accept, head_of, take
+from tests.helpers.redis_tls import Between, redis_server
 from tests.helpers.waiting import until
 from tools.rig import testbed
 from tools.rig.log import client_of
@@ -56,14 +56,6 @@ def user(server: EmbeddedRedis) -> Iterator[Client]:
 def ask(user: Client) -> int:
     """The number of a request that was put in the queue."""
     return user.submit(sampling=SamplingParams(), **ASKED)
-
-
-@contextmanager
-def head(server: EmbeddedRedis) -> Iterator[Controller]:
-    """Rank 0 of a new epoch."""
-    epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
-    with Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
-        yield controller
 
 
 def queued(controller: Controller) -> list[int]:
@@ -121,11 +113,21 @@ def test_a_restarted_server_is_the_same_one(
         pipe.call("PING")
 
 
-def test_data_password_and_port_outlive_the_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
+def test_data_password_certificate_and_port_outlive_the_server(
+    tmp_path: Path, with_tls: bool
+) -> None:
     data = tmp_path / 'a "folder"'
+    with redis_server(with_tls=with_tls):
+        assert_kept(data)
+
+
+def assert_kept(data: Path) -> None:
     with EmbeddedRedis(addresses=[LOOPBACK], data=data) as first:
         RedisConnection(first.url).call("SET", "kept", "yes")
         url, password = first.url_at(LOOPBACK), first.url.partition("=")[2]
+    with EmbeddedRedis(data=data):
+        pass  # a life without other hosts forgets nothing
     with EmbeddedRedis(addresses=[LOOPBACK], data=data) as second:
         assert second.url_at(LOOPBACK) == url
         assert RedisConnection(url).call("GET", "kept") == b"yes"
@@ -257,7 +259,7 @@ def test_only_the_given_addresses_can_be_reached() -> None:
 
 def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
     """It is of no use after a restart, and would fill the file."""
-    with head(server) as controller:
+    with head_of(server, NAMESPACE) as controller:
         controller.submit(step_graph(Layout(2), 0))
         controller.complete([compute(0, 0)])
         request = controller.enqueue(**ASKED)
@@ -272,20 +274,6 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
 # Who goes on ---------------------------------------------------------------------------------
 
 
-def test_waiting_reader_gets_its_events_after_the_restart(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    request = ask(user)
-    with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(list, user.events(request))
-        for _ in range(3):
-            server.restart()
-        with head(server) as controller:
-            accept(controller, request, 3, [10])
-            controller.finish(request, "stop")
-        assert reading.result(60) == [Accepted(3, (10,)), Finished("stop")]
-
-
 def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, user: Client) -> None:
     """Crashes at any moment of a head that goes on from what the log has."""
     count = 30
@@ -296,7 +284,7 @@ def test_no_token_is_lost_or_doubled_over_many_crashes(server: EmbeddedRedis, us
         turns = 0
         while True:
             try:
-                with head(server) as controller:
+                with head_of(server, NAMESPACE) as controller:
                     for token in range(len(controller.tokens(request)), count):
                         while turns <= token:
                             allowed.acquire()
@@ -341,7 +329,7 @@ def test_a_reader_with_a_timeout_is_not_held_up_while_redis_is_away(
         kill(server)
         assert [user.run(followed.next(0.01)) for _ in range(3)] == [[]] * 3
         server.restart()
-        with head(server) as controller:
+        with head_of(server, NAMESPACE) as controller:
             controller.finish(request, "stop")
         assert user.run(followed.next(LONG_S)) == [(request, Finished("stop"))]
 
@@ -367,25 +355,11 @@ def test_client_continues_after_the_restart(server: EmbeddedRedis, user: Client)
         asking = thread.submit(ask, user)
         server.restart()
         third = asking.result(60)
-    with head(server) as controller:
+    with head_of(server, NAMESPACE) as controller:
         assert queued(controller) == [first, second, third]
         controller.report(first, {"rank": 0, "token_ns": []})
     server.restart()
     assert user.reports(first) == [{"rank": 0, "token_ns": []}]
-
-
-def test_a_request_that_comes_while_redis_is_away_waits_for_it(
-    server: EmbeddedRedis, user: Client
-) -> None:
-    kill(server)
-    found: list[int] = []
-    asking = threading.Thread(target=lambda: found.append(ask(user)))
-    asking.start()
-    server.restart()
-    asking.join(60)
-    with head(server) as controller:
-        ((request, _),) = controller.next_requests(1, wait=True)
-        assert (request.id, request.max_new_tokens) == (found[0], 9)
 
 
 class Losing(Between):
@@ -413,14 +387,13 @@ def test_a_request_whose_reply_was_lost_is_not_asked_twice() -> None:
         url = server.url_at(LOOPBACK).replace(f":{server.port}", f":{between.port}")
         asked = asyncio.run(ask_twice(url))
         assert between.lost
-        with head(server) as controller:
+        with head_of(server, NAMESPACE) as controller:
             assert queued(controller) == asked
 
 
 def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
     """Its epoch has ended: what it had sent may be lost."""
-    epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
-    rank = Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
+    rank = head_of(server, NAMESPACE)
     request = rank.enqueue(**ASKED)
     server.restart()
     for call, arguments in ((take, (rank,)), (rank.tokens, (request,)), (rank.close_queue, ())):

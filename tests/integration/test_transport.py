@@ -69,7 +69,7 @@ IN_THE_CLEAR, SEALED = LinkKind(), LinkKind(local=False, sealed=True)
 def linked(
     store: Store, rank: int, num_ranks: int, kind: LinkKind, *, spins: bool = False
 ) -> DistributedTransport:
-    return DistributedTransport.connect(
+    return DistributedTransport(
         ["cpu"] * num_ranks,
         store=store,
         rank=rank,

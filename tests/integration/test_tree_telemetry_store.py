@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, closing
 
 import pytest
 
-from pipespec.controller.async_request_log import AsyncRequestLog
+from pipespec.controller.async_request_log import WATCH_S, AsyncRequestLog, TelemetryReader
 from pipespec.controller.cluster_status import Unfinished
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.rank_controller import (
@@ -17,7 +17,6 @@ from pipespec.controller.rank_controller import (
 )
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.telemetry_store import WATCH_S, TelemetryReader
 from pipespec.errors import StaleEpoch
 from tests.helpers.log import accept, head_of, take
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.examine_hosts import Examination, examine_hosts
-from pipespec.config.cluster import AUTO
 from pipespec.config.hosts import Host, HostsFile
-from pipespec.config.schema import Config
+from pipespec.config.schema import AUTO, Config
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import CheckpointInfo, Sizes
 from pipespec.engine.precision import KV_PLAIN

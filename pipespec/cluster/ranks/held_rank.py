@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import PrefixStore
 from pipespec.cluster.deployment.deployment import ControllerAddress, Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment
 from pipespec.cluster.ranks.heartbeat import Heartbeat
-from pipespec.config.cluster import AUTO
 from pipespec.config.hosts import Host
+from pipespec.config.schema import AUTO
 from pipespec.controller.membership import LinkAddressTable, Membership
 from pipespec.system.cores import SHARES_CORES, CoreShares, num_cores, share_cores
 from pipespec.system.liveness import MEETING_S, Waiting, progress

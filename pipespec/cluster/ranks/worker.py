@@ -233,9 +233,9 @@ def join_and_run(
 def connect_links(
     deployment: Deployment, where: ControllerAddress, rank: int, store: Store, **how: Any
 ) -> DistributedTransport:
-    """The links of a rank to its neighbours, as `DistributedTransport.connect` makes them."""
+    """The links of a rank to its neighbours, as `DistributedTransport` makes them."""
     scheduling = deployment.config.scheduler
-    return DistributedTransport.connect(
+    return DistributedTransport(
         deployment.devices,
         store=store,
         rank=rank,

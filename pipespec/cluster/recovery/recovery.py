@@ -140,6 +140,8 @@ class Recovery:
                     if self._stats.ended(self.state.epoch):
                         self._begin_next_epoch(shared)
                     while not self.stopped.is_set():
+                        if self._server is not None and self._server.front_failed():
+                            raise Unreachable("The process in front of Redis ended or hangs.")
                         reached, tried_s = time.monotonic(), 0.0
                         began = reached
                         self._check_signs(shared)

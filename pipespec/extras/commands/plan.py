@@ -175,7 +175,7 @@ def _given(settings: Sequence[str], *known: str) -> dict[str, Any]:
 
 
 def _methods(given: Mapping[str, Any]) -> list[DecodingMethod]:
-    from pipespec.config.method_registry import policies_to_compare
+    from pipespec.config.compose import policies_to_compare
     from pipespec.extras.plan.advice import choices
 
     widths, children, rounds = (given.get(name, usual) for name, usual in TRIED.items())
@@ -205,8 +205,7 @@ def _by_times(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
 
 def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     """The default policy on each number of GPUs, with which the layers of a model would fit."""
-    from pipespec.config.compose import compose_sections
-    from pipespec.config.method_registry import default_policy
+    from pipespec.config.compose import compose_sections, default_policy
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan import gpu_layouts
     from pipespec.extras.plan.advice import DecodingMethod, predict

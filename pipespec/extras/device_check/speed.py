@@ -101,7 +101,7 @@ def _hops(devices: Sequence[str], of: CheckedShapes, *, nccl: bool) -> dict[str,
     began, ended = [0.0], [0.0]
 
     def rank(number: int) -> dict[str, float]:
-        transport = DistributedTransport.connect(
+        transport = DistributedTransport(
             devices,
             store=store,
             rank=number,

@@ -18,8 +18,8 @@ from http import HTTPStatus
 from typing import Any
 
 from pipespec.config.compose import compose_sections
+from pipespec.controller.async_request_log import TelemetryReader
 from pipespec.controller.task_graph import Layout
-from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError

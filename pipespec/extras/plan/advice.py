@@ -10,7 +10,7 @@ from itertools import count, product
 from operator import add
 from typing import NamedTuple
 
-from pipespec.config.method_registry import default_policy, sized_policy
+from pipespec.config.compose import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.recorded_draft import DraftRecord

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import types
 import typing
 from dataclasses import fields
 from pathlib import Path
 
-import hydra
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException
 
 from pipespec.config.choices import (
     default,
@@ -21,9 +17,8 @@ from pipespec.config.choices import (
     read_choice,
     settings,
 )
-from pipespec.config.cluster import ClusterConfig
 from pipespec.config.compose import compose
-from pipespec.config.schema import DecodeConfig, RunConfig, SchedulingConfig, masked
+from pipespec.config.schema import ClusterConfig, DecodeConfig, RunConfig, SchedulingConfig, masked
 from pipespec.controller.controller_settings import ControllerConfig
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import ConfigError
@@ -70,27 +65,6 @@ EXPECTED: dict[str, type] = {
     "policy": SpeculationPolicy,
     "proposer": ProposerConfig,
 }
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been composed yet in this process."""
-    monkeypatch.setattr("pipespec.config.compose._composed", {})
-
-
-@pytest.mark.usefixtures("anew")
-def test_ctrl_c_while_hydra_composes_is_no_fault_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*_: object) -> None:
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise ConfigCompositionException
-
-    monkeypatch.setattr(hydra, "compose", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compose()
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
@@ -330,15 +304,6 @@ def test_what_may_hold_a_password_is_not_shown() -> None:
     assert masked("model.target=/models/a@b") == "model.target=/models/a@b"
 
 
-@pytest.mark.usefixtures("anew")
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    compose(["policy=level"])
-    sentence(["policy.width=0"])
-    assert os.listdir(tmp_path) == []
-    assert not GlobalHydra().is_initialized()
-
-
 def test_the_help_lists_every_group_and_value_with_its_default() -> None:
     listed = {setting.name: setting for setting in settings()}
     assert set(listed) >= {*groups(), "trace"}
@@ -391,11 +356,3 @@ def sentence(overrides: list[str]) -> str:
     assert message.endswith((".", "?"))
     assert "\n" not in message
     return message
-
-
-def test_what_is_composed_again_is_the_same_and_belongs_to_its_caller() -> None:
-    first, wide = compose(), compose(["policy.width=9", "cluster.devices=[cpu]"])
-    assert wide != first
-    assert compose() == first
-    first.cluster.devices.append("cuda:7")
-    assert "cuda:7" not in compose().cluster.devices

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipespec import LLM, AsyncLLM
-from pipespec.api.cluster_settings import overrides_of
+from pipespec.api.own_cluster import overrides_of
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.head.policies.root import Root
@@ -47,7 +47,7 @@ def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
         "model.context": None,
         "model.target": str(folder),
         "cluster.devices": ["cpu", "cpu", "cpu"],
-        "decode.stop": ['a "b", c', "d\\"],
+        "decode.stop": ['a "b", c', "it's", "a\\nb", "d\\"],
         "cluster.patience_s": 2.5,
     }
     config = compose(overrides_of(None, None, 2, None, settings))
@@ -56,7 +56,7 @@ def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
     assert config.model.target == str(folder)
     assert config.cluster.stages == 2
     assert config.cluster.devices == ["cpu", "cpu", "cpu"]
-    assert config.decode.stop == ['a "b", c', "d\\"]
+    assert config.decode.stop == settings["decode.stop"]
     assert config.cluster.patience_s == 2.5
 
 

@@ -15,8 +15,8 @@ import pipespec
 import pipespec.config.compose as composing
 from pipespec.config import choices
 from pipespec.config.choices import Choice
-from pipespec.config.compose import compose
-from pipespec.config.method_registry import (
+from pipespec.config.compose import (
+    compose,
     default_policy,
     policies_to_compare,
     policy_class,
@@ -73,7 +73,7 @@ def test_a_name_without_a_file_is_refused_with_those_that_there_are() -> None:
         ("policy", "pipespec.head.policies.beam.Beam", "cannot be imported (No module named"),
         ("policy", "pipespec.head.policies.level.Beam", "cannot be imported (module 'pipespec."),
         ("policy", "pipespec.head.policies.level.AFTER", "is no dataclass; correct"),
-        ("policy", "pipespec.config.cluster.ClusterConfig", "is no SpeculationPolicy; correct"),
+        ("policy", "pipespec.config.schema.ClusterConfig", "is no SpeculationPolicy; correct"),
         ("proposer", "pipespec.head.proposer.ProposerConfig", "does not define"),
         ("proposer", "pipespec.head.policies.level.Level", "is no ProposerConfig; correct"),
     ],

@@ -1,10 +1,12 @@
-"""A cluster that a thread of this process starts, watches and ends."""
+"""The cluster of an `LLM`: its settings, from the arguments, and the thread that runs it."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from pipespec.client.local_cluster import own_entry
 from pipespec.client.model_info import ModelInfo
@@ -12,11 +14,83 @@ from pipespec.client.registry import RunningCluster
 from pipespec.cluster import session
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
-from pipespec.errors import PipespecError, RankFailed
+from pipespec.errors import ConfigError, PipespecError, RankFailed
 from pipespec.system.resource_limits import require_resources
 
+Path = str | os.PathLike[str]
 # How often the ranks, and whether the cluster is wanted, are looked at.
 LOOK_S = 0.1
+
+
+def overrides_of(
+    model: Path | None,
+    draft: Path | None,
+    stages: int | None,
+    hosts: Path | None,
+    settings: Mapping[str, Any],
+) -> list[str]:
+    if hosts is not None and stages is not None:
+        raise ConfigError(
+            f"hosts={os.fspath(hosts)} and stages={stages} are both given, but a hosts file says "
+            "how many stages there are; leave one out."
+        )
+    if draft is not None and model is None:
+        raise ConfigError(
+            f"draft={os.fspath(draft)} is given without a model; pass the model that it drafts for."
+        )
+    if "trace" in settings:
+        raise ConfigError("An LLM has no setting 'trace'; leave it to `pipespec generate`.")
+    found: list[str] = []
+    if model is not None:
+        found.append(f"model.target={os.fspath(model)}")
+        if draft is not None:
+            found.append(f"model.draft={os.fspath(draft)}")
+        elif not {"model.draft", "proposer"} & set(settings):
+            found.append("proposer=suffix")
+    if stages is not None:
+        found.append(f"cluster.stages={stages}")
+    if hosts is not None:
+        found.append(f"cluster={os.fspath(hosts)}")
+    return [*found, *(f"{name}={value_text(value)}" for name, value in settings.items())]
+
+
+def check_policy(policy: object, settings: Mapping[str, Any]) -> None:
+    if policy is None:
+        return
+    from pipespec.head.policies.policy import SpeculationPolicy
+
+    kind = type(policy)
+    if not isinstance(policy, SpeculationPolicy):
+        raise ConfigError(
+            f"policy is {policy!r:.60}, but must be a SpeculationPolicy; name one that is built in "
+            'by settings={"policy": ...}.'
+        )
+    if kind.__module__ == "__main__":
+        raise ConfigError(
+            f"The policy {kind.__name__} is defined in __main__, which ranks cannot import; put "
+            "its class into a module of its own."
+        )
+    for name in settings:
+        if name.partition(".")[0] == "policy":
+            raise ConfigError(f"policy and the setting {name!r} are both given; leave one out.")
+
+
+def value_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_item, value))}]"
+    return str(value)
+
+
+def _item(value: Any) -> str:
+    if not isinstance(value, str):
+        return value_text(value)
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=value, quote=Quote.single).with_quotes()
 
 
 class _Unwanted(Exception):
