@@ -143,8 +143,7 @@ def target_of(settings: list[str]) -> str:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.api_server import bind_listener
-    from pipespec.server.connections import connection_capacity
+    from pipespec.server.api_server import bind_listener, connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
     return bind_listener(arguments.host, arguments.port)
@@ -249,7 +248,7 @@ def announcement(
             "context": running.served.context,
         }
         return json.dumps(fields) + "\n"
-    from pipespec.server.routes import public_routes
+    from pipespec.server.dialect import public_routes
 
     page = f", a chat page at {url_of(listener)}/chat" if public_routes() else ""
     return (

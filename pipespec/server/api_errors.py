@@ -61,8 +61,8 @@ class ApiError(Exception):
             kind = LIMITED
         elif self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = FAILED
-        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
-        return ErrorReply(error=detail).model_dump()
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": detail}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -21,14 +21,13 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
-from pipespec.server.host_names import ANY, normal_origin
+from pipespec.server.dialect import body_routes, dialects, error_format, error_reply, public_routes
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, HostCheck, OriginCheck
 from pipespec.server.openai_serving import JSON, REQUEST_NUMBER, OpenAIServing
-from pipespec.server.options import ServerOptions
+from pipespec.server.options import ANY, ServerOptions, normal_origin
 from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
-from pipespec.server.routes import body_routes, dialects, error_format, error_reply, public_routes
 
 FAILURES = {
     400: "A field is wrong or not supported",
@@ -100,7 +99,7 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
 def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, route in body_routes().items():
         endpoint = _endpoint(serving, path)
-        content: dict[str, Any] = {route.stream: {}} if route.stream else {}
+        content: dict[str, Any] = {route.format.media_type: {}} if route.format else {}
         replies = failures(path) | {200: {"model": route.reply, "content": content}}
         app.post(path, response_model=None, responses=replies)(endpoint)
         if path.endswith("/completions"):  # some clients leave the version out

@@ -21,8 +21,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
-from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
-from pipespec.server.routes import error_reply, public_routes
+from pipespec.server.dialect import error_reply, public_routes
+from pipespec.server.options import ANY, host_name, is_address, normal_name, normal_origin
 from pipespec.system.validation import shown
 
 REQUEST_ID = "X-Request-Id"

@@ -14,10 +14,10 @@ from pydantic_core import from_json, to_json
 
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
+from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.reasoning import ReasoningUse, SplitDelta, Thought
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
-from pipespec.server.tool_parsers.tool_choice import ToolUse
 from pipespec.server.tool_parsers.tool_parser import CallDelta
 from pipespec.text import Tokenizer
 

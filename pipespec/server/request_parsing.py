@@ -13,11 +13,10 @@ from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, PromptError
 from pipespec.sampling.params import check_sampling, check_vocabulary
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.chat_prompt import render_chat
+from pipespec.server.chat_prompt import ToolUse, offered_tools, render_chat, tool_use_of
 from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
-from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16

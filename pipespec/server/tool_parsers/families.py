@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from string import ascii_letters, digits
 from typing import ClassVar
 
-from pipespec.server.tool_parsers.incremental_json import (
+from pipespec.server.tool_parsers.tool_parser import (
     Characters,
     NotAToolCall,
+    ToolParser,
     expect,
     expect_next,
     next_nonblank,
     until,
     word,
 )
-from pipespec.server.tool_parsers.tool_parser import ToolParser
 
 LETTERS = ascii_letters + digits
 

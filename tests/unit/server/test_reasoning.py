@@ -15,12 +15,12 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.server.api_errors import ApiError
+from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.reply_format import AnswerBlocks
 from pipespec.server.tool_parsers.families import FAMILIES
-from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER, calling, fits
 

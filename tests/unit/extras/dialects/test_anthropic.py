@@ -12,7 +12,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.extras.dialects.anthropic import AnthropicFormat, MessagesRequest
+from pipespec.extras.dialects.anthropic import MessagesRequest
 from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
@@ -40,8 +40,7 @@ def fields(**body: Any) -> dict[str, Any]:
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
     """The events of a stream, as Anthropic's package decodes and types them."""
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED | body)
     sent = b"".join(dialects.stream_of(shape, answer))
     adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     decoded = [*SSEDecoder().iter_bytes(iter([sent]))]
@@ -61,8 +60,7 @@ def message(made: list[Any]) -> Message:
 
 
 def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Message:
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED | body)
     return Message.model_validate(dialects.whole_of(shape, answer), strict=True, extra="forbid")
 
 
@@ -279,8 +277,7 @@ def test_empty_answer_has_no_blocks(served: ModelInfo, preparer: Preparer) -> No
 def test_failure_of_a_stream_is_an_event_that_the_package_raises(
     served: ModelInfo, preparer: Preparer
 ) -> None:
-    request = dialects.prepared(preparer, PATH, ASKED)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED)
     (event,) = SSEDecoder().iter_bytes(iter(shape.failed(ApiError(503, "It is away."))))
     assert event.event == "error"
     assert event.json()["error"] == {"type": "overloaded_error", "message": "It is away."}

@@ -34,8 +34,8 @@ def fields(kept: bytes = b"", **body: Any) -> dict[str, Any]:
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    return ResponsesFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape: ResponsesFormat = dialects.shape_of(served, preparer, PATH, ASKED | body)
+    return shape
 
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
