@@ -82,16 +82,16 @@ def invalid_field(param: str, message: str, code: str | None = None) -> ApiError
 
 
 def api_error_of(error: PipespecError) -> ApiError:
-    if isinstance(error, ConfigError):
-        return ApiError(HTTPStatus.BAD_REQUEST, str(error))
-    if isinstance(error, ServerShuttingDown):
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="shutting_down")
-    if isinstance(error, GrammarError):  # it would fail again
-        return ApiError(HTTPStatus.BAD_REQUEST, str(error), code="grammar_failed")
-    if isinstance(error, NonFiniteLogits):
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="not_finite")
     if isinstance(error, Unreachable):  # its message names internal addresses
         return cluster_unavailable()
+    for kind, status, code in (
+        (ConfigError, HTTPStatus.BAD_REQUEST, None),
+        (ServerShuttingDown, HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down"),
+        (GrammarError, HTTPStatus.BAD_REQUEST, "grammar_failed"),  # it would fail again
+        (NonFiniteLogits, HTTPStatus.INTERNAL_SERVER_ERROR, "not_finite"),
+    ):
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
 

@@ -234,22 +234,22 @@ async def full_response(
     stream: ResponseStream, reply_format: ReplyFormat, request: Request
 ) -> Response:
     """The answers in one reply, unless the client disconnects before. Raises ApiError."""
+    collecting = asyncio.ensure_future(_collect(stream, reply_format))
+    disconnected = asyncio.ensure_future(_until_disconnected(request))
     try:
-        collecting = asyncio.ensure_future(_collect(stream, reply_format))
-        disconnected = asyncio.ensure_future(_until_disconnected(request))
-        try:
-            await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return Response(collecting.result(), media_type="application/json")
-        except PipespecError as error:
-            raise api_error_of(error) from error
-        finally:
-            for task in (collecting, disconnected):
-                task.cancel()
-            await asyncio.wait({collecting, disconnected})
+        await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(collecting.result(), media_type="application/json")
+    except PipespecError as error:
+        raise api_error_of(error) from error
     finally:
-        await stream.close()
+        for task in (collecting, disconnected):
+            task.cancel()
+        try:
+            await asyncio.wait({collecting, disconnected})
+        finally:
+            await stream.close()
 
 
 async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:

@@ -234,10 +234,7 @@ class ResponsesRequest(DialectBody):
     passed = OWN_FIELDS | {"top_k", "stop"}
     refused, names = REFUSED, NAMES
 
-    input: Annotated[
-        Annotated[str, TEXT] | Annotated[list[Item], PARTS],
-        TEXT_OR_PARTS,
-    ]
+    input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], PARTS], TEXT_OR_PARTS]
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(min_length=1, max_length=MAX_ID)] = None
     store: bool | None = None

@@ -102,10 +102,6 @@ class Read:
         return any(sample.name == name for f in self.families.values() for sample in f.samples)
 
 
-def kind(self, name: str) -> str:
-    return self.families[name].type
-
-
 # By name with its labels; `per_pos` and the like have those of their kind.
 SHARED = {
     ("num_requests_running",): 3,

@@ -69,14 +69,7 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
     ("gpt_oss", True, "lo.<|return|>", "", "lo.", []),
     ("gpt_oss", True, f"lo.<|end|><|start|>assistant{FINAL}", "Hm.", "lo.Hi.", []),
     ("gpt_oss", False, "<|channel|>analysis<|message|>Hm <|en", "Hm <|en", "", []),
-    (
-        "gpt_oss",
-        False,
-        PREAMBLE,
-        "",
-        "I look.",
-        ['f{"a": 1}'],
-    ),
+    ("gpt_oss", False, PREAMBLE, "", "I look.", ['f{"a": 1}']),
 ]
 
 
@@ -158,10 +151,7 @@ FORM = {
         (
             "{{ messages }}<|channel|>analysis",
             SPECIAL,
-            [
-                FINAL.replace("Hi.<|return|>", '{"a":1}'),
-                '<|channel|>final<|message|>{"a":1}',
-            ],
+            [FINAL.replace("Hi.<|return|>", '{"a":1}'), '<|channel|>final<|message|>{"a":1}'],
             ['{"a":1}', "<|channel|>final<|message|>Hi"],
         ),
     ],

@@ -211,7 +211,4 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     assert len(result) == len(ids) == reply["usage"]["completion_tokens"]
     assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"] == {
-        "name": "f",
-        "arguments": '{"a": 1}',
-    }
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}

@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.server.tool_parsers.families import (
-    FAMILIES,
-    ForcedJson,
-    family_for_template,
-)
+from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
 from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta, merge_deltas
 
 Call = tuple[str, str]
