@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -77,8 +78,10 @@ class ServerShuttingDown(PipespecError):
     """The server is shutting down; ask again in a moment."""
 
 
-def invalid_field(param: str, message: str, code: str | None = None) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+def invalid_field(message: str, code: str | None = None, *, param: str = "") -> ApiError:
+    """The error for a wrong field: `param`, or the first word of the message."""
+    named = param or re.split("[ ,]", message, maxsplit=1)[0]
+    return ApiError(HTTPStatus.BAD_REQUEST, message, named, code)
 
 
 def api_error_of(error: PipespecError) -> ApiError:
@@ -117,12 +120,12 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     name = "".join(parts).removeprefix(".")  # such as messages[0].content
     if kind == "missing":
-        return invalid_field(name, f"{name} is missing.")
+        return invalid_field(f"{name} is missing.", param=name)
     if message.startswith(VALUE_ERROR):
-        return invalid_field(name, f"{name} {message.removeprefix(VALUE_ERROR)}.")
+        return invalid_field(f"{name} {message.removeprefix(VALUE_ERROR)}.", param=name)
     must = MESSAGES.get(kind, "").format(**first.get("ctx", {}))
     must = must or _plain(message.removeprefix("Input "))
-    return invalid_field(name, f"{name} is {shown(first.get('input'))}, but {must}.")
+    return invalid_field(f"{name} is {shown(first.get('input'))}, but {must}.", param=name)
 
 
 def _plain(clause: str) -> str:

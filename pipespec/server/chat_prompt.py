@@ -44,31 +44,27 @@ def render_chat(
     except TemplateFailed as error:
         subject = "messages and tools do" if tools else "messages do"
         raise invalid_field(
-            "messages", f"{subject} not fit the model's chat template ({error}); change them."
+            f"{subject} not fit the model's chat template ({error}); change them."
         ) from None
 
 
 def _check_options(body: ChatRequest | TokenizeRequest) -> None:
     for name in RESERVED:
         if name in (body.chat_template_kwargs or {}):
-            raise invalid_field(
-                "chat_template_kwargs", f"chat_template_kwargs sets {name}, which the server sets."
-            )
+            raise invalid_field(f"chat_template_kwargs sets {name}, which the server sets.")
     if not body.continue_final_message:
         return
     if body.add_generation_prompt:
         raise invalid_field(
-            "continue_final_message",
             "continue_final_message and add_generation_prompt are both true, but an answer either "
-            "continues a message or begins one; leave one out.",
+            "continues a message or begins one; leave one out."
         )
     assert body.messages
     last = body.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         raise invalid_field(
-            "continue_final_message",
             "continue_final_message is true, but the last message is no text of the role "
-            f"'assistant'; its role is {shown(last.role)}.",
+            f"'assistant'; its role is {shown(last.role)}."
         )
 
 
@@ -105,7 +101,7 @@ def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     if choice == "none":
         return ()
     if not tools and choice not in (None, "auto"):
-        raise invalid_field("tool_choice", f"tool_choice is {shown(choice)}, but tools holds none.")
+        raise invalid_field(f"tool_choice is {shown(choice)}, but tools holds none.")
     known = [tool.function.name for tool in tools]
     chosen = [choice] if isinstance(choice, NamedTool) else []
     if isinstance(choice, ToolsChoice):
@@ -113,9 +109,7 @@ def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     names = [tool.function.name for tool in chosen]
     for name in names:
         if name not in known:
-            raise invalid_field(
-                "tool_choice", f"tool_choice names {shown(name)}, which is not in tools."
-            )
+            raise invalid_field(f"tool_choice names {shown(name)}, which is not in tools.")
     if isinstance(choice, ToolsChoice):
         return [tool for tool in tools if tool.function.name in names]
     return tools
@@ -140,7 +134,6 @@ def tool_use_of(
         return use, tool_calls_constraint(offered, None if parallel else 1)
     if name is None:
         raise invalid_field(
-            "tools",
             "tools are given, but the chat template does not show how this model writes a "
             f"call; forms that are known: {', '.join(FAMILIES)}.",
             "unsupported_field",
@@ -165,13 +158,12 @@ def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequen
     """Raise ApiError if the model's chat template would leave tools or calls out."""
     template = served.tokenizer.chat_template or ""
     called = any(message.tool_calls for message in messages)
-    for param, given, variable, problem in (
-        ("tools", tools, "tools", "tools are given"),
-        ("messages", called, "tool_calls", "messages hold tool_calls"),
+    for given, variable, problem in (
+        (tools, "tools", "tools are given"),
+        (called, "tool_calls", "messages hold tool_calls"),
     ):
         if given and variable not in template:
             raise invalid_field(
-                param,
                 f"{problem}, but the model's chat template has no place for them; leave "
                 "them out or serve another model.",
                 "unsupported_field",

@@ -193,7 +193,7 @@ class OllamaRequest(DialectBody):
             refuse_fields(options.model_extra or {}, REFUSED_OPTIONS)
         except ApiError as error:
             name = f"options.{error.param}"
-            raise invalid_field(name, f"options.{error.message}", error.code) from None
+            raise invalid_field(f"options.{error.message}", error.code, param=name) from None
         fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_OPTIONS}
         fields |= {"model": self.model, "stop": options.stop}
         fields["repetition_penalty"] = options.repeat_penalty
@@ -244,7 +244,7 @@ class OllamaGenerateRequest(OllamaRequest):
             fields |= {"messages": [*system, {"role": "user", "content": self.prompt}]}
         elif self.system:
             why = "system is given, but raw is true, so no template is used; leave one out."
-            raise invalid_field("system", why)
+            raise invalid_field(why, param="system")
         else:
             fields["prompt"] = self.prompt
             fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
@@ -275,7 +275,7 @@ def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             found = [each for each in open_calls if message.tool_name in (None, each[1])]
             if not found:
                 raise invalid_field(
-                    "messages", "messages hold a result of a tool that was not called before it."
+                    "messages hold a result of a tool that was not called before it."
                 )
             open_calls.remove(found[0])
             translated["tool_call_id"] = found[0][0]

@@ -588,7 +588,7 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
         """A response that was made before, for as long as it can be continued."""
         if stream:
             why = "stream is true, but a response that is kept is whole; leave stream out."
-            raise invalid_field("stream", why)
+            raise invalid_field(why, param="stream")
         found = await serving.kept(request, response)
         if found is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
