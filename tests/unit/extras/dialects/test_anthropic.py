@@ -69,43 +69,33 @@ def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Me
 
 def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
+    used = {"id": "a", "name": "get_weather", "input": {"city": "Bern"}}
+    spoken = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use"} | used,
+    ]
+    sunny = {"tool_use_id": "a", "content": [{"type": "text", "text": "Sunny."}]}
+    results = [
+        {"type": "tool_result"} | sunny,
+        {"type": "tool_result", "tool_use_id": "b", "is_error": True},
+        {"type": "text", "text": "Well?"},
+    ]
     conversation = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Bern"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "a",
-                    "content": [{"type": "text", "text": "Sunny."}],
-                },
-                {"type": "tool_result", "tool_use_id": "b", "is_error": True},
-                {"type": "text", "text": "Well?"},
-            ],
-        },
+        {"role": "assistant", "content": spoken},
+        {"role": "user", "content": results},
         {"role": "user", "content": "Tell me."},
     ]
     system = [{"type": "text", "text": "Be brief."} | cached, {"type": "text", "text": "Be kind."}]
     made = fields(messages=conversation, system=system, tools=[TOOL])
     call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
+    calls = {"tool_calls": [{"id": "a", "type": "function", "function": call}]}
     assert made["messages"] == [
         {"role": "system", "content": "Be brief.\nBe kind."},
         {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [{"id": "a", "type": "function", "function": call}],
-            "reasoning_content": "Hm.",
-        },
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."} | calls,
         {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
         {"role": "tool", "tool_call_id": "b", "content": ""},
         {"role": "user", "content": "Well?\nTell me."},
