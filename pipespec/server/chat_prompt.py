@@ -92,6 +92,9 @@ class ToolUse:
     named: bool = False
     strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.parser.patterns()  # compiled here, where a request is prepared, beside the event loop
+
 
 def offered_tools(body: ChatRequest) -> Sequence[Tool]:
     """The tools that the prompt shows to the model: none with `tool_choice` none, and only allowed

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from pipespec.errors import ConfigError
 from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_number, check_whole
-from pipespec.server.tool_parsers.families import FAMILIES
 
 ANY = "*"
 _ORIGIN = re.compile(
@@ -81,6 +80,8 @@ class ServerOptions:
     tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
+        from pipespec.server.tool_parsers.families import FAMILIES  # no other command needs regex
+
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
         for name, least, most in WHOLE:
             value = getattr(self, name)

@@ -10,6 +10,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import regex
@@ -91,20 +92,20 @@ class ToolParser:
         lambda name, number: f"call_{secrets.token_hex(12)}"
     )
     most: ClassVar[int] = MAX_LENGTH
-    patterns: ClassVar[Mapping[str, Any]]
 
     def __init_subclass__(cls) -> None:
         if "special" not in vars(cls):
             cls.special = (*cls.markers, *cls.closers)
-        cls._compile()
 
     @classmethod
-    def _compile(cls) -> None:
+    @cache
+    def patterns(cls) -> Mapping[str, Any]:
+        """All patterns by name; the first call takes some milliseconds."""
         closers, markers = ("|".join(map(regex.escape, t)) for t in (cls.closers, cls.markers))
         sources = {"closers": closers or "(?!)", "markers": markers or "(?!)", "first": cls.first}
         sources |= {"another": f"{WS},{WS}{cls.another}", "list_end": rf"{WS}\]"}
         sources |= {"object_end": _OBJECT_END, "end": cls.end, "key": cls.key, "last": cls.last}
-        cls.patterns = {name: regex.compile(it, regex.DOTALL) for name, it in sources.items()}
+        return {name: regex.compile(source, regex.DOTALL) for name, source in sources.items()}
 
     def __init__(self, strings: Mapping[str, frozenset[str]] | None = None) -> None:
         """`strings`: the parameters that are texts, by function, for families that do not write
@@ -160,7 +161,7 @@ class ToolParser:
                 self._blank, self._held = "", self._held[closer.end() :]
             if closer:
                 return not closer.partial
-        found = self.patterns["markers"].search(self._held, partial=True)
+        found = self.patterns()["markers"].search(self._held, partial=True)
         self._release(found.start() if found else len(self._held))
         if not found or found.partial:
             return False
@@ -254,7 +255,7 @@ class ToolParser:
         return True
 
     def _match(self, pattern: str) -> Any:
-        return self.patterns[pattern].match(self._held, partial=True)
+        return self.patterns()[pattern].match(self._held, partial=True)
 
     def _ended(self, after_call: bool = True) -> bool:
         self._step, self._after_call, self._listed = self._find_marker, after_call, False
@@ -265,7 +266,7 @@ class ToolParser:
         up to where it differs from one."""
         if found is not None and len(self._held) <= self.most:
             return False
-        match, held = self.patterns[pattern].match, self._held[: self.most]
+        match, held = self.patterns()[pattern].match, self._held[: self.most]
         lengths = range(1, len(held) + 1)
         fits = bisect_left(
             lengths, True, key=lambda length: match(held[:length], partial=True) is None
@@ -294,9 +295,6 @@ class ToolParser:
     def _take(self) -> list[Piece]:
         pieces, self._pieces = merged(self._pieces), []
         return pieces
-
-
-ToolParser._compile()
 
 
 def _unquoted(name: str) -> str:
