@@ -123,8 +123,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def listening(arguments: argparse.Namespace) -> socket.socket:
     """The socket for requests, bound before anything is started. Raises ConfigError."""
-    from pipespec.server.api_server import bind_listener
-    from pipespec.server.connections import connection_capacity
+    from pipespec.server.api_server import bind_listener, connection_capacity
 
     connection_capacity(read_options(arguments, "model").max_connections)  # errors before all else
     return bind_listener(arguments.host, arguments.port)
@@ -228,7 +227,7 @@ def announcement(
             "context": running.served.context,
         }
         return json.dumps(fields) + "\n"
-    from pipespec.server.routes import public_routes
+    from pipespec.server.dialect import public_routes
 
     page = f", a chat page at {url_of(listener)}/chat" if public_routes() else ""
     return (

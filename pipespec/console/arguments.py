@@ -40,10 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def finish(
-    command: Parser,
-    run: Callable[[argparse.Namespace, list[str]], int],
-    *,
-    starts: bool = False,
+    command: Parser, run: Callable[[argparse.Namespace, list[str]], int], *, starts: bool = False
 ) -> None:
     """Add what every command has: `--json`, what runs it, and which options it knows. `starts`: it
     starts ranks on this machine, unless `--on` is given."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipespec.errors import PipespecError
@@ -84,17 +85,12 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
     """Bars on a terminal until all are full. Yields what moves each: how much, of how much."""
     with _bars() as bars:
 
-        def mover(name: str) -> Callable[[int, int], None]:
-            bar = bars.add_task(name, total=None)
+        def move(bar: TaskID, done: int, of: int) -> None:
+            bars.update(bar, completed=done, total=of)
+            if bars.finished:
+                bars.stop()
 
-            def move(done: int, of: int) -> None:
-                bars.update(bar, completed=done, total=of)
-                if bars.finished:
-                    bars.stop()
-
-            return move
-
-        yield [mover(name) for name in names]
+        yield [partial(move, bars.add_task(name, total=None)) for name in names]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -61,8 +62,8 @@ class ApiError(Exception):
             kind = LIMITED
         elif self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = FAILED
-        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
-        return ErrorReply(error=detail).model_dump()
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": detail}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -77,21 +78,23 @@ class ServerShuttingDown(PipespecError):
     """The server is shutting down; ask again in a moment."""
 
 
-def invalid_field(param: str, message: str, code: str | None = None) -> ApiError:
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+def invalid_field(message: str, code: str | None = None, *, param: str = "") -> ApiError:
+    """The error for a wrong field: `param`, or the first word of the message."""
+    named = param or re.split("[ ,]", message, maxsplit=1)[0]
+    return ApiError(HTTPStatus.BAD_REQUEST, message, named, code)
 
 
 def api_error_of(error: PipespecError) -> ApiError:
-    if isinstance(error, ConfigError):
-        return ApiError(HTTPStatus.BAD_REQUEST, str(error))
-    if isinstance(error, ServerShuttingDown):
-        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="shutting_down")
-    if isinstance(error, GrammarError):  # it would fail again
-        return ApiError(HTTPStatus.BAD_REQUEST, str(error), code="grammar_failed")
-    if isinstance(error, NonFiniteLogits):
-        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="not_finite")
     if isinstance(error, Unreachable):  # its message names internal addresses
         return cluster_unavailable()
+    for kind, status, code in (
+        (ConfigError, HTTPStatus.BAD_REQUEST, None),
+        (ServerShuttingDown, HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down"),
+        (GrammarError, HTTPStatus.BAD_REQUEST, "grammar_failed"),  # it would fail again
+        (NonFiniteLogits, HTTPStatus.INTERNAL_SERVER_ERROR, "not_finite"),
+    ):
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
 
 
@@ -117,12 +120,12 @@ def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     name = "".join(parts).removeprefix(".")  # such as messages[0].content
     if kind == "missing":
-        return invalid_field(name, f"{name} is missing.")
+        return invalid_field(f"{name} is missing.", param=name)
     if message.startswith(VALUE_ERROR):
-        return invalid_field(name, f"{name} {message.removeprefix(VALUE_ERROR)}.")
+        return invalid_field(f"{name} {message.removeprefix(VALUE_ERROR)}.", param=name)
     must = MESSAGES.get(kind, "").format(**first.get("ctx", {}))
     must = must or _plain(message.removeprefix("Input "))
-    return invalid_field(name, f"{name} is {shown(first.get('input'))}, but {must}.")
+    return invalid_field(f"{name} is {shown(first.get('input'))}, but {must}.", param=name)
 
 
 def _plain(clause: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import signal
 import socket
 import sys
@@ -18,7 +19,6 @@ from pipespec.client.async_client import attach
 from pipespec.client.registry import RunningCluster
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.server.app import make_app, make_loading_app
-from pipespec.server.connections import connection_capacity
 from pipespec.server.http_protocol import protocol_factory
 from pipespec.server.middleware import RequestIds
 from pipespec.server.openai_serving import OpenAIServing
@@ -35,7 +35,15 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_S = 0.001
 # How often the server checks whether the cluster is ready, and whether its launcher lives.
 WATCH_S = 0.1
-
+# File descriptors for all else: Redis, workers, files of the page, dashboards.
+RESERVED_DESCRIPTORS = 64
+# A server with fewer connections is of no use; with these it needs so many open files.
+MIN_CONNECTIONS = 16
+MIN_FILES = 108
+# How many open files a process asks for at most where nothing limits it.
+MAX_FILES = 2**20
+# Connections that may wait to be accepted.
+BACKLOG = 2048
 
 # Finds the cluster that a server serves: None while it loads. The server ends with a PipespecError
 # from here.
@@ -59,6 +67,28 @@ def bind_listener(host: str, port: int) -> socket.socket:
             "--host or --port."
         ) from None
     return listener
+
+
+def connection_capacity(wanted: int) -> tuple[int, int]:
+    """How many of `wanted` connections this process can hold, and how many more may wait to be
+    accepted. Raises its limit of open files for them as far as possible; ConfigError if that is too
+    low for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else hard
+    needed = min(wanted + BACKLOG + RESERVED_DESCRIPTORS, most)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        soft = needed
+    if soft == resource.RLIM_INFINITY:
+        return wanted, BACKLOG
+    backlog = min(BACKLOG, soft // 4)
+    capacity = min(wanted, soft - backlog - RESERVED_DESCRIPTORS)
+    if capacity < min(wanted, MIN_CONNECTIONS):
+        raise ConfigError(
+            f"This process may open {soft} files, but a server needs {MIN_FILES} at least; raise "
+            "the limit (ulimit -n)."
+        )
+    return capacity, backlog
 
 
 async def run_api_server(

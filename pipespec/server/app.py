@@ -21,14 +21,13 @@ from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, cluster_unavailable, validation_failed
-from pipespec.server.host_names import ANY, normal_origin
+from pipespec.server.dialect import body_routes, dialects, error_format, error_reply, public_routes
 from pipespec.server.metrics import Metrics
-from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, HostCheck, OriginCheck
+from pipespec.server.middleware import REQUEST_ID, ApiKeyCheck, Check, HostCheck, OriginCheck
 from pipespec.server.openai_serving import JSON, REQUEST_NUMBER, OpenAIServing
-from pipespec.server.options import ServerOptions
+from pipespec.server.options import ANY, ServerOptions, normal_origin
 from pipespec.server.response_schema import CancelReply
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
-from pipespec.server.routes import body_routes, dialects, error_format, error_reply, public_routes
 
 FAILURES = {
     400: "A field is wrong or not supported",
@@ -59,8 +58,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _add_error_handlers(app)
     _add_body_routes(app, serving)
-    _add_model_routes(app, serving)
-    _add_monitoring_routes(app, serving)
+    _add_other_routes(app, serving)
     app.router.routes.extend(public_routes())
     for dialect in dialects():
         if dialect.mount is not None:
@@ -86,34 +84,27 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
     """The checks of a request, in the order in which it passes them. None reads its body."""
     checks = []
     if options.allowed_hosts or not options.api_keys:
-        checks.append(Middleware(HostCheck, options.host, options.allowed_hosts))
-    checks.append(Middleware(OriginCheck, options.allowed_origins))
+        checks.append(Middleware(Check, HostCheck(options.host, options.allowed_hosts)))
+    checks.append(Middleware(Check, OriginCheck(options.allowed_origins)))
     if options.allowed_origins:
         cors: dict[str, Any] = {
             "allow_origins": [normal_origin(each) or ANY for each in options.allowed_origins],
             "expose_headers": [REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
         }
         checks.append(Middleware(CORSMiddleware, allow_methods="*", allow_headers="*", **cors))
-    return [*checks, Middleware(ApiKeyCheck, options.api_keys)]
+    return [*checks, Middleware(Check, ApiKeyCheck(options.api_keys))]
 
 
 def _add_body_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, route in body_routes().items():
         endpoint = _endpoint(serving, path)
-        content: dict[str, Any] = {route.stream: {}} if route.stream else {}
+        content: dict[str, Any] = {route.format.media_type: {}} if route.format else {}
         replies = failures(path) | {200: {"model": route.reply, "content": content}}
         app.post(path, response_model=None, responses=replies)(endpoint)
         if path.endswith("/completions"):  # some clients leave the version out
             app.post(path.removeprefix("/v1"), include_in_schema=False, response_model=None)(
                 endpoint
             )
-
-
-def _add_model_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for prefix in ("/v1", ""):
-        app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
-        app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
-    app.get("/tokenizer_info")(serving.tokenizer_info)
 
 
 def failures(path: str) -> dict[int | str, dict[str, Any]]:
@@ -129,7 +120,11 @@ def _endpoint(serving: OpenAIServing, path: str) -> Any:
     return answer
 
 
-def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
+def _add_other_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    for prefix in ("/v1", ""):
+        app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
+        app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
+    app.get("/tokenizer_info")(serving.tokenizer_info)
     app.get("/health")(serving.health)
 
     @app.get("/version")

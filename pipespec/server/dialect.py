@@ -1,20 +1,33 @@
-"""What a server needs of an interface that it adds to OpenAI's: paths, requests that translate
-themselves into chats or completions, and formats of replies."""
+"""The routes that take a body: OpenAI's, and those of interfaces (dialects) in other words, whose
+requests translate themselves into chats or completions. A server does without dialects that are not
+installed."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.server.api_errors import ApiError
+from pipespec.server import response_schema
+from pipespec.server.api_errors import ApiError, ErrorReply
+from pipespec.server.openai_format import ChatFormat, CompletionFormat
 from pipespec.server.reply_format import ReplyFormat
-from pipespec.server.request_schema import Refused, RequestBody
+from pipespec.server.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Refused,
+    RequestBody,
+    TokenizeRequest,
+)
 
 # Fields of ours that no dialect but OpenAI's has, and that mean the same in every one.
 OWN_FIELDS = frozenset(
@@ -52,13 +65,12 @@ class Translation:
 class DialectBody(RequestBody):
     """A request of another dialect.
 
-    Declared fields and `passed` ones are honoured, except for `ignored` ones, which change no
-    text, and `refused` ones (as in `UNSUPPORTED_FIELDS`). All others are unknown, and ignored.
-    `names` are the names here, by ours, of fields that have another one in error messages.
+    Declared fields and `passed` ones are honoured, and `refused` ones are not (as in
+    `UNSUPPORTED_FIELDS`). All others are ignored, as they are unknown or change no text. `names`
+    are the names here, by ours, of fields that have another one in error messages.
     """
 
     passed: ClassVar[frozenset[str]] = OWN_FIELDS
-    ignored: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[Refused] = {}
     names: ClassVar[Mapping[str, str]] = {}
 
@@ -93,21 +105,19 @@ class DialectBody(RequestBody):
 
 @dataclass(frozen=True)
 class BodyRoute:
-    """A route for POST: the models of a request and of a whole reply, what makes the replies if
-    text is generated, and the media type of streams."""
+    """A route for POST: the models of a request and of a whole reply, and what makes the replies if
+    text is generated."""
 
     body: type[RequestBody]
     reply: type[BaseModel]
-    format: Callable[..., ReplyFormat] | None = None
-    stream: str = ""
+    format: type[ReplyFormat] | None = None
 
 
-@dataclass(frozen=True)
-class ErrorFormat:
+class ErrorFormat(NamedTuple):
     """The model of errors, and what makes the body of one."""
 
-    model: type[BaseModel]
-    body: Callable[[ApiError], dict[str, Any]]
+    model: type[BaseModel] = ErrorReply
+    body: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
 
 
 @dataclass(frozen=True)
@@ -125,3 +135,46 @@ class Dialect:
     errors: Mapping[str, ErrorFormat] = field(default_factory=dict)
     public_routes: Sequence[BaseRoute] = ()
     mount: Callable[[FastAPI, Any], None] | None = None
+
+
+OPENAI: Mapping[str, BodyRoute] = {
+    "/v1/chat/completions": BodyRoute(ChatRequest, response_schema.ChatReply, ChatFormat),
+    "/v1/completions": BodyRoute(
+        CompletionRequest, response_schema.CompletionReply, CompletionFormat
+    ),
+    "/tokenize": BodyRoute(TokenizeRequest, response_schema.TokenizeReply),
+    "/detokenize": BodyRoute(DetokenizeRequest, response_schema.DetokenizeReply),
+}
+# The modules that have a `DIALECT`.
+MODULES = ("dialects.responses", "dialects.anthropic", "dialects.ollama", "pages.routes")
+
+
+@cache
+def dialects() -> tuple[Dialect, ...]:
+    found = []
+    for name in (f"pipespec.extras.{module}" for module in MODULES):
+        try:
+            found.append(importlib.import_module(name).DIALECT)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+    return tuple(found)
+
+
+@cache
+def body_routes() -> Mapping[str, BodyRoute]:
+    return {**OPENAI, **{path: route for each in dialects() for path, route in each.routes.items()}}
+
+
+def public_routes() -> list[BaseRoute]:
+    """The routes that need neither a key nor a cluster, beside /health."""
+    return [route for dialect in dialects() for route in dialect.public_routes]
+
+
+def error_format(path: str) -> ErrorFormat:
+    formats = (each for dialect in dialects() for each in dialect.errors.items())
+    return next((made for beginning, made in formats if path.startswith(beginning)), ErrorFormat())
+
+
+def error_reply(path: str, error: ApiError) -> JSONResponse:
+    return JSONResponse(error_format(path).body(error), error.status, error.headers)

@@ -8,6 +8,7 @@ way that lets further clients in, the number of connections. This module adds th
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 from collections import Counter
@@ -22,7 +23,6 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from pipespec.server.api_errors import RETRY_AFTER_S, ApiError
-from pipespec.server.connections import ConnectionTable
 from pipespec.server.middleware import new_request_id
 from pipespec.server.options import ServerOptions
 
@@ -32,29 +32,92 @@ MAX_CHUNKS, CHUNK_BYTES = 1024, 64
 LINGER_S = 30.0
 # How often the log reports refused connections.
 REPORT_EVERY_S = 60.0
+# The part of an IPv6 address that its holder does not choose.
+NETWORK_BITS = 64
 logger = logging.getLogger("uvicorn.error")  # its lines go to standard error
 # What uvicorn's protocol logs: errors, and no line for each refused connection.
 errors = logging.Logger(logger.name, logging.ERROR)
 errors.parent = logger
 
 
-class RefusalLog:
-    """Counts refused connections, and writes one line for those of `every` seconds: with a line for
-    each any client could fill the disk."""
+class ConnectionTable:
+    """Admits up to `most` connections in all and `most_per_address` from one address.
 
-    def __init__(self, every: float = REPORT_EVERY_S):
-        self._every = every
-        self._counts: Counter[int] = Counter()
+    A connection is busy if a whole request has arrived from it and its client reads the reply. When
+    there is no room for a new one, `evict` closes the one that has not been busy for longest, so
+    that connections which are held open for nothing lock no client out.
+    """
 
-    def count(self, status: int) -> None:
-        if not self._counts:
-            asyncio.get_running_loop().call_later(self._every, self._report)
-        self._counts[status] += 1
+    def __init__(self, most: int, most_per_address: int):
+        self._most = most
+        self._most_per_address = most_per_address
+        self._address: dict[Any, str] = {}
+        self._count: Counter[str] = Counter()
+        # In the order in which they became evictable.
+        self._evictable: dict[Any, None] = {}
+
+    def admit(self, connection: Any, host: str) -> bool:
+        """Add a new connection, which may evict another; False: there is no room for it."""
+        address = network_of(host)
+        if self._count[address] >= self._most_per_address and not self._evict_one(address):
+            return False
+        if len(self._address) >= self._most and not self._evict_one(None):
+            return False
+        self._address[connection] = address
+        self._count[address] += 1
+        self._evictable[connection] = None
+        return True
+
+    def mark_busy(self, connection: Any) -> None:
+        self._evictable.pop(connection, None)
+
+    def mark_evictable(self, connection: Any) -> None:
+        if connection in self._address:
+            self._evictable.setdefault(connection)
+
+    def remove(self, connection: Any) -> None:
+        self._evictable.pop(connection, None)
+        address = self._address.pop(connection, None)
+        if address is not None:
+            self._count[address] -= 1
+            if not self._count[address]:
+                del self._count[address]
+
+    def _evict_one(self, address: str | None) -> bool:
+        for connection in self._evictable:
+            if address in (None, self._address[connection]):
+                self.remove(connection)
+                connection.evict()
+                return True
+        return False
+
+
+def network_of(host: str) -> str:
+    """The address by which connections are counted: IPv4's own, of IPv6 the network."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a path, or nothing
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, NETWORK_BITS), strict=False))
+    return str(address)
+
+
+class RefusalLog(Counter[int]):
+    """Counts refused connections by status, and writes one line for those of a minute: with a line
+    for each any client could fill the disk."""
+
+    def add(self, status: int) -> None:
+        if not self:
+            asyncio.get_running_loop().call_later(REPORT_EVERY_S, self._report)
+        self[status] += 1
 
     def _report(self) -> None:
-        counts = ", ".join(f"{count} with {status}" for status, count in self._counts.items())
-        logger.warning("Connections that were refused within %g s: %s.", self._every, counts)
-        self._counts.clear()
+        counts = ", ".join(f"{count} with {status}" for status, count in self.items())
+        logger.warning("Connections that were refused within %g s: %s.", REPORT_EVERY_S, counts)
+        self.clear()
 
 
 class _Parser(h11.Connection):
@@ -135,14 +198,12 @@ class LimitedProtocol(H11Protocol):
         self._awaited: tuple[str | None, Any] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
-    # --- the connection -----------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Transport(transport, self.conn))  # type: ignore[arg-type]
         if self._connections.admit(self, self.client[0] if self.client else ""):
             self._update()
         else:
-            self._refuse(_too_many_connections())
+            self.evict()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -184,10 +245,10 @@ class LimitedProtocol(H11Protocol):
     def evict(self) -> None:
         if self.transport.get_write_buffer_size():  # the client does not read it
             self.transport.abort()
-        else:
-            self._refuse(_too_many_connections())
-
-    # --- limits -------------------------------------------------------------------------------
+            return
+        message = f"Too many connections are open; try again in {RETRY_AFTER_S} s."
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        self._refuse(ApiError(status, message, code="too_many_connections"))
 
     def _update(self) -> None:
         """Set the deadline of what is awaited, and protect this connection from eviction while the
@@ -232,14 +293,11 @@ class LimitedProtocol(H11Protocol):
         return self._get_upgrade() == b"websocket"  # offers of HTTP/2 are ignored
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._refuse(
-            ApiError(
-                HTTPStatus.BAD_REQUEST,
-                "This server does not speak WebSocket; send a request of HTTP, with stream: true "
-                "for an answer as it comes.",
-                code="no_websocket",
-            )
+        message = (
+            "This server does not speak WebSocket; send a request of HTTP, with stream: true for "
+            "an answer as it comes."
         )
+        self._refuse(ApiError(HTTPStatus.BAD_REQUEST, message, code="no_websocket"))
 
     def send_400_response(self, msg: str) -> None:
         message = "This is no request of HTTP/1.1."
@@ -254,7 +312,7 @@ class LimitedProtocol(H11Protocol):
         """End the connection, with a reply unless another one has begun."""
         if self.transport.is_closing():
             return
-        self._refusals.count(error.status)
+        self._refusals.add(error.status)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_reply_bytes(error, self.server_state.default_headers))
         self._close()
@@ -288,11 +346,3 @@ def _reply_bytes(error: ApiError, default_headers: list[tuple[bytes, bytes]]) ->
     lines = [name + b": " + value + b"\r\n" for name, value in headers]
     status = b"HTTP/1.1 %d %b\r\n" % (error.status, STATUS_PHRASES[error.status])
     return b"".join([status, *lines, b"\r\n", body])
-
-
-def _too_many_connections() -> ApiError:
-    return ApiError(
-        HTTPStatus.SERVICE_UNAVAILABLE,
-        f"Too many connections are open; try again in {RETRY_AFTER_S} s.",
-        code="too_many_connections",
-    )

@@ -67,13 +67,10 @@ class RequestMetrics:
         self.itl = seconds("inter_token_latency_seconds", "Between tokens")
         self.e2e = seconds("e2e_request_latency_seconds", "From request to last token")
         self.queue = seconds("request_queue_time_seconds", "From request until the head starts it")
-        self.prefill = seconds(
-            "request_prefill_time_seconds", "From the start at the head to first token"
-        )
+        start = "From the start at the head to"
+        self.prefill = seconds("request_prefill_time_seconds", f"{start} first token")
         self.decode = seconds("request_decode_time_seconds", "From first to last token")
-        self.inference = seconds(
-            "request_inference_time_seconds", "From the start at the head to last token"
-        )
+        self.inference = seconds("request_inference_time_seconds", f"{start} last token")
         self.prompt = counts("request_prompt_tokens", "Tokens per prompt")
         self.answer = counts("request_generation_tokens", "Tokens per answer")
         self.n = counts("request_params_n", "Answers wanted per prompt", buckets=CHOICES)
@@ -128,7 +125,7 @@ def _shared(status: ClusterStatus) -> Iterable[Metric]:
     yield Counter("spec_decode_num_accepted_tokens", "Draft tokens accepted", sum(hits.values()))
     by_position = {depth - 1: count for depth, count in hits.items()}
     name = "spec_decode_num_accepted_tokens_per_pos"
-    yield _counter(name, "Draft tokens accepted, by depth - 1", "position", by_position)
+    yield _labelled(name, "Draft tokens accepted, by depth - 1", "position", by_position)
     steps = {float(most): count for most, count in labelled(totals, "step_tokens").items()}
     up_to = accumulate(steps.get(most, 0) for most in STEP_TOKENS)
     yield Histogram(
@@ -143,35 +140,36 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
     totals, state = status.totals, status.state
     yield Gauge("epoch", "Epoch: starts and recoveries so far", status.epoch)
     yield Gauge("ranks", "Ranks that have joined the epoch", status.joined)
-    if state:
-        for name, text in (
-            ("kv_slots", "KV slots of every stage"),
-            ("kv_slots_held", "KV slots in use"),
-            ("kv_slots_retained", "KV slots of the prefix cache"),
-            ("row_budget", "Rows per step, not counting prefill"),
-        ):
-            yield Gauge(name, text, state[name])
-    yield Counter("steps", "Steps with rows", totals["steps"])
-    yield Counter("decided_tokens", "Tokens generated for all clients", totals["tokens"])
+    for name, text in (
+        ("kv_slots", "KV slots of every stage"),
+        ("kv_slots_held", "KV slots in use"),
+        ("kv_slots_retained", "KV slots of the prefix cache"),
+        ("row_budget", "Rows per step, not counting prefill"),
+    ):
+        yield Gauge(name, text, state.get(name))
+    for name, text, count in (
+        ("steps", "Steps with rows", "steps"),
+        ("decided_tokens", "Tokens generated for all clients", "tokens"),
+    ):
+        yield Counter(name, text, totals[count])
     names = {"decided": "root_rows", "prompt": "prompt_rows", "draft": "draft_rows"}
     rows = {kind: totals[name] for kind, name in names.items()}
-    yield _counter("rows", "Rows, by kind", "kind", rows)
+    yield _labelled("rows", "Rows, by kind", "kind", rows)
     for name, text, count in (
         ("draft_rows", "Draft tokens verified, by depth", "fed"),
         ("draft_hits", "Draft tokens accepted, by depth", "hits"),
         ("draft_hits_expected", "Acceptances that the proposer predicted, by depth", "expected"),
     ):
-        yield _counter(name, text, "depth", _by_number(status, count))
+        yield _labelled(name, text, "depth", _by_number(status, count))
     for name, text, count in (
         ("mid_passes", "Passes of the mid-size model", "mid_passes"),
         ("mid_scored", "Nodes that the mid-size model scored", "scored"),
     ):
-        if totals.get(count):  # only some clusters have one
-            yield Counter(name, text, totals[count])
+        yield Counter(name, text, totals[count] or None)  # only some clusters have one
     yield _infos("rank_info", "How each rank computes", _rank_infos(status))
     yield _infos("rank_place_info", "Each rank's host, device and layers", _rank_places(status))
     text = "Share of time with requests spent computing"
-    yield _counter("stage_busy_share", text, "stage", status.busy, Gauge)
+    yield _labelled("stage_busy_share", text, "stage", status.busy, Gauge)
     for name, text in (
         ("active", "Time with requests"),
         ("busy", "Time spent computing"),
@@ -179,9 +177,9 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
         ("send", "Time sending"),
     ):
         seconds = {n: ns * 1e-9 for n, ns in _by_number(status, f"{name}_ns").items()}
-        yield _counter(f"stage_{name}_seconds", text, "stage", seconds)
+        yield _labelled(f"stage_{name}_seconds", text, "stage", seconds)
     faults = {str(kind): status.faults.get(kind, 0) for kind in FaultKind}
-    yield _counter("faults", "Epochs ended by a fault, by its kind", "kind", faults)
+    yield _labelled("faults", "Epochs ended by a fault, by its kind", "kind", faults)
     for name, text, count, ns in (
         ("recovery", "From a fault until all ranks joined", RECOVERIES, RECOVERY_NS),
         ("resumption", "From a fault to the next token", RESUMPTIONS, RESUMPTION_NS),
@@ -190,7 +188,7 @@ def _own(status: ClusterStatus) -> Iterable[Metric]:
         yield Summary(f"{name}_seconds", text, count_value=totals[count], sum_value=total)
 
 
-def _counter(
+def _labelled(
     name: str, text: str, label: str, counts: Mapping[Any, float], kind: Any = Counter
 ) -> Metric:
     metric: Metric = kind(name, text, labels=[label])
@@ -261,8 +259,13 @@ class Metrics:
 
     def prometheus_text(self, status: ClusterStatus | None) -> bytes:
         """All metrics as text; those of the cluster only if it answers."""
-        collected = SimpleNamespace(collect=lambda: self._collect(status))
-        return generate_latest(collected)
+        own = (
+            with_prefix(prefix, metric, self._labels)
+            for metric in self.requests.collect()
+            for prefix in BOTH
+        )
+        metrics = [*own, *cluster_metrics(status, self._labels)]
+        return generate_latest(SimpleNamespace(collect=lambda: metrics))
 
     def samples_by_name(
         self, status: ClusterStatus | None
@@ -275,12 +278,6 @@ class Metrics:
             name = sample.name.removeprefix(OURS)
             found.setdefault(name, []).append((sample.labels, sample.value))
         return found
-
-    def _collect(self, status: ClusterStatus | None) -> Iterable[Metric]:
-        for metric in self.requests.collect():
-            for prefix in BOTH:
-                yield with_prefix(prefix, metric, self._labels)
-        yield from cluster_metrics(status, self._labels)
 
 
 class RequestTimer:

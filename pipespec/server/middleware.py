@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,8 +21,8 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
-from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
-from pipespec.server.routes import error_reply, public_routes
+from pipespec.server.dialect import error_reply, public_routes
+from pipespec.server.options import ANY, host_name, is_address, normal_name, normal_origin
 from pipespec.system.validation import shown
 
 REQUEST_ID = "X-Request-Id"
@@ -57,25 +57,20 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class _Check:
-    """Answers a request with an error, or passes it on."""
+class Check:
+    """Answers a request with the error that `refusal` returns, or passes it on if that is None."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope, Headers], ApiError | None]):
         self._app = app
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
-            await error_reply(scope["path"], error)(scope, receive, send)
-
-    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """The error with which to answer; None: the request passes."""
-        raise NotImplementedError
+        error = self._refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        app = self._app if error is None else error_reply(scope["path"], error)
+        await app(scope, receive, send)
 
 
-class HostCheck(_Check):
+class HostCheck:
     """Refuses requests for a host that is not one of the server's with 403.
 
     The server accepts the loopback names (localhost and names below it), addresses, `host` (the
@@ -83,13 +78,12 @@ class HostCheck(_Check):
     browser's.
     """
 
-    def __init__(self, app: ASGIApp, host: str, allowed: Sequence[str]):
-        super().__init__(app)
+    def __init__(self, host: str, allowed: Sequence[str]):
         self._any = ANY in allowed
         self._names = {normal_name(name) for name in ("localhost", host, *allowed)}
         self._suffixes = (".localhost", *(n[1:] for n in self._names if n.startswith("*.")))
 
-    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def __call__(self, scope: Scope, headers: Headers) -> ApiError | None:
         for host in () if self._any else headers.getlist("host"):
             name = host_name(host)
             known = name in self._names or (name and name.endswith(self._suffixes))
@@ -103,17 +97,16 @@ class HostCheck(_Check):
         return None
 
 
-class OriginCheck(_Check):
+class OriginCheck:
     """Refuses requests of web pages of other origins with 403. The server's own origin is the
     scheme and the Host of the request, or X-Forwarded-Proto of a proxy on this machine (uvicorn
     reads it)."""
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]):
-        super().__init__(app)
+    def __init__(self, allowed: Sequence[str]):
         self._any = ANY in allowed
         self._allowed = {normal_origin(origin) for origin in allowed} - {None}
 
-    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def __call__(self, scope: Scope, headers: Headers) -> ApiError | None:
         foreign = None if self._any else self._foreign(scope["scheme"], headers)
         if foreign is None:
             return None
@@ -140,7 +133,7 @@ class OriginCheck(_Check):
         return None
 
 
-class ApiKeyCheck(_Check):
+class ApiKeyCheck:
     """Refuses requests without one of `keys` with 401, except for `/health` and the public routes
     (pages), which reveal nothing about the cluster. With no keys every request passes.
 
@@ -148,17 +141,19 @@ class ApiKeyCheck(_Check):
     request's `state.api_key_digest`. Digests are compared in constant time.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        super().__init__(app)
+    def __init__(self, keys: Sequence[str]):
         self._digests = [_digest(key.encode()) for key in keys]
         self._public = public_routes()
 
-    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+    def __call__(self, scope: Scope, headers: Headers) -> ApiError | None:
         public = scope["path"] == "/health" or any(
             route.matches(scope)[0] is not Match.NONE for route in self._public
         )
         required = bool(self._digests) and not public
-        digest = _digest_of_key(headers) if required else b""
+        key, bearer = headers.get("x-api-key", ""), headers.get("authorization", "")
+        if bearer.lower().startswith(BEARER):
+            key = bearer[len(BEARER) :].strip()
+        digest = _digest(key.encode("latin-1", errors="replace")) if required else b""
         scope.setdefault("state", {})["api_key_digest"] = digest
         # Digests have equal lengths, and all of them are compared.
         if not required or sum(hmac.compare_digest(digest, known) for known in self._digests):
@@ -168,14 +163,6 @@ class ApiKeyCheck(_Check):
             "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
             code="invalid_api_key",
         )
-
-
-def _digest_of_key(headers: Headers) -> bytes:
-    key = headers.get("x-api-key", "")
-    bearer = headers.get("authorization", "")
-    if bearer.lower().startswith(BEARER):
-        key = bearer[len(BEARER) :].strip()
-    return _digest(key.encode("latin-1", errors="replace"))
 
 
 def _digest(key: bytes) -> bytes:

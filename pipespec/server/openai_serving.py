@@ -20,13 +20,13 @@ from pipespec.client.async_client import AsyncClient
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import ControllerError, PipespecError, UnknownRequest, Unreachable
-from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import (
     ApiError,
     ServerShuttingDown,
     api_error_of,
     cluster_unavailable,
 )
+from pipespec.server.dialect import body_routes
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
@@ -39,13 +39,13 @@ from pipespec.server.preparation import (
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
 from pipespec.server.response_stream import (
+    AdmissionQueue,
     CompletionEvents,
     RequestOrigin,
     ResponseStream,
     full_response,
     kept_name,
 )
-from pipespec.server.routes import body_routes
 from pipespec.text import token_text
 
 JSON = "application/json"

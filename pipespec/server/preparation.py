@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, validation_failed
 from pipespec.server.chat_prompt import render_chat
-from pipespec.server.dialect import DialectBody, Translation
+from pipespec.server.dialect import DialectBody, Translation, body_routes
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
@@ -32,7 +32,6 @@ from pipespec.server.request_schema import (
 )
 from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
-from pipespec.server.routes import body_routes
 
 Body = TypeVar("Body", bound=BaseModel)
 # Commas and brackets of a body, and brackets that open something, beside so many per token of the

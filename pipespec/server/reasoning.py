@@ -9,19 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipespec.engine.llguidance_backend import grammar_after
-from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta
+from pipespec.server.tool_parsers.tool_parser import BlockKind, Piece
 from pipespec.text import Tokenizer, special_markers
-
-
-@dataclass(frozen=True)
-class Thought:
-    """Text of the reasoning before an answer."""
-
-    text: str
-
-
-# What is new in an answer.
-SplitDelta = ParsedDelta | Thought
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:
@@ -43,7 +32,7 @@ class Tagged:
         self._held = ""  # what may belong to a tag, or is blank at an edge
         self._trims = begun  # whether blanks that come next are left out
 
-    def push(self, text: str) -> list[SplitDelta]:
+    def push(self, text: str) -> list[Piece]:
         self._held += text
         if self._before and not self._find_opening():
             return []
@@ -51,12 +40,12 @@ class Tagged:
             return self._push_thought()
         return self._push_text()
 
-    def finish(self) -> list[SplitDelta]:
+    def finish(self) -> list[Piece]:
         rest, self._held = self._held, ""
         if self._inside:
             thought = rest.rstrip()
-            return [Thought(thought)] if thought else []
-        return [rest] if rest and not self._trims else []
+            return [Piece("reasoning", thought)] if thought else []
+        return [Piece("text", rest)] if rest and not self._trims else []
 
     def _find_opening(self) -> bool:
         begins = self._held.lstrip()
@@ -68,21 +57,21 @@ class Tagged:
         self._before = False
         return True
 
-    def _push_thought(self) -> list[SplitDelta]:
+    def _push_thought(self) -> list[Piece]:
         self._trim()
         thought, tag, rest = self._held.partition(self._closing)
         if tag:
             self._inside, self._trims, self._held = False, True, rest
             shown = thought.rstrip()
-            return [*([Thought(shown)] if shown else []), *self._push_text()]
+            return [*([Piece("reasoning", shown)] if shown else []), *self._push_text()]
         certain = thought[: len(thought) - held_back(thought, (self._closing,))].rstrip()
         self._held = thought[len(certain) :]
-        return [Thought(certain)] if certain else []
+        return [Piece("reasoning", certain)] if certain else []
 
-    def _push_text(self) -> list[SplitDelta]:
+    def _push_text(self) -> list[Piece]:
         self._trim()
         text, self._held = self._held, ""
-        return [text] if text else []
+        return [Piece("text", text)] if text else []
 
     def _trim(self) -> None:
         if self._trims:
@@ -113,16 +102,15 @@ class Harmony:
 
     def __init__(self, *, calls: bool, begun: bool = False):
         self._calls = calls
-        self._num_calls = 0
         self._held = ""
         # Of the message that begins; None: its text has begun.
         self._header: str | None = None if begun else ""
         self._in_messages = begun
-        self._kind = "text"
+        self._kind: BlockKind = "text"
 
-    def push(self, text: str) -> list[SplitDelta]:
+    def push(self, text: str) -> list[Piece]:
         self._held += text
-        made: list[SplitDelta] = []
+        made: list[Piece] = []
         while found := _MARKER.search(self._held):
             made += self._text(self._held[: found.start()])
             self._held = self._held[found.end() :]
@@ -132,27 +120,23 @@ class Harmony:
         self._held = self._held[certain:]
         return made
 
-    def finish(self) -> list[SplitDelta]:
+    def finish(self) -> list[Piece]:
         made = self._text(self._held)
         self._held = ""
         return made + self._without_messages()
 
-    def _text(self, text: str) -> list[SplitDelta]:
+    def _text(self, text: str) -> list[Piece]:
         if self._header is not None:
             self._header += text
             return []
-        if not text:
-            return []
-        if self._kind == "call":
-            return [CallDelta(self._num_calls - 1, arguments=text)]
-        return [Thought(text) if self._kind == "reasoning" else text]
+        return [Piece(self._kind, text)] if text else []
 
-    def _without_messages(self) -> list[SplitDelta]:
+    def _without_messages(self) -> list[Piece]:
         """The text of an answer that ends without ever having begun a message."""
         text, self._header = self._header, ""
-        return [text] if text and not self._in_messages else []
+        return [Piece("text", text)] if text and not self._in_messages else []
 
-    def _marker(self, marker: str) -> list[SplitDelta]:
+    def _marker(self, marker: str) -> list[Piece]:
         if marker in ENDS:
             made, self._in_messages = self._without_messages(), True
             return made
@@ -169,8 +153,7 @@ class Harmony:
         if function is None or not self._calls:
             return []
         self._kind = "call"
-        self._num_calls += 1
-        return [CallDelta(self._num_calls - 1, function[1])]
+        return [Piece("call", name=function[1])]
 
 
 Family = Literal["think", "mistral", "seed", "gpt_oss"]

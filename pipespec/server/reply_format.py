@@ -7,23 +7,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import from_json, to_json
 
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
-from pipespec.server.reasoning import ReasoningUse, SplitDelta, Thought
+from pipespec.server.chat_prompt import ToolUse
+from pipespec.server.reasoning import ReasoningUse
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
-from pipespec.server.tool_parsers.tool_choice import ToolUse
-from pipespec.server.tool_parsers.tool_parser import CallDelta
+from pipespec.server.tool_parsers.tool_parser import BlockKind, Piece
 from pipespec.text import Tokenizer
 
-BlockKind = Literal["reasoning", "text", "call"]
 # The key under which arguments are reported that are no JSON object, as the model wrote them.
 UNREADABLE = "unreadable_arguments"
+# In place of the text of an event, to find what surrounds it.
+SLOT = "\0slot"
 
 
 @dataclass
@@ -62,6 +63,7 @@ class AnswerBlocks:
         self._tool_use = tool_use
         self._parser = tool_use.parser(tool_use.strings) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
+        self._num_calls = 0  # also of those that are dropped
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
         """What the next text makes certain; `last`: no text follows."""
@@ -81,32 +83,30 @@ class AnswerBlocks:
         return [block for block in self.blocks if block.kind == "call"]
 
     def _deltas(self, text: str, last: bool) -> Iterator[BlockDelta]:
-        for part in self._split(text, last):
-            if isinstance(part, Thought):
-                yield self._add("reasoning", part.text)
-            elif isinstance(part, str):
-                yield self._add("text", part)
-            elif self._tool_use is None or self._tool_use.parallel or part.index == 0:
-                yield self._add_call(part)
+        for piece in self._split(text, last):
+            self._num_calls += bool(piece.name)
+            one = self._tool_use is not None and not self._tool_use.parallel
+            if piece.kind == "call" and one and self._num_calls > 1:
+                continue
+            yield self._begin_call(piece.name) if piece.name else self._add(piece.kind, piece.text)
 
-    def _split(self, text: str, last: bool) -> list[SplitDelta]:
-        split: list[SplitDelta] = [text] if text else []
+    def _split(self, text: str, last: bool) -> list[Piece]:
+        split = [Piece("text", text)] if text else []
         if self._splitter is not None:
             split = self._splitter.push(text) + (self._splitter.finish() if last else [])
         if self._parser is None:
             return split
-        parsed: list[SplitDelta] = []
-        for part in split:
-            parsed += self._parser.push(part) if isinstance(part, str) else [part]
+        parsed: list[Piece] = []
+        for piece in split:
+            parsed += self._parser.push(piece.text) if piece.kind == "text" else [piece]
         return parsed + (self._parser.finish() if last else [])
 
-    def _add_call(self, part: CallDelta) -> BlockDelta:
-        if part.name is None:
-            return self._add("call", part.arguments)
+    def _begin_call(self, name: str) -> BlockDelta:
         assert self._tool_use is not None, "only a parser finds calls"
         number = len(self.calls)
-        id_ = self._tool_use.family.new_id(part.name, number)
-        return self._begin(Block("call", number, id_, part.name), "")
+        return self._begin(
+            Block("call", number, self._tool_use.family.new_id(name, number), name), ""
+        )
 
     def _add(self, kind: BlockKind, text: str) -> BlockDelta:
         if self.blocks and self.blocks[-1].kind == kind:
@@ -171,7 +171,7 @@ class ReplyFormat(ABC):
         choices = request.sampling_params
         self.answers = [AnswerBlocks(request.tool_use, request.reasoning) for _ in choices]
         self.ends: list[OutputDelta | None] = [None for _ in choices]
-        self.frames: dict[Any, Frame] = {}  # of the stream's texts
+        self.frames: dict[Any, list[bytes]] = {}  # what surrounds the stream's texts
         self.num_tokens = 0
         self.num_reasoning = 0  # of them
         self.num_cached: int | None = None
@@ -185,10 +185,12 @@ class ReplyFormat(ABC):
         return self.request.sampling_params[choice].logprobs is not None
 
     def framed(self, key: Any, text: str, make: Callable[[str], bytes]) -> bytes:
-        frame = self.frames.get(key)
-        if frame is None:
-            frame = self.frames[key] = Frame(make(SLOT), self.encode)
-        return frame.event(text)
+        """The event that `make` makes of a text. All of a key share the rest, so only the text is
+        encoded anew."""
+        if key not in self.frames:
+            self.frames[key] = make(SLOT).split(self.encode(SLOT))
+        head, tail = self.frames[key]
+        return b"%b%b%b" % (head, self.encode(text), tail)
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
         """Add a delta to its answer; what is new in the answer's blocks.
@@ -235,21 +237,6 @@ class ReplyFormat(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The end of a stream that fails, after its status was sent."""
-
-
-# In place of the text of an event from which a `Frame` is made.
-SLOT = "\0slot"
-
-
-class Frame:
-    """An event that all of a stream share but for one text: only that is encoded anew."""
-
-    def __init__(self, event: bytes, encode: Callable[[str], bytes]):
-        self._head, self._tail = event.split(encode(SLOT))
-        self._encode = encode
-
-    def event(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._head, self._encode(text), self._tail)
 
 
 def sse(data: Any, event: str = "") -> bytes:

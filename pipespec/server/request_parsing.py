@@ -13,11 +13,10 @@ from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, PromptError
 from pipespec.sampling.params import check_sampling, check_vocabulary
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.chat_prompt import render_chat
+from pipespec.server.chat_prompt import ToolUse, offered_tools, render_chat, tool_use_of
 from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
-from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
@@ -163,7 +162,7 @@ class RequestParser:
         try:
             self._served.check_tokens(tokens, param)
         except PromptError as error:
-            raise invalid_field(param, str(error)) from None
+            raise invalid_field(str(error), param=param) from None
 
     def _prompt(
         self, prompt: str | Sequence[int], param: str, *, special: bool = True
@@ -175,7 +174,7 @@ class RequestParser:
             self._served.check_prompt(prompt, param)
         except PromptError as error:
             code = TOO_LONG if isinstance(error, PromptTooLong) else None
-            raise invalid_field(param, str(error), code) from None
+            raise invalid_field(str(error), code, param=param) from None
         return prompt
 
     # --- parameters ---------------------------------------------------------------------------
@@ -209,7 +208,7 @@ class RequestParser:
             check_sampling(sampling, section="")
             check_vocabulary(sampling, served.vocab_size, section="")
         except ConfigError as error:
-            raise invalid_field(str(error).partition(" ")[0], str(error)) from None
+            raise invalid_field(str(error)) from None
         seed = defaults.seed if body.seed is None else body.seed
         return ParsedRequest(
             prompts=tuple(map(tuple, prompts)),
@@ -238,16 +237,13 @@ class RequestParser:
         room = context - num_prompt_tokens
         if wanted is not None and wanted > room:
             raise invalid_field(
-                field,
                 f"{field} is {wanted}, but the context holds {context} tokens and the prompt has "
                 f"{num_prompt_tokens}; ask for {room} at most.",
                 TOO_LONG,
             )
         most = room if wanted is None else wanted
         if min_tokens > most:
-            raise invalid_field(
-                "min_tokens", f"min_tokens is {min_tokens}, but the answer has {most} at most."
-            )
+            raise invalid_field(f"min_tokens is {min_tokens}, but the answer has {most} at most.")
         return most
 
     def _with_grammar(
@@ -266,9 +262,7 @@ class RequestParser:
             return parsed
         if body.ignore_eos:
             raise invalid_field(
-                "ignore_eos",
-                f"ignore_eos is true, but what {described} describes ends by itself; leave "
-                "one out.",
+                f"ignore_eos is true, but what {described} describes ends by itself; leave one out."
             )
         if parsed.reasoning is not None:
             grammar = parsed.reasoning.grammar(self._served.tokenizer, grammar)

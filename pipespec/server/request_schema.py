@@ -82,7 +82,7 @@ def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
         # An empty schema is a constraint: any JSON matches it.
         empty = value is None or off or value in ("", []) or (value == {} and name != "json_schema")
         if not empty and value not in neutral:
-            raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
+            raise invalid_field(f"{name} {why}; leave it out.", "unsupported_field")
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -157,9 +157,9 @@ class RequestBody(RequestModel):
         for name, value in body.items() if isinstance(body, dict) else ():
             if not is_whole(name) or not _holds_whole_texts(value):
                 raise invalid_field(
-                    name.encode(errors="replace").decode(),
                     f"{shown(name)} holds half a character (a lone surrogate such as \\ud800), "
                     "which UTF-8 cannot have; send whole characters.",
+                    param=name.encode(errors="replace").decode(),
                 )
         return body
 
@@ -220,21 +220,18 @@ class GenerationRequest(RequestBody):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise invalid_field(
-                "stream_options", "stream_options is given, but stream is not true."
-            )
+            raise invalid_field("stream_options is given, but stream is not true.")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid_field(
-                "prompt_logprobs",
                 f"prompt_logprobs is {self.prompt_logprobs}, but a stream does not report on "
-                "its prompt; leave it or stream out.",
+                "its prompt; leave it or stream out."
             )
         n = self.n or 1
         if n * self.num_prompts > MAX_ANSWERS:
             raise invalid_field(
-                "n",
                 f"n={n} answers to {self.num_prompts} prompts are asked for, but may be "
                 f"{MAX_ANSWERS} in all.",
+                param="n",
             )
         return self
 
@@ -260,13 +257,12 @@ class ChatRequest(GenerationRequest, TemplateFields):
     @model_validator(mode="after")
     def _chat_fits(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
+            raise invalid_field("top_logprobs is given, but logprobs is not true.")
         newer = self.max_completion_tokens
         if newer and self.max_tokens not in (None, newer):
             raise invalid_field(
-                "max_tokens",
                 f"max_tokens is {self.max_tokens}, but max_completion_tokens is {newer}; leave one "
-                "out.",
+                "out."
             )
         return self
 
@@ -290,13 +286,11 @@ class CompletionRequest(GenerationRequest):
         n = self.n or 1
         if (self.best_of or n) > n:
             raise invalid_field(
-                "best_of",
-                f"best_of is {self.best_of}, but may not be above n={n}: all answers are given.",
+                f"best_of is {self.best_of}, but may not be above n={n}: all answers are given."
             )
         if self.max_tokens == 0 and not self.echo:
             raise invalid_field(
-                "max_tokens",
-                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
+                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt."
             )
         return self
 
@@ -314,7 +308,7 @@ class TokenizeRequest(RequestBody, TemplateFields):
     def _fits(self) -> Self:
         given = (self.prompt, self.content, self.messages)
         if sum(each is not None for each in given) != 1:
-            raise invalid_field("prompt", "prompt, content or messages must be given, one of them.")
+            raise invalid_field("prompt, content or messages must be given, one of them.")
         return self
 
 

@@ -94,7 +94,7 @@ class OutputConstraint:
             grammars.check(text)
             return text
         except GrammarFailed as error:
-            raise invalid_field(self.param, f"{self.param} cannot be followed: {error}.") from None
+            raise invalid_field(f"{self.param} cannot be followed: {error}.") from None
 
 
 # vLLM's older names of what is in structured_outputs now.
@@ -120,9 +120,9 @@ def output_constraint(
             given[name] = name.removeprefix("guided_"), value
     if len(given) > 1:
         raise invalid_field(
-            [*given][1],
             f"{' and '.join(given)} are given, but an answer matches one of them; leave the others "
             "out.",
+            param=[*given][1],
         )
     for name, (kind, value) in given.items():
         return OutputConstraint(name, GRAMMARS[kind], value)

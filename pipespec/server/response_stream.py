@@ -1,5 +1,6 @@
-"""The replies to one HTTP request: events of the request log in, a JSON body or a stream out, and
-cancellation when the client disconnects. A `ReplyFormat` decides what they look like."""
+"""How many requests may wait, and the replies to one: events of the request log in, a JSON body or
+a stream out, and cancellation when the client disconnects. A `ReplyFormat` decides what they look
+like."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import hmac
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import cast
 
 from starlette.requests import Request
@@ -18,8 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pipespec.client.async_client import AsyncAnswer, AsyncClient
 from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
 from pipespec.errors import PipespecError
-from pipespec.server.admission_queue import QueueEntry
-from pipespec.server.api_errors import api_error_of
+from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
 from pipespec.server.reply_format import OutputDelta, ReplyFormat
 from pipespec.server.request_parsing import ParsedRequest
@@ -30,6 +31,57 @@ from pipespec.text import FinalText, Tokenizer, special_markers
 KEEPALIVE_S = 10.0
 # The status in proxies' logs for a client that has disconnected; no client reads this reply.
 CLIENT_CLOSED_REQUEST = 499
+
+
+class AdmissionQueue:
+    """Counts answers that have not started, and the tokens of their prompts. A request that would
+    exceed a limit is refused. An empty queue admits one request of any size."""
+
+    def __init__(self, max_requests: int, max_tokens: int):
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.requests = 0
+        self.tokens = 0
+
+    def admit(self, requests: int, tokens: int = 0) -> QueueEntry:
+        """Admit so many answers to prompts of so many tokens in all; 0: the prompts are not
+        tokenized yet. Raises ApiError."""
+        if self.requests and self.requests + requests > self.max_requests:
+            raise _full(f"{self.requests} requests wait and {self.max_requests} may")
+        if self.tokens and self.tokens + tokens > self.max_tokens:
+            raise _full(f"prompts of {self.tokens} tokens wait and {self.max_tokens} may")
+        self.requests += requests
+        self.tokens += tokens
+        return QueueEntry(self, requests, tokens)
+
+
+@dataclass
+class QueueEntry:
+    """The part of the queue that one HTTP request holds until its answers start, or to its end."""
+
+    queue: AdmissionQueue
+    requests: int
+    tokens: int
+
+    def started(self, tokens: int) -> None:
+        self._free(1, tokens)
+
+    def close(self) -> None:
+        self._free(self.requests, self.tokens)
+
+    def _free(self, requests: int, tokens: int) -> None:
+        self.requests -= requests
+        self.tokens -= tokens
+        self.queue.requests -= requests
+        self.queue.tokens -= tokens
+
+
+def _full(why: str) -> ApiError:
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        f"The queue is full: {why}; try again in a moment.",
+        code="queue_full",
+    )
 
 
 @dataclass(frozen=True)
@@ -181,22 +233,22 @@ async def full_response(
     stream: ResponseStream, reply_format: ReplyFormat, request: Request
 ) -> Response:
     """The answers in one reply, unless the client disconnects before. Raises ApiError."""
+    collecting = asyncio.ensure_future(_collect(stream, reply_format))
+    disconnected = asyncio.ensure_future(_until_disconnected(request))
     try:
-        collecting = asyncio.ensure_future(_collect(stream, reply_format))
-        disconnected = asyncio.ensure_future(_until_disconnected(request))
-        try:
-            await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-            if not collecting.done():
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return Response(collecting.result(), media_type="application/json")
-        except PipespecError as error:
-            raise api_error_of(error) from error
-        finally:
-            for task in (collecting, disconnected):
-                task.cancel()
-            await asyncio.wait({collecting, disconnected})
+        await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(collecting.result(), media_type="application/json")
+    except PipespecError as error:
+        raise api_error_of(error) from error
     finally:
-        await stream.close()
+        for task in (collecting, disconnected):
+            task.cancel()
+        try:
+            await asyncio.wait({collecting, disconnected})
+        finally:
+            await stream.close()
 
 
 async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:

@@ -4,17 +4,16 @@ fields that an SDK sends."""
 from __future__ import annotations
 
 import json
-import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.core import SamplingParams
+from pipespec.server.dialect import body_routes
 from pipespec.server.preparation import PreparedRequest, Preparer
 from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import RequestDefaults
-from pipespec.server.routes import body_routes
 
 DEFAULTS = RequestDefaults(
     SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
@@ -37,6 +36,13 @@ def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedReq
     result = preparer.prepare(path, json.dumps(body).encode())
     assert isinstance(result, PreparedRequest)
     return result
+
+
+def shape_of(served: ModelInfo, preparer: Preparer, path: str, body: dict[str, Any]) -> Any:
+    """What makes the replies to a request."""
+    request, make = prepared(preparer, path, body), body_routes()[path].format
+    assert make is not None
+    return make(request.parsed, served.tokenizer, "demo", **request.options)
 
 
 def prompt_of(served: ModelInfo, request: PreparedRequest) -> str:
@@ -77,23 +83,3 @@ def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
     for delta in answer:
         reply_format.add(delta)
     return json.loads(reply_format.response().model_dump_json())
-
-
-def unlisted_fields(path: str, sent: Any) -> set[str]:
-    """The fields of an SDK's own type of a request that no table of a dialect has."""
-    dialect: Any = body_routes()[path].body
-    listed = {*dialect.passed, *dialect.ignored, *dialect.refused}
-    for name, info in dialect.model_fields.items():
-        listed.add(info.alias or name)
-    return {*typing.get_type_hints(sent, include_extras=True)} - listed
-
-
-def contradictions(path: str) -> set[str]:
-    """The fields that more than one table of a dialect has."""
-    dialect: Any = body_routes()[path].body
-    declared = {*dialect.model_fields, *dialect.passed}
-    return {
-        *(declared & dialect.ignored),
-        *(declared & {*dialect.refused}),
-        *(dialect.ignored & {*dialect.refused}),
-    }

@@ -124,38 +124,30 @@ def body_for(draw: random.Random, path: str) -> dict[str, Any]:
 # Valid bodies of other dialects, beside what all have.
 _ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
 _RESULT = {"type": "function_call_output", "call_id": "a", "output": "sunny"}
-_BEGUN = {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}
-_DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
 _USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bern"}}
-_OLLAMA_CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
+_DONE = {"type": "tool_result", "tool_use_id": "a", "content": "sunny"}
+_CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
 _HELLO = [{"role": "user", "content": "Hello"}]
 DIALECTS: dict[str, tuple[dict[str, Any], ...]] = {
     RESPONSES: (
-        {"input": "Hello"},
-        {"input": [*_HELLO, _ITEM, _RESULT], "max_output_tokens": 2, "store": False},
-        {"input": "Hello", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 2},
-        {"input": "Hello", "previous_response_id": "resp_1"},
+        {"input": [*_HELLO, _ITEM, _RESULT], "store": False, "previous_response_id": "resp_1"},
         {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
         | {"tool_choice": "required", "max_output_tokens": 2},
+        {"input": "Hello", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 2},
     ),
     MESSAGES: (
-        {"messages": _HELLO},
-        {"messages": [*_HELLO, _BEGUN]},
+        {"messages": [*_HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]},
         {"messages": [*_HELLO, {"role": "assistant", "content": [_USE]}]}
         | {"tools": [{"name": "weather", "input_schema": {}}], "tool_choice": {"type": "any"}},
         {"messages": [{"role": "user", "content": [_DONE]}]},
     ),
     COUNT: ({"messages": _HELLO, "system": "Be brief."},),
     OLLAMA_CHAT: (
-        {"messages": _HELLO, "options": {"num_predict": 2}},
-        {"messages": [], "format": "json"},
-        {"messages": [{"role": "assistant", "tool_calls": [_OLLAMA_CALL]}]}
+        {"messages": _HELLO, "options": {"num_predict": 2}, "format": "json"},
+        {"messages": [{"role": "assistant", "tool_calls": [_CALL]}]}
         | {"options": {"num_predict": 1, "stop": "x"}, "think": True},
     ),
-    OLLAMA_GENERATE: (
-        {"prompt": "Once", "options": {"num_predict": 2}},
-        {"prompt": "Once", "raw": True, "options": {"num_predict": 1}},
-    ),
+    OLLAMA_GENERATE: ({"prompt": "Once", "raw": True, "options": {"num_predict": 1}},),
     OLLAMA_SHOW: ({"verbose": True},),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -65,24 +64,6 @@ def test_whole_reply_has_tool_calls(
         await answer(scene, served.tokenizer.encode("It is sunny.", add_special_tokens=False))
         message = (await asking).raise_for_status().json()["choices"][0]["message"]
         assert message["content"] == "It is sunny." and not message.get("tool_calls")
-
-    play(redis, served, story)
-
-
-@pytest.mark.parametrize("without", [{"tools": []}, {"tool_choice": "none"}])
-def test_without_tools_a_call_is_text_without_special_tokens(
-    redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]], without: dict[str, Any]
-) -> None:
-    served, ids = scripted
-
-    async def story(scene: Scene) -> None:
-        async with scene.http.stream("POST", CHAT, json=ASKED | {"stream": True} | without) as got:
-            await answer(scene, ids)
-            lines = [line async for line in got.aiter_lines() if line.startswith("data: {")]
-        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
-        shown = "".join(choice["delta"].get("content", "") for choice in choices)
-        assert shown == served.tokenizer.decode(ids, skip_special_tokens=True)
-        assert choices[-1]["finish_reason"] == "stop"
 
     play(redis, served, story)
 

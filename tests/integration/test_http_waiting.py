@@ -183,9 +183,7 @@ class LateCluster:
 
 
 def loading(
-    cluster: LateCluster,
-    script: Callable[[httpx2.AsyncClient], Awaitable[None]],
-    **options: Any,
+    cluster: LateCluster, script: Callable[[httpx2.AsyncClient], Awaitable[None]], **options: Any
 ) -> tuple[int | None, list[RunningCluster]]:
     """Run a server with a late cluster until `script` ends it; what it returns,
     and the clusters that it announced."""

@@ -37,7 +37,6 @@ from pipespec.server.message_schema import (
 )
 from pipespec.server.reply_format import Block, OutputDelta, ReplyFormat, arguments_of, sse
 from pipespec.server.request_schema import LATER, Refused, Texts, refused
-from pipespec.server.routes import SSE
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
 ELSEWHERE = "is not supported: this server has no such service"
@@ -46,8 +45,11 @@ ELSEWHERE = "is not supported: this server has no such service"
 
 
 class ThinkingBlock(RequestModel):
+    """What the model has thought; it is not signed."""
+
     type: Literal["thinking"]
     thinking: str
+    signature: Any = ""
 
 
 class RedactedThinkingBlock(RequestModel):
@@ -95,13 +97,29 @@ class AnthropicMessage(RequestModel):
                 )
         return self
 
+    def translated(self) -> list[dict[str, Any]]:
+        """The message as OpenAI has it, in which each result of a tool is a message of its own."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        made: list[dict[str, Any]] = []
+        texts, calls, thoughts = [], [], []
+        for block in self.content:
+            if isinstance(block, TextPart):
+                texts.append(block.text)
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                calls.append(call_of(block.id, block.name, json.dumps(block.input)))
+            elif isinstance(block, ToolResultBlock):
+                result = {"tool_call_id": block.tool_use_id, "content": block.content or ""}
+                made.append({"role": "tool", **result})
+        if texts or calls or not made:
+            spoken: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+            spoken |= {"tool_calls": calls} if calls else {}
+            made.append(spoken | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
+        return made
 
-IGNORED = frozenset(
-    (
-        *("metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics"),
-        *("user_profile_id", "workspace_id"),
-    )
-)
+
 REFUSED: Refused = {
     "container": (ELSEWHERE, ()),
     "mcp_servers": (TEXT_ALONE, ()),
@@ -158,7 +176,7 @@ class OutputConfig(RequestModel):
 class CountTokensRequest(DialectBody):
     """POST /v1/messages/count_tokens."""
 
-    ignored, refused, names = IGNORED, REFUSED, NAMES
+    refused, names = REFUSED, NAMES
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: Contents | None = None
@@ -169,8 +187,35 @@ class CountTokensRequest(DialectBody):
 
     def translate(self, kept: bytes) -> Translation:
         return Translation(
-            chat_fields(self), counts=lambda count: json.dumps({"input_tokens": count}).encode()
+            self.chat_fields(), counts=lambda count: json.dumps({"input_tokens": count}).encode()
         )
+
+    def chat_fields(self) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        for message in self.messages:
+            for part in message.translated():
+                add_turn(messages, part)
+        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        if self.messages[-1].role == "assistant":
+            fields["continue_final_message"] = True
+        fields["tools"] = [
+            tool_of(tool.name, tool.input_schema, tool.description or None)
+            for tool in self.tools or ()
+        ]
+        if (choice := self.tool_choice) is not None:
+            chosen = {"any": "required", "tool": named_function(choice.name)}
+            fields["tool_choice"] = chosen.get(choice.type, choice.type)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        config = self.output_config or OutputConfig()
+        if self.thinking is not None and self.thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
+        elif self.thinking is not None or config.effort is not None:
+            fields["reasoning_effort"] = config.effort or "medium"
+        if config.format is not None:
+            fields["response_format"] = schema_format(config.format.schema_)
+        return fields
 
 
 class MessagesRequest(CountTokensRequest):
@@ -185,66 +230,14 @@ class MessagesRequest(CountTokensRequest):
 
     def translate(self, kept: bytes) -> Translation:
         names = ("max_tokens", "temperature", "top_p", "top_k")
-        fields = chat_fields(self) | {name: getattr(self, name) for name in names}
+        fields = self.chat_fields() | {name: getattr(self, name) for name in names}
         fields["stop"] = self.stop_sequences
         # Clients send the most tokens that Anthropic's own models write.
         options = {"max_tokens": self.max_tokens}
         return Translation(fields, bool(self.stream), options, clamps=True)
 
 
-# --- translation ------------------------------------------------------------------------------
-
-
-def chat_fields(body: CountTokensRequest) -> dict[str, Any]:
-    messages: list[dict[str, Any]] = []
-    if body.system:
-        messages.append({"role": "system", "content": body.system})
-    for message in body.messages:
-        for part in translated_messages(message):
-            add_turn(messages, part)
-    fields: dict[str, Any] = {"model": body.model, "messages": messages}
-    if body.messages[-1].role == "assistant":
-        fields["continue_final_message"] = True
-    if body.tools:
-        fields["tools"] = [
-            tool_of(tool.name, tool.input_schema, tool.description or None) for tool in body.tools
-        ]
-    if (choice := body.tool_choice) is not None:
-        chosen = {"any": "required", "tool": named_function(choice.name)}
-        fields["tool_choice"] = chosen.get(choice.type, choice.type)
-        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    config = body.output_config or OutputConfig()
-    if body.thinking is not None and body.thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
-    elif body.thinking is not None or config.effort is not None:
-        fields["reasoning_effort"] = config.effort or "medium"
-    if config.format is not None:
-        fields["response_format"] = schema_format(config.format.schema_)
-    return fields
-
-
-def translated_messages(message: AnthropicMessage) -> list[dict[str, Any]]:
-    """A message as OpenAI has it, in which each result of a tool is a message of its own."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    made: list[dict[str, Any]] = []
-    texts, calls, thoughts = [], [], []
-    for block in message.content:
-        if isinstance(block, TextPart):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(call_of(block.id, block.name, json.dumps(block.input)))
-        elif isinstance(block, ToolResultBlock):
-            result = {"tool_call_id": block.tool_use_id, "content": block.content or ""}
-            made.append({"role": "tool", **result})
-    if texts or calls or not made:
-        spoken: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
-        spoken |= {"tool_calls": calls} if calls else {}
-        made.append(spoken | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
-    return made
-
+# --- replies ----------------------------------------------------------------------------------
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
@@ -255,29 +248,6 @@ DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
 }
-
-
-class TextContent(BaseModel):
-    type: Literal["text"] = "text"
-    text: str
-
-
-class ThinkingContent(BaseModel):
-    """What the model has thought; it is not signed."""
-
-    type: Literal["thinking"] = "thinking"
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseContent(BaseModel):
-    type: Literal["tool_use"] = "tool_use"
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-Content = TextContent | ThinkingContent | ToolUseContent
 
 
 class AnthropicUsage(BaseModel):
@@ -294,7 +264,7 @@ class AnthropicReply(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Annotated[Content, Field(discriminator="type")]]
+    content: list[Annotated[TextPart | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -379,14 +349,14 @@ class AnthropicFormat(ReplyFormat):
         }
 
 
-def _content(block: Block, *, whole: bool = False) -> Content:
+def _content(block: Block, *, whole: bool = False) -> dict[str, Any]:
     """A block as a reply has it; the arguments of a call only if it is whole."""
     if block.kind == "reasoning":
-        return ThinkingContent(thinking=block.text)
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "call":
-        arguments = arguments_of(block) if whole else {}
-        return ToolUseContent(id=block.id, name=block.name, input=arguments)
-    return TextContent(text=block.text)
+        call = {"type": "tool_use", "id": block.id, "name": block.name}
+        return call | {"input": arguments_of(block) if whole else {}}
+    return {"type": "text", "text": block.text}
 
 
 def _piece(index: int, block: Block, text: str) -> bytes:
@@ -410,14 +380,9 @@ ERROR_TYPES = {
 }
 
 
-class AnthropicErrorDetail(BaseModel):
-    type: str
-    message: str
-
-
 class AnthropicError(BaseModel):
     type: Literal["error"] = "error"
-    error: AnthropicErrorDetail
+    error: dict[Literal["type", "message"], str]
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -430,7 +395,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 MESSAGES = "/v1/messages"
 DIALECT = Dialect(
     routes={
-        MESSAGES: BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat, SSE),
+        MESSAGES: BodyRoute(MessagesRequest, AnthropicReply, AnthropicFormat),
         f"{MESSAGES}/count_tokens": BodyRoute(CountTokensRequest, TokenCount),
     },
     errors={MESSAGES: ErrorFormat(AnthropicError, error_body)},

@@ -8,11 +8,10 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
@@ -21,7 +20,7 @@ from pydantic_core import to_json
 from pipespec.client.model_info import ModelInfo
 from pipespec.extras.dialects.translation import call_of, schema_format
 from pipespec.limits import MAX_COUNT
-from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
+from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.app import failures
 from pipespec.server.dialect import BodyRoute, Dialect, DialectBody, ErrorFormat, Translation
@@ -30,7 +29,15 @@ from pipespec.server.openai_format import scored_tokens, token_logprob
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.reasoning import reasoning_use
 from pipespec.server.reply_format import Block, BlockDelta, OutputDelta, ReplyFormat, arguments_of
-from pipespec.server.request_schema import FIXED, NO_MEDIA, Refused, Texts, refuse_fields, refused
+from pipespec.server.request_schema import (
+    FIXED,
+    NO_MEDIA,
+    LogprobCount,
+    Refused,
+    Texts,
+    refuse_fields,
+    refused,
+)
 from pipespec.server.response_schema import OMIT_NONE
 from pipespec.timing.clock import monotonic_ns
 
@@ -72,7 +79,7 @@ class ShowReply(BaseModel):
 class ShowRequest(DialectBody):
     """POST /api/show."""
 
-    passed, ignored = frozenset[str](), frozenset(("verbose",))
+    passed = frozenset[str]()
 
     model: Annotated[str, Field(min_length=1)]
 
@@ -104,14 +111,7 @@ def rfc3339(seconds: float) -> str:
 
 
 UNUSED = "is not supported; leave it at its default"
-# Options of the model's loading and computing, which change no text.
-IGNORED_OPTIONS = frozenset(
-    (
-        *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv"),
-        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
-        *("num_keep", "mirostat_tau", "mirostat_eta"),
-    )
-)
+# Those of the model's loading and computing change no text, and are ignored.
 REFUSED_OPTIONS: Refused = {
     "tfs_z": (UNUSED, (1,)),
     "typical_p": (UNUSED, (1,)),
@@ -134,13 +134,13 @@ class OllamaOptions(RequestModel):
     stop: Texts = Field(default_factory=list)
 
 
-class CalledFunction(RequestModel):
+class OllamaFunction(RequestModel):
     name: str
     arguments: dict[str, Any]
 
 
 class OllamaCall(RequestModel):
-    function: CalledFunction
+    function: OllamaFunction
 
 
 class OllamaMessage(RequestModel):
@@ -176,7 +176,7 @@ NAMES = {
 
 
 class OllamaRequest(DialectBody):
-    ignored, refused, names = frozenset(("keep_alive",)), REFUSED, NAMES
+    refused, names = REFUSED, NAMES
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
@@ -184,7 +184,33 @@ class OllamaRequest(DialectBody):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: LogprobCount = None
+
+    def shared_fields(self, *, chat: bool = True) -> dict[str, Any]:
+        """The fields that both kinds of requests share, as ours. Raises ApiError."""
+        options = self.options or OllamaOptions()
+        try:
+            refuse_fields(options.model_extra or {}, REFUSED_OPTIONS)
+        except ApiError as error:
+            name = f"options.{error.param}"
+            raise invalid_field(f"options.{error.message}", error.code, param=name) from None
+        fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_OPTIONS}
+        fields |= {"model": self.model, "stop": options.stop}
+        fields["repetition_penalty"] = options.repeat_penalty
+        # With 0 the most probable token remains.
+        fields |= {"top_k": 1} if options.top_p == 0 else {"top_p": options.top_p}
+        if options.num_predict is not None and options.num_predict > 0:  # others: no limit
+            fields["max_tokens"] = options.num_predict
+        if self.format == "json":
+            fields["response_format"] = {"type": "json_object"}
+        elif isinstance(self.format, dict):
+            fields["response_format"] = schema_format(self.format)
+        if chat:
+            fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+            if self.think is not None:
+                switched = "medium" if self.think else "none"
+                fields["reasoning_effort"] = self.think if isinstance(self.think, str) else switched
+        return fields
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -196,10 +222,10 @@ class OllamaChatRequest(OllamaRequest):
     def translate(self, kept: bytes) -> Translation:
         if not self.messages:
             return _load_reply(self.model, {"message": {"role": "assistant", "content": ""}})
-        fields = shared_fields(self) | chat_only_fields(self)
+        fields = self.shared_fields()
         fields["messages"] = translated_messages(self.messages)
         fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-        return Translation(fields, self.stream is not False, clamps=True)
+        return Translation(fields, self.stream is not False, {"chat": True}, clamps=True)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -212,51 +238,20 @@ class OllamaGenerateRequest(OllamaRequest):
     def translate(self, kept: bytes) -> Translation:
         if not self.prompt:
             return _load_reply(self.model, {"response": ""})
-        fields = shared_fields(self)
+        fields = self.shared_fields(chat=not self.raw)
         if not self.raw:
             system = [{"role": "system", "content": self.system}] if self.system else []
             fields |= {"messages": [*system, {"role": "user", "content": self.prompt}]}
-            fields |= chat_only_fields(self)
         elif self.system:
             why = "system is given, but raw is true, so no template is used; leave one out."
-            raise invalid_field("system", why)
+            raise invalid_field(why, param="system")
         else:
             fields["prompt"] = self.prompt
             fields["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        return Translation(fields, self.stream is not False, clamps=True)
+        return Translation(fields, self.stream is not False, {"chat": False}, clamps=True)
 
 
 # --- translation ------------------------------------------------------------------------------
-
-
-def shared_fields(body: OllamaRequest) -> dict[str, Any]:
-    """The fields that both kinds of requests share, as ours. Raises ApiError."""
-    options = body.options or OllamaOptions()
-    try:
-        refuse_fields(options.model_extra or {}, REFUSED_OPTIONS)
-    except ApiError as error:
-        name = f"options.{error.param}"
-        raise invalid_field(name, f"options.{error.message}", error.code) from None
-    fields: dict[str, Any] = {name: getattr(options, name) for name in SAME_OPTIONS}
-    fields |= {"model": body.model, "stop": options.stop}
-    fields["repetition_penalty"] = options.repeat_penalty
-    # With 0 the most probable token remains.
-    fields |= {"top_k": 1} if options.top_p == 0 else {"top_p": options.top_p}
-    if options.num_predict is not None and options.num_predict > 0:  # others: no limit
-        fields["max_tokens"] = options.num_predict
-    if body.format == "json":
-        fields["response_format"] = {"type": "json_object"}
-    elif isinstance(body.format, dict):
-        fields["response_format"] = schema_format(body.format)
-    return fields
-
-
-def chat_only_fields(body: OllamaRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    if body.think is not None:
-        switched = "medium" if body.think else "none"
-        fields["reasoning_effort"] = body.think if isinstance(body.think, str) else switched
-    return fields
 
 
 def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -280,7 +275,7 @@ def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             found = [each for each in open_calls if message.tool_name in (None, each[1])]
             if not found:
                 raise invalid_field(
-                    "messages", "messages hold a result of a tool that was not called before it."
+                    "messages hold a result of a tool that was not called before it."
                 )
             open_calls.remove(found[0])
             translated["tool_call_id"] = found[0][0]
@@ -335,10 +330,10 @@ _json = partial(to_json, ensure_ascii=True)
 class OllamaFormat(ReplyFormat):
     media_type = "application/x-ndjson"
     encode = staticmethod(_json)
-    reply: ClassVar[type[OllamaReply]]
 
-    def __init__(self, *answered: Any):
+    def __init__(self, *answered: Any, chat: bool):
         super().__init__(*answered)
+        self._chat = chat
         self._shared = {"model": self.model, "created_at": rfc3339(time.time())}
         self._logprobs: list[dict[str, Any]] = []
         self._num_sent = 0  # log-probabilities that lines have had
@@ -347,9 +342,17 @@ class OllamaFormat(ReplyFormat):
         # Lines hold nothing but JSON, so one that adds nothing keeps a connection alive.
         self.keepalive = self._line(self.part(""))
 
-    @abstractmethod
     def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
         """What a line adds to the answer."""
+        thoughts = {"thinking": thought} if thought else {}
+        if not self._chat:
+            return {"response": text, **thoughts}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
+        if calls:
+            message["tool_calls"] = [
+                {"function": {"name": call.name, "arguments": arguments_of(call)}} for call in calls
+            ]
+        return {"message": message}
 
     def take(self, delta: OutputDelta) -> list[BlockDelta]:
         if delta.token_ids and self._first_ns is None:
@@ -360,7 +363,8 @@ class OllamaFormat(ReplyFormat):
     def response(self) -> BaseModel:
         answer = self.answers[0]
         whole = self.part(answer.text_of("text"), answer.calls, answer.text_of("reasoning"))
-        return self.reply.model_validate(self._shared | whole | self._end())
+        reply = OllamaChatReply if self._chat else OllamaGenerateReply
+        return reply.model_validate(self._shared | whole | self._end())
 
     def first_events(self) -> Iterator[bytes]:
         self.answers[0].keeps = False
@@ -416,27 +420,6 @@ class OllamaFormat(ReplyFormat):
         return _json({**self._shared, "done": False, **fields}) + b"\n"
 
 
-class OllamaChatFormat(OllamaFormat):
-    reply = OllamaChatReply
-
-    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if thought:
-            message["thinking"] = thought
-        if calls:
-            message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": arguments_of(call)}} for call in calls
-            ]
-        return {"message": message}
-
-
-class OllamaGenerateFormat(OllamaFormat):
-    reply = OllamaGenerateReply
-
-    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
-        return {"response": text} | ({"thinking": thought} if thought else {})
-
-
 class OllamaError(BaseModel):
     error: str
 
@@ -448,13 +431,10 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
         return tags_reply(serving.options.names, serving.client.running.started)
 
 
-LINES = OllamaFormat.media_type
 DIALECT = Dialect(
     routes={
-        "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaChatFormat, LINES),
-        "/api/generate": BodyRoute(
-            OllamaGenerateRequest, OllamaGenerateReply, OllamaGenerateFormat, LINES
-        ),
+        "/api/chat": BodyRoute(OllamaChatRequest, OllamaChatReply, OllamaFormat),
+        "/api/generate": BodyRoute(OllamaGenerateRequest, OllamaGenerateReply, OllamaFormat),
         "/api/show": BodyRoute(ShowRequest, ShowReply),
     },
     errors={"/api/": ErrorFormat(OllamaError, lambda error: {"error": error.message})},

@@ -29,7 +29,6 @@ from pipespec.extras.dialects.translation import (
     tool_of,
 )
 from pipespec.limits import MAX_COUNT
-from pipespec.sampling.params import MAX_LOGPROBS
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.app import failures
 from pipespec.server.dialect import OWN_FIELDS, BodyRoute, Dialect, DialectBody, Translation
@@ -52,9 +51,15 @@ from pipespec.server.reply_format import (
     arguments_of,
     sse,
 )
-from pipespec.server.request_schema import LATER, NO_MEDIA, ReasoningEffort, Refused, refused
+from pipespec.server.request_schema import (
+    LATER,
+    NO_MEDIA,
+    LogprobCount,
+    ReasoningEffort,
+    Refused,
+    refused,
+)
 from pipespec.server.response_schema import CompletionTokensDetails
-from pipespec.server.routes import SSE
 
 NO_SERVICE = "is not supported: this server has no such service"
 LOGPROBS = "message.output_text.logprobs"
@@ -79,6 +84,10 @@ class InputMessage(RequestModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: Contents
 
+    def message(self) -> dict[str, Any]:
+        """The item as a message of OpenAI's chats; one of the model may be only a part of one."""
+        return {"role": self.role, "content": self.content}
+
 
 class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
@@ -86,16 +95,26 @@ class FunctionCallItem(RequestModel):
     name: str
     arguments: str
 
+    def message(self) -> dict[str, Any]:
+        call = call_of(self.call_id, self.name, self.arguments)
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
 
 class FunctionOutputItem(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
     output: Contents
 
+    def message(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
 
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
     content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
+
+    def message(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": "", "reasoning_content": self.content or ""}
 
 
 def _kind_of_item(item: Any) -> str | None:
@@ -150,6 +169,11 @@ class TextFormat(RequestModel):
             )
         return self
 
+    def translated(self) -> dict[str, Any]:
+        if self.type == "json_schema":
+            return schema_format(self.schema_, self.name or "output")
+        return {"type": self.type}
+
 
 class TextConfig(RequestModel):
     format: TextFormat | None = None
@@ -164,14 +188,21 @@ class NamedFunction(RequestModel):
     type: Literal["function"]
     name: str
 
+    def translated(self) -> dict[str, Any]:
+        return named_function(self.name)
 
-class AllowedTools(RequestModel):
+
+class AllowedFunctions(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedFunction], Field(min_length=1)]
 
+    def translated(self) -> dict[str, Any]:
+        tools = [tool.translated() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
 
-_AnyChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
+
+_AnyChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None
 ToolChoice = Annotated[
     _AnyChoice,
     Accepts(
@@ -181,12 +212,6 @@ ToolChoice = Annotated[
     ),
 ]
 
-IGNORED = frozenset(
-    (
-        *("user", "safety_identifier", "service_tier", "prompt_cache_key", "stream_options"),
-        *("prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
-    )
-)
 REFUSED: Refused = {
     **refused(NO_SERVICE, "background", "background_options", "prompt"),
     **refused(NO_SERVICE, "moderation", "access_programs"),
@@ -207,19 +232,16 @@ class ResponsesRequest(DialectBody):
     """POST /v1/responses."""
 
     passed = OWN_FIELDS | {"top_k", "stop"}
-    ignored, refused, names = IGNORED, REFUSED, NAMES
+    refused, names = REFUSED, NAMES
 
-    input: Annotated[
-        Annotated[str, TEXT] | Annotated[list[Item], PARTS],
-        TEXT_OR_PARTS,
-    ]
+    input: Annotated[Annotated[str, TEXT] | Annotated[list[Item], PARTS], TEXT_OR_PARTS]
     instructions: str | None = None
     previous_response_id: Annotated[str | None, Field(min_length=1, max_length=MAX_ID)] = None
     store: bool | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_COUNT)] = None
     temperature: Annotated[FiniteFloat | None, Field(ge=0, le=2)] = None
     top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: LogprobCount = None
     include: list[Literal[INCLUDABLE]] | None = None  # type: ignore[valid-type]
     tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice = None
@@ -246,76 +268,48 @@ class ResponsesRequest(DialectBody):
         if isinstance(items, str):
             items = [InputMessage(role="user", content=items)]
         for item in items:
-            add_turn(conversation, message_of(item))
+            add_turn(conversation, item.message())
         # Those of the response that is continued are not carried over.
         rules = [{"role": "system", "content": self.instructions}] if self.instructions else []
         wanted = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        choice, form = self.tool_choice, self.text.format if self.text else None
         names = ("model", "temperature", "top_p", "parallel_tool_calls")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names} | {
             "messages": [*rules, *conversation],
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool_of(t.name, t.parameters, t.description) for t in self.tools or ()],
-            "tool_choice": choice_of(self.tool_choice),
+            "tool_choice": choice.translated() if isinstance(choice, RequestModel) else choice,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "response_format": format_of(self.text.format if self.text else None),
+            "response_format": form.translated() if form else None,
             "logprobs": wanted,
             "top_logprobs": self.top_logprobs if wanted else None,
         }
         # The messages to which the answer is added for a later request.
         stored = None if self.store is False else to_json(conversation)
-        options = {"echo": echo_of(self), "conversation": stored}
+        options = {"echo": self.echoed(), "conversation": stored}
         return Translation(fields, bool(self.stream), options)
 
-
-# --- translation ------------------------------------------------------------------------------
-
-
-def message_of(item: Any) -> dict[str, Any]:
-    """A message as OpenAI's chats have it; one of the model may be only a part of one."""
-    if isinstance(item, FunctionCallItem):
-        call = call_of(item.call_id, item.name, item.arguments)
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if isinstance(item, FunctionOutputItem):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
-    if isinstance(item, ReasoningItem):
-        return {"role": "assistant", "content": "", "reasoning_content": item.content or ""}
-    return {"role": item.role, "content": item.content}
-
-
-def choice_of(choice: str | NamedFunction | AllowedTools | None) -> Any:
-    if isinstance(choice, NamedFunction):
-        return named_function(choice.name)
-    if isinstance(choice, AllowedTools):
-        tools = [named_function(tool.name) for tool in choice.tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
-    return choice
+    def echoed(self) -> dict[str, Any]:
+        """The fields that the reply repeats."""
+        tools = [
+            {"type": "function", "strict": None, "parameters": None}
+            | tool.model_dump(exclude_unset=True)
+            for tool in self.tools or ()
+        ]
+        text = self.text or TextConfig(format=TextFormat(type="text"))
+        choice = self.tool_choice or "auto"
+        names = ("instructions", "max_output_tokens", "previous_response_id", "top_logprobs")
+        return {name: getattr(self, name) for name in names} | {
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None},
+            "text": text.model_dump(exclude_none=True, by_alias=True),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": tools,
+        }
 
 
-def format_of(wanted: TextFormat | None) -> dict[str, Any] | None:
-    if wanted is None or wanted.type != "json_schema":
-        return None if wanted is None else {"type": wanted.type}
-    return schema_format(wanted.schema_, wanted.name or "output")
-
-
-def echo_of(body: ResponsesRequest) -> dict[str, Any]:
-    tools = [
-        {"type": "function", "strict": None, "parameters": None}
-        | tool.model_dump(exclude_unset=True)
-        for tool in body.tools or ()
-    ]
-    text = body.text or TextConfig(format=TextFormat(type="text"))
-    effort = body.reasoning.effort if body.reasoning else None
-    choice = body.tool_choice or "auto"
-    names = ("instructions", "max_output_tokens", "previous_response_id", "top_logprobs")
-    return {name: getattr(body, name) for name in names} | {
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "reasoning": {"effort": effort},
-        "text": text.model_dump(exclude_none=True, by_alias=True),
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": tools,
-    }
-
+# --- replies ----------------------------------------------------------------------------------
 
 # Of the ids of items, by the kinds of their blocks.
 PREFIXES = {"call": "fc", "text": "msg", "reasoning": "rs"}
@@ -380,7 +374,7 @@ class ResponsesFormat(ReplyFormat):
     """The replies of /v1/responses.
 
     Args:
-        echo: the fields of the request that the reply repeats.
+        echo: `ResponsesRequest.echoed`.
         conversation: the messages before the answer, as a JSON list; None: a later request does not
             continue this one.
     """
@@ -594,7 +588,7 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
         """A response that was made before, for as long as it can be continued."""
         if stream:
             why = "stream is true, but a response that is kept is whole; leave stream out."
-            raise invalid_field("stream", why)
+            raise invalid_field(why, param="stream")
         found = await serving.kept(request, response)
         if found is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{missing(response)}.")
@@ -609,6 +603,6 @@ def mount(app: FastAPI, serving: OpenAIServing) -> None:
 
 
 DIALECT = Dialect(
-    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat, SSE)},
+    routes={"/v1/responses": BodyRoute(ResponsesRequest, ResponsesReply, ResponsesFormat)},
     mount=mount,
 )

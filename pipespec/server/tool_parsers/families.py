@@ -8,18 +8,8 @@ import re
 import secrets
 from collections.abc import Mapping
 from string import ascii_letters, digits
-from typing import ClassVar
 
-from pipespec.server.tool_parsers.incremental_json import (
-    Characters,
-    NotAToolCall,
-    expect,
-    expect_next,
-    next_nonblank,
-    until,
-    word,
-)
-from pipespec.server.tool_parsers.tool_parser import ToolParser
+from pipespec.server.tool_parsers.tool_parser import OBJECT, WS, ToolParser
 
 LETTERS = ascii_letters + digits
 
@@ -30,10 +20,7 @@ class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
 
     markers, closers = ("<tool_call>",), ("</tool_call>",)
-
-    def read(self, marker: str) -> Characters[None]:
-        yield from expect_next("{")
-        yield from self.call()
+    first = rf"<tool_call>{WS}{OBJECT}"
 
 
 class Llama3Json(ToolParser):
@@ -42,11 +29,15 @@ class Llama3Json(ToolParser):
 
     markers, closers = ("<|python_tag|>", "{"), (";",)
     special = ("<|python_tag|>",)
+    first = rf"(?:<\|python_tag\|>{WS})?{OBJECT}"
 
-    def read(self, marker: str) -> Characters[None]:
-        if marker != "{":
-            yield from expect_next("{")
-        yield from self.call()
+
+class ForcedJson(ToolParser):
+    """`[{"name": ..., "arguments": {...}}, ...]`, and no other text: required calls."""
+
+    markers = ("[",)
+    special = ()
+    first, another = rf"(?P<list>\[){WS}{OBJECT}", OBJECT
 
 
 class Mistral(ToolParser):
@@ -55,33 +46,12 @@ class Mistral(ToolParser):
 
     markers = ("[TOOL_CALLS]",)
     special = (*markers, "[CALL_ID]", "[ARGS]")
-
+    first = (
+        rf"\[TOOL_CALLS\]{WS}(?:(?:(?P<list>\[){WS})?{OBJECT}"
+        rf"|(?P<name>[A-Za-z0-9_./:-]++){WS}(?:(?:\[CALL_ID\][^[]*+)?\[ARGS\]{WS})?(?P<next>\{{))"
+    )
+    another = OBJECT
     new_id = staticmethod(lambda name, number: "".join(secrets.choice(LETTERS) for _ in range(9)))
-
-    def read(self, marker: str) -> Characters[None]:
-        first = yield from next_nonblank()
-        if first == "[":
-            yield from self.listed()
-        elif first == "{":
-            yield from self.call()
-        else:
-            yield from self._named(first)
-
-    def _named(self, first: str) -> Characters[None]:
-        name, after = yield from word(first, LETTERS + "_-./:")
-        if after == "[":
-            after = yield
-            if after == "C":
-                yield from expect("ALL_ID]")
-                yield from until("[")
-                after = yield
-            if after != "A":
-                raise NotAToolCall
-            yield from expect("RGS]")
-            after = yield from next_nonblank()
-        if after != "{":
-            raise NotAToolCall
-        yield from self.arguments(name)
 
 
 class DeepSeekV3(ToolParser):
@@ -91,100 +61,51 @@ class DeepSeekV3(ToolParser):
 
     markers = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     closers = ("<｜tool▁calls▁end｜>",)
-    separator, end = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    special = (*markers, *closers, separator, end)
-    block: str | None = "function"
-
-    def read(self, marker: str) -> Characters[None]:
-        if marker == self.markers[0]:
-            yield from expect_next(self.markers[1])
-        name = (yield from until(self.separator)).strip()
-        if name == self.block:
-            name = (yield from until("\n")).strip()
-            yield from expect_next("```json")
-        name = self.name_of(name)
-        yield from expect_next("{")
-        yield from self.arguments(name)
-        yield from until(self.end)
-
-    def name_of(self, written: str) -> str:
-        if not re.fullmatch(r"[\w.:/-]+", written):
-            raise NotAToolCall
-        return written
+    special = (*markers, *closers, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+    first = (
+        rf"(?:{markers[0]}{WS})?{markers[1]}\s*+(?:function\s*+<｜tool▁sep｜>\s*+"
+        rf"(?P<name>[\w.:/-]++)[^\S\n]*+\n{WS}```json|(?P<name>[\w.:/-]++)\s*+<｜tool▁sep｜>)"
+        rf"{WS}(?P<next>\{{)"
+    )
+    end = ".*?<｜tool▁call▁end｜>"
 
 
-class KimiK2(DeepSeekV3):
+class KimiK2(ToolParser):
     """`<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>
     {...}<|tool_call_end|>...<|tool_calls_section_end|>`."""
 
     markers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     closers = ("<|tool_calls_section_end|>",)
-    separator, end = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-    special = (*markers, *closers, separator, end)
-    block = None
+    special = (*markers, *closers, "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    first = (
+        rf"(?:<\|tool_calls_section_begin\|>{WS})?<\|tool_call_begin\|>\s*+(?:functions\.)?"
+        rf"(?P<name>[\w.-]++)(?::\d++)?\s*+<\|tool_call_argument_begin\|>{WS}(?P<next>\{{)"
+    )
+    end = r".*?<\|tool_call_end\|>"
     new_id = staticmethod("functions.{}:{}".format)
-
-    def name_of(self, written: str) -> str:
-        found = re.fullmatch(r"(?:functions\.)?([\w.-]+?)(?::\d+)?", written)
-        if found is None:
-            raise NotAToolCall
-        return found[1]
-
-
-class ForcedJson(ToolParser):
-    """`[{"name": ..., "arguments": {...}}, ...]`, and no other text: required calls."""
-
-    markers = ("[",)
-    special = ()
-
-    def read(self, marker: str) -> Characters[None]:
-        yield from self.listed()
 
 
 # --- arguments that are tagged texts ----------------------------------------------------------
 
 
 class TaggedArguments(ToolParser):
-    """Each argument is returned when it is whole, as JSON: as a string if the tool declares it as
-    one or its text is no JSON."""
+    """Each argument is a string if the tool declares it as one, or its text is no JSON."""
 
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-
-    def checked(self, name: str) -> str:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise NotAToolCall
-        return name
-
-    def add_text(self, key: str, text: str) -> None:
+    def value(self, key: str, text: str) -> str | None:
+        text = text.removeprefix("\n").removesuffix("\n")
         declared = key in self.strings.get(self.name, ())
         is_json = not declared and _is_json(text)
-        self.add_argument(key, text if is_json else json.dumps(text, ensure_ascii=False))
+        return text if is_json else json.dumps(text, ensure_ascii=False)
 
 
 class Qwen3Coder(TaggedArguments):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with
     line breaks between the parts."""
 
-    closers = ("</tool_call>",)
-    tag, before_name, before_key = "function", "=", "="
-
-    def read(self, marker: str) -> Characters[None]:
-        if marker == self.markers[0]:
-            yield from expect_next(f"<{self.tag}{self.before_name}")
-        self.begin(self.checked((yield from until(">")).strip("\"'")))
-        while True:
-            yield from expect_next("<")
-            kind = yield
-            if kind == "/":
-                yield from expect(f"{self.tag}>")
-                self.end_arguments()
-                return
-            if kind != "p":
-                raise NotAToolCall
-            yield from expect(f"arameter{self.before_key}")
-            key = (yield from until(">")).strip("\"'")
-            value = yield from until("</parameter>")
-            self.add_text(key, value.removeprefix("\n").removesuffix("\n"))
+    markers, closers = ("<tool_call>",), ("</tool_call>",)
+    first = rf"<(?:seed:)?tool_call>{WS}<function=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
+    key = rf"{WS}<parameter=[\"']*+(?P<key>[^>\"']*+)[\"']*+>"
+    last, value_end = rf"{WS}</function>", "</parameter>"
 
 
 class SeedOss(Qwen3Coder):
@@ -193,41 +114,30 @@ class SeedOss(Qwen3Coder):
     markers, closers = ("<seed:tool_call>",), ("</seed:tool_call>",)
 
 
-class MiniMaxM2(Qwen3Coder):
+class MiniMaxM2(TaggedArguments):
     """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>
     ...</minimax:tool_call>`, with line breaks between the parts."""
 
     markers = ("<minimax:tool_call>", "<invoke name=")
     closers = ("</minimax:tool_call>",)
     special = (markers[0], *closers)
-    tag, before_name, before_key = "invoke", " name=", " name="
+    first = rf"(?:<minimax:tool_call>{WS})?<invoke name=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
+    key = rf"{WS}<parameter name=[\"']*+(?P<key>[^>\"']*+)[\"']*+>"
+    last, value_end = rf"{WS}</invoke>", "</parameter>"
 
 
 class Glm45(TaggedArguments):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>`, with line
     breaks between the parts."""
 
+    markers = ("<tool_call>",)
     special = (
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
         *("<arg_value>", "</arg_value>"),
     )
-
-    def read(self, marker: str) -> Characters[None]:
-        name = self.checked((yield from until("<")).strip())
-        while True:
-            first = yield
-            if first not in "/a":
-                raise NotAToolCall
-            yield from expect("tool_call>" if first == "/" else "rg_key>")
-            if self.undecided:
-                self.begin(name)
-            if first == "/":
-                self.end_arguments()
-                return
-            key = (yield from until("</arg_key>")).strip()
-            yield from expect_next("<arg_value>")
-            self.add_text(key, (yield from until("</arg_value>")))
-            yield from expect_next("<")
+    first = r"<tool_call>\s*+(?P<name>[\w.-]++)\s*+(?P<next><(?:arg_key|/tool_call)>)"
+    key = rf"{WS}<arg_key>(?P<key>[^<]*+)</arg_key>{WS}<arg_value>"
+    last, value_end = rf"{WS}</tool_call>", "</arg_value>"
 
 
 def _is_json(text: str) -> bool:
@@ -243,70 +153,35 @@ def _is_json(text: str) -> bool:
 
 # --- arguments in Python ----------------------------------------------------------------------
 
+_WORD = r"[A-Za-z0-9_.-]++"
+_TOKEN = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|[\"'].*|[][(){},]", re.DOTALL)
+
 
 class Pythonic(ToolParser):
-    """`[name(key=value, ...), ...]`, perhaps between `<|python_start|>` and `<|python_end|>`. Each
-    argument is returned when it is whole, as JSON."""
+    """`[name(key=value, ...), ...]`, perhaps between `<|python_start|>` and `<|python_end|>`."""
 
     markers, closers = ("<|python_start|>", "["), ("<|python_end|>",)
     special = (markers[0], *closers)
-    letters = LETTERS + "_.-"
+    another = rf"(?P<name>{_WORD}){WS}\({WS}(?P<next>\)|{_WORD}{WS}(?P<assigned>=))"
+    first = rf"(?:<\|python_start\|>{WS})?(?P<list>\[){WS}{another}"
+    key = rf"{WS},?{WS}(?P<key>{_WORD}){WS}="
+    last = rf"{WS},?{WS}\)"
+    most = 2**16  # with the first argument
 
-    def read(self, marker: str) -> Characters[None]:
-        if marker != "[":
-            yield from expect_next("[")
-        after = ","
-        while after == ",":
-            self.undecided = True
-            yield from self._call_of((yield from next_nonblank()))
-            after = yield from next_nonblank()
-        if after != "]":
-            raise NotAToolCall
+    def find_value_end(self, start: int) -> int:
+        depth = 0
+        for found in _TOKEN.finditer(self._held, start):
+            if not depth and found[0] in ",)":
+                return found.start()
+            depth += (found[0] in "([{") - (found[0] in ")]}")
+        return -1
 
-    def _call_of(self, first: str) -> Characters[None]:
-        name, after = yield from word(first, self.letters)
-        if not name or after != "(":
-            raise NotAToolCall
-        after = yield from next_nonblank()
-        while after != ")":
-            key, equals = yield from word(after, self.letters)
-            if not key or equals != "=":
-                raise NotAToolCall
-            written, after = yield from _literal()
-            try:
-                # Escapes of Python can name half characters, which JSON writes as escapes.
-                value = json.dumps(ast.literal_eval(written.strip()), allow_nan=False)
-            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                raise NotAToolCall from None
-            if self.undecided:
-                self.begin(name)
-            self.add_argument(key, value)
-            if after == ",":
-                after = yield from next_nonblank()
-        if self.undecided:
-            self.begin(name)
-        self.end_arguments()
-
-
-def _literal() -> Characters[tuple[str, str]]:
-    """The text of a value, and the comma or bracket that ends it."""
-    written: list[str] = []
-    awaited: list[str] = []
-    closing, quote, escaped = {"(": ")", "[": "]", "{": "}"}, "", False
-    while True:
-        character = yield
-        if quote:
-            quote = "" if character == quote and not escaped else quote
-            escaped = character == "\\" and not escaped
-        elif character in "\"'":
-            quote = character
-        elif character in closing:
-            awaited.append(closing[character])
-        elif not awaited and character in ",)":
-            return "".join(written), character
-        elif character in closing.values() and (not awaited or character != awaited.pop()):
-            raise NotAToolCall
-        written.append(character)
+    def value(self, key: str, text: str) -> str | None:
+        try:
+            # Escapes of Python can name half characters, which JSON writes as escapes.
+            return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return None
 
 
 # --- which one --------------------------------------------------------------------------------

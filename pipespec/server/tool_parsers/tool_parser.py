@@ -1,48 +1,72 @@
-"""What the parsers of all model families share: text up to a marker, then what may be a call."""
+"""The parser of calls of tools in generated text, for which a family of models gives patterns.
+
+Partial matches of these tell, wherever the text is cut, what may still become a call.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar, Literal
 
-from pipespec.server.tool_parsers.incremental_json import (
-    BLANKS,
-    Characters,
-    NotAToolCall,
-    container,
-    next_nonblank,
-    string,
-    value,
-)
+import regex
+
 from pipespec.system.validation import is_whole
 
-# The names of a call's arguments that models use.
-ARGUMENTS = ("arguments", "parameters")
+BLANKS = " \t\r\n"
+CLOSING = {"{": "}", "[": "]"}
+# A longer beginning of a call, or end, is text, so that no match takes long.
+MAX_LENGTH = 2**12
+# How deep lists and objects beside the arguments of a call may be.
+MAX_DEPTH = 4
+
+# Parts of patterns: whitespace, a JSON string, a list or object of which only brackets and strings
+# are checked, any JSON value, and a member of an object.
+WS = r"[ \t\r\n]*+"
+STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
+_BOX = r"(?!)"
+for _ in range(MAX_DEPTH):
+    _INSIDE = rf'(?:[^][{{}}"]|"(?:[^"\\]|\\.)*+"|{_BOX})*+'
+    _BOX = rf"(?:\{{{_INSIDE}\}}|\[{_INSIDE}\])"
+VALUE = rf"(?:{STRING}|{_BOX}|[-+.a-zA-Z0-9]++)"
+MEMBER = rf"{STRING}{WS}:{WS}{VALUE}"
+# An object up to the bracket of its arguments, whose name comes first, or after them.
+_ARGUMENTS = rf'"(?:arguments|parameters)"{WS}:{WS}'
+_BEFORE = rf'(?:(?!"(?:name|arguments|parameters)"){MEMBER}{WS},{WS})*+'
+_NAME = rf'"name"{WS}:{WS}(?P<name>{STRING})'
+_BETWEEN = rf'{WS},{WS}(?:(?!"(?:arguments|parameters)"){MEMBER}{WS},{WS})*+'
+_AFTER = rf'{WS},{WS}(?:(?!"name"){MEMBER}{WS},{WS})*+'
+OBJECT = (
+    rf"(?P<object>\{{){WS}{_BEFORE}"
+    rf"(?:{_NAME}{_BETWEEN}{_ARGUMENTS}(?P<next>\{{)"
+    rf"|{_ARGUMENTS}(?P<early>(?=\{{){_BOX}){_AFTER}{_NAME})"
+)
+_OBJECT_END = rf"(?:{WS},{WS}{MEMBER})*+{WS}\}}"
+
+
+BlockKind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(frozen=True)
-class CallDelta:
-    """What is new in the call `index` of a message: first its `name`, then text of its
-    arguments."""
+class Piece:
+    """What is new in an answer: text of a kind. A call begins with a piece that is its `name`; text
+    of its arguments follows."""
 
-    index: int
-    name: str | None = None
-    arguments: str = ""
-
-
-# Text of the message, or what is new in a call.
-ParsedDelta = str | CallDelta
+    kind: BlockKind
+    text: str = ""
+    name: str = ""
 
 
 class ToolParser:
-    """Parses one answer, character by character, and never takes back what it has returned.
+    """Parses one answer, and never takes back what it has returned.
 
     Text that begins like a call is held back until its name and the beginning of its arguments are
-    known, and is returned as text if it turns out to be none. Arguments are returned as they
-    arrive, in the model's own spelling. Each character is looked at once or twice.
+    known, and is returned as text if it turns out to be none. JSON arguments are returned as they
+    arrive, in the model's own spelling, others (`key`) one by one, as JSON.
     """
 
     # Texts that begin a call, none of which begins another.
@@ -51,192 +75,242 @@ class ToolParser:
     closers: ClassVar[tuple[str, ...]] = ()
     # Texts of the format that are special tokens in some vocabularies; by default those above.
     special: ClassVar[tuple[str, ...]] = ()
+    # A call from its marker to its arguments, which begin with the group `next`, or behind it. With
+    # the group `list` more calls may follow.
+    first: ClassVar[str] = r"(?!)"
+    another: ClassVar[str] = r"(?!)"  # such a call
+    end: ClassVar[str] = ""  # of a call, after its arguments, unless it is an `OBJECT`
+    # Of arguments that are returned one by one: what precedes a value, what ends the last one, and
+    # what ends each.
+    key: ClassVar[str] = ""
+    last: ClassVar[str] = ""
+    value_end: ClassVar[str] = ""
 
     # Makes an id of the call of this name and number that the model's template accepts when the
     # client sends it back.
     new_id: ClassVar[staticmethod[[str, int], str]] = staticmethod(
         lambda name, number: f"call_{secrets.token_hex(12)}"
     )
+    most: ClassVar[int] = MAX_LENGTH
 
     def __init_subclass__(cls) -> None:
         if "special" not in vars(cls):
             cls.special = (*cls.markers, *cls.closers)
 
+    @classmethod
+    @cache
+    def patterns(cls) -> Mapping[str, Any]:
+        """All patterns by name; the first call takes some milliseconds."""
+        closers, markers = ("|".join(map(regex.escape, t)) for t in (cls.closers, cls.markers))
+        sources = {"closers": closers or "(?!)", "markers": markers or "(?!)", "first": cls.first}
+        sources |= {"another": f"{WS},{WS}{cls.another}", "list_end": rf"{WS}\]"}
+        sources |= {"object_end": _OBJECT_END, "end": cls.end, "key": cls.key, "last": cls.last}
+        return {name: regex.compile(source, regex.DOTALL) for name, source in sources.items()}
+
     def __init__(self, strings: Mapping[str, frozenset[str]] | None = None) -> None:
         """`strings`: the parameters that are texts, by function, for families that do not write
         JSON."""
         self.strings = strings or {}
-        self._deltas: list[ParsedDelta] = []
-        self._num_calls = 0
         self.name = ""  # of the last call
-        self._num_arguments = 0  # of it, where they are returned one by one
-        self._prefix = ""  # perhaps the beginning of a marker or a closer
+        self._pieces: list[Piece] = []
+        self._num_arguments = 0  # of the last call, where they are returned one by one
+        self._held = ""  # what is not certain yet
         self._blank = ""  # whitespace that is returned if text follows
         self._after_call = False  # whether only whitespace has come since the last call
-        self._call: Characters[None] | None = None  # parses what may be a call
-        self._pending: list[str] = []  # what it was sent, and has not been returned
-        self.undecided = False  # whether it may still turn out to be text
+        self._listed = False  # whether more calls may follow in a list
+        self._end = ""  # the pattern of the end of the last call
+        self._awaited: list[str] = []  # brackets of JSON arguments
+        self._quoted = self._escaped = False  # in these
+        self._step: Callable[[], bool] = self._find_marker
 
-    def push(self, text: str) -> list[ParsedDelta]:
+    def push(self, text: str) -> list[Piece]:
         """Parse the next part of the text; what is certain now."""
-        for character in text:
-            self._push(character)
+        self._held += text
+        while self._held and self._step():
+            pass
         return self._take()
 
-    def finish(self) -> list[ParsedDelta]:
+    def finish(self) -> list[Piece]:
         """End the text; what was held back. A call whose name was returned stays a call."""
-        closing = self._after_call and any(text.startswith(self._prefix) for text in self.closers)
-        if self._call is None and not closing:
-            self._add_text(self._prefix)
-        elif self.undecided:
-            self._add_text("".join(self._pending))
+        held, self._held = self._held, ""
+        if self._step == self._find_marker:
+            if not (self._after_call and any(text.startswith(held) for text in self.closers)):
+                self._add_text(held)
+        elif self._step == self._find_call and (not self._listed or held.strip(BLANKS + ",")):
+            self._add_text(held)
         if not self._after_call:
-            self._deltas.append(self._blank)
+            self._pieces.append(Piece("text", self._blank))
         return self._take()
 
-    # --- for the families ---------------------------------------------------------------------
-
-    def read(self, marker: str) -> Characters[None]:
-        """Parse what follows a marker. Raises NotAToolCall."""
+    def value(self, key: str, text: str) -> str | None:
+        """The JSON of an argument; None: it is none."""
         raise NotImplementedError
 
-    def call(self) -> Characters[None]:
-        """Parse an object with a name and arguments, after its first bracket; it is a call as soon
-        as both are known."""
-        self.undecided = True
-        name: str | None = None
-        early: list[str] = []  # arguments that came before the name
-        known = False
-        after = yield from next_nonblank()
-        while after != "}" or name is None or not known:
-            if after != '"':
-                raise NotAToolCall
-            key = yield from string()
-            if (yield from next_nonblank()) != ":":
-                raise NotAToolCall
-            first = yield from next_nonblank()
-            if key == "name" and name is None:
-                if first != '"':
-                    raise NotAToolCall
-                name = yield from string()
-                if early:
-                    self.begin(name)
-                    self._add_arguments("".join(early))
-                after = yield from next_nonblank()
-            elif key in ARGUMENTS and not known:
-                if first != "{":
-                    raise NotAToolCall
-                known = True
-                if name is None:
-                    yield from container("{", early.append)
-                else:
-                    yield from self.arguments(name)
-                after = yield from next_nonblank()
-            else:
-                after = yield from value(first)
-            if after == ",":
-                after = yield from next_nonblank()
-                if after != '"':
-                    raise NotAToolCall
-            elif after != "}":
-                raise NotAToolCall
-        self._pending.clear()
+    def find_value_end(self, start: int) -> int:
+        """Where in the text that is held the value ends that begins there; -1: it does not yet."""
+        return self._held.find(self.value_end, start)
 
-    def listed(self) -> Characters[None]:
-        """Parse calls with commas between them, after the opening bracket."""
-        after = ","
-        while after == ",":
-            if (yield from next_nonblank()) != "{":
-                raise NotAToolCall
-            yield from self.call()
-            after = yield from next_nonblank()
-        if after != "]":
-            raise NotAToolCall
+    # --- steps: each returns whether there is more to do with what is held --------------------
 
-    def arguments(self, name: str) -> Characters[None]:
-        """Parse the arguments of a call, after their first bracket."""
-        self.begin(name)
-        yield from container("{", self._add_arguments)
+    def _find_marker(self) -> bool:
+        if self._after_call:
+            self._blank += self._held[: -len(self._held.lstrip(BLANKS)) or None]
+            self._held = self._held.lstrip(BLANKS)
+            closer = self._match("closers")
+            if closer and not closer.partial:
+                self._blank, self._held = "", self._held[closer.end() :]
+            if closer:
+                return not closer.partial
+        found = self.patterns()["markers"].search(self._held, partial=True)
+        self._release(found.start() if found else len(self._held))
+        if not found or found.partial:
+            return False
+        self._step = self._find_call
+        return True
 
-    def begin(self, name: str) -> None:
-        if not name or not is_whole(name):
-            raise NotAToolCall
+    def _find_call(self) -> bool:
+        pattern, end = "another" if self._listed else "first", self._match("list_end")
+        if self._listed and end and not end.partial:
+            self._held = self._held[end.end() :]
+            return self._ended()
+        found = self._match(pattern)
+        if found is None or found.partial:
+            return self._wait(found, pattern)
+        groups, start = found.groupdict(), found.end()
+        value, certain = "", start - 1
+        if groups.get("assigned"):  # its first value decides whether it is a call
+            certain = self.find_value_end(start)
+            if certain < 0:
+                return self._wait(found, pattern)
+            value = self.value("", self._held[start:certain]) or ""
+        name = _unquoted(groups["name"])
+        if not name or (groups.get("assigned") and not value):
+            self._ended(self._after_call)
+            self._release(certain)
+            return True
         self._blank, self.name, self._num_arguments = "", name, 0
-        self._deltas.append(CallDelta(self._num_calls, name))
-        self._num_calls += 1
-        self.undecided = False
+        self._awaited, self._quoted, self._escaped = [], False, False
+        self._pieces.append(Piece("call", name=name))
+        self._listed = self._listed or groups.get("list") is not None
+        self._end = "object_end" if groups.get("object") else "end"
+        self._held = self._held[found.start("next") if groups.get("next") else found.end() :]
+        self._step = self._read_values if self.key else self._read_json
+        if groups.get("early"):
+            self._add_arguments(groups["early"])
+            self._step = self._find_end
+        return True
 
-    def add_argument(self, key: str, value: str) -> None:
-        before = ", " if self._num_arguments else "{"
-        self._num_arguments += 1
-        self._add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+    def _read_json(self) -> bool:
+        """Return JSON arguments, of which only brackets and strings are checked; the client parses
+        them."""
+        for place, character in enumerate(self._held):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._quoted = True
+            elif character in CLOSING:
+                self._awaited.append(CLOSING[character])
+            elif character in "]}":
+                wrong = character != self._awaited.pop()
+                if wrong or not self._awaited:
+                    end = place + (not wrong)
+                    self._add_arguments(self._held[:end])
+                    self._held, self._step = self._held[end:], self._find_end
+                    return self._ended() if wrong else True
+        self._add_arguments(self._held)
+        self._held = ""
+        return False
 
-    def end_arguments(self) -> None:
-        self._add_arguments("}" if self._num_arguments else "{}")
+    def _read_values(self) -> bool:
+        last, key = self._match("last"), self._match("key")
+        if last and not last.partial:
+            self._add_arguments("}" if self._num_arguments else "{}")
+            self._held, self._step = self._held[last.end() :], self._find_end
+            return True
+        if key and not key.partial:
+            end = self.find_value_end(key.end())
+            if end < 0:
+                return False
+            name = key["key"].strip()
+            value = self.value(name, self._held[key.end() : end])
+            if value is None:
+                self._release(end)
+                return self._ended()
+            before = ", " if self._num_arguments else "{"
+            self._num_arguments += 1
+            self._add_arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: {value}")
+            self._held = self._held[end + len(self.value_end) :]
+            return True
+        return self._wait(last or key, "key")
+
+    def _find_end(self) -> bool:
+        found = self._match(self._end)
+        if found is None or found.partial:
+            return self._wait(found, self._end)
+        self._held = self._held[found.end() :]
+        if not self._listed:
+            return self._ended()
+        self._step = self._find_call
+        return True
+
+    def _match(self, pattern: str) -> Any:
+        return self.patterns()[pattern].match(self._held, partial=True)
+
+    def _ended(self, after_call: bool = True) -> bool:
+        self._step, self._after_call, self._listed = self._find_marker, after_call, False
+        return True
+
+    def _wait(self, found: Any, pattern: str) -> bool:
+        """Wait for more text; if what is held cannot be part of a call, or is too long, it is text
+        up to where it differs from one."""
+        if found is not None and len(self._held) <= self.most:
+            return False
+        match, held = self.patterns()[pattern].match, self._held[: self.most]
+        lengths = range(1, len(held) + 1)
+        fits = bisect_left(
+            lengths, True, key=lambda length: match(held[:length], partial=True) is None
+        )
+        self._ended(self._after_call or self._listed or self._step != self._find_call)
+        self._release(fits)
+        return True
+
+    # --- what is certain ----------------------------------------------------------------------
 
     def _add_arguments(self, text: str) -> None:
-        self._deltas.append(CallDelta(self._num_calls - 1, arguments=text))
-        self._pending.clear()
+        self._pieces.append(Piece("call", text))
 
-    # --- text ---------------------------------------------------------------------------------
-
-    def _push(self, character: str) -> None:
-        if self._call is None:
-            self._find_marker(character)
-            return
-        self._pending.append(character)
-        try:
-            self._call.send(character)
-        except StopIteration:
-            self._call, self._after_call = None, True
-        except NotAToolCall:
-            self._call = None
-            self._after_call = self._after_call or not self.undecided
-            # The last character may begin the next call.
-            self._add_text("".join(self._pending[:-1]))
-            self._find_marker(character)
-
-    def _find_marker(self, character: str) -> None:
-        self._prefix += character
-        texts = (*self.markers, *(self.closers if self._after_call else ()))
-        while self._prefix and not any(text.startswith(self._prefix) for text in texts):
-            self._add_text(self._prefix[0])
-            self._prefix = self._prefix[1:]
-        if self._prefix in self.markers:
-            marker, self._prefix = self._prefix, ""
-            self._pending, self.undecided = [marker], True
-            self._call = self.read(marker)
-            next(self._call)
-        elif self._prefix in self.closers:
-            self._prefix = self._blank = ""
+    def _release(self, length: int) -> None:
+        """So much of what is held is text."""
+        self._add_text(self._held[:length])
+        self._held = self._held[length:]
 
     def _add_text(self, text: str) -> None:
         shown = text.rstrip(BLANKS)
         if shown:
-            self._deltas.append(self._blank + shown)
+            self._pieces.append(Piece("text", self._blank + shown))
             self._blank, self._after_call = "", False
         self._blank += text[len(shown) :]
 
-    def _take(self) -> list[ParsedDelta]:
-        deltas, self._deltas = merge_deltas(delta for delta in self._deltas if delta != ""), []
-        return deltas
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = merged(self._pieces), []
+        return pieces
 
 
-def merge_deltas(deltas: Iterable[ParsedDelta]) -> list[ParsedDelta]:
-    """The same with adjacent deltas of one kind joined. The name of a call stays a delta of its
+def _unquoted(name: str) -> str:
+    """A function's name, which may be a JSON string; "": there can be no such name."""
+    found: str = json.loads(name, strict=False) if name.startswith('"') else name
+    return found if is_whole(found) else ""
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same with adjacent pieces of one kind joined. The name of a call stays a piece of its
     own, as in OpenAI's streams."""
-    joined: list[ParsedDelta] = []
-    for delta in deltas:
+    joined: list[Piece] = []
+    for piece in pieces:
         last = joined[-1] if joined else None
-        if isinstance(delta, str) and isinstance(last, str):
-            joined[-1] = last + delta
-        elif (
-            isinstance(delta, CallDelta)
-            and isinstance(last, CallDelta)
-            and delta.name is None is last.name
-        ):
-            assert delta.index == last.index, "a call that follows another has a name"
-            joined[-1] = CallDelta(last.index, arguments=last.arguments + delta.arguments)
-        else:
-            joined.append(delta)
+        if last and last.kind == piece.kind and not last.name and not piece.name:
+            joined[-1] = Piece(piece.kind, last.text + piece.text)
+        elif piece.text or piece.name:
+            joined.append(piece)
     return joined

@@ -73,9 +73,7 @@ def test_private_prefixes_are_not_shared_between_api_keys(server: Server, privat
     assert cached(server, prompt=prompt) == 0
     # However the key is shown, it is the same.
     result = private.http.post(
-        "/v1/completions",
-        json={"prompt": prompt, "max_tokens": 1},
-        headers={"X-Api-Key": SECOND},
+        "/v1/completions", json={"prompt": prompt, "max_tokens": 1}, headers={"X-Api-Key": SECOND}
     ).json()
     assert result["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
 

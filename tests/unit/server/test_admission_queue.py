@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from pipespec.server.admission_queue import AdmissionQueue
 from pipespec.server.api_errors import ApiError
+from pipespec.server.response_stream import AdmissionQueue
 
 
 def test_queue_refuses_requests_beyond_a_limit_until_others_start() -> None:

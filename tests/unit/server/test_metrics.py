@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -102,10 +101,6 @@ class Read:
         return any(sample.name == name for f in self.families.values() for sample in f.samples)
 
 
-def kind(self, name: str) -> str:
-    return self.families[name].type
-
-
 # By name with its labels; `per_pos` and the like have those of their kind.
 SHARED = {
     ("num_requests_running",): 3,
@@ -202,16 +197,6 @@ def test_metric_names_are_unique_and_all_have_both_labels() -> None:
         names.add(family.name)
         for sample in family.samples:
             assert LABELS.items() <= sample.labels.items()
-
-
-def test_every_metric_is_documented() -> None:
-    """docs/metrics.md names each, under our prefix."""
-    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
-    for family in text_string_to_metric_families(Metrics("m").prometheus_text(SEEN).decode()):
-        name = family.name.removeprefix("pipespec_").removeprefix("vllm:")
-        name = f"{name}_total" if family.type == "counter" else name
-        if not name.endswith("_created"):  # Prometheus' package adds these
-            assert f"`pipespec_{name}`" in text, name
 
 
 def test_times_of_a_request_add_up() -> None:

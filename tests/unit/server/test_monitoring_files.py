@@ -12,9 +12,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipespec.cluster.processes.fault_stats import FaultKind
-from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.server.metrics import Metrics
+from tools.docs.metrics import sample_status
 
 FOLDER = Path(__file__).parents[3] / "launch" / "docker"
 GRAFANA = FOLDER / "grafana"
@@ -25,25 +24,11 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER.parents[1] / "compose.yaml").re
 # What Prometheus itself adds to what it reads.
 OF_PROMETHEUS = {"up": {"job", "instance"}}
 KEYWORDS = {"and", "bool", "by", "group_left", "group_right", "ignoring", "on", "or", "unless"}
-# Counts under every name and label that the definitions read.
-_COUNTED = (
-    *("steps", "tokens", "rounds", "preemptions", "cache_queries", "cache_hits"),
-    *("root_rows", "prompt_rows", "draft_rows", "mid_passes", "scored"),
-    *("fed/1", "hits/1", "expected/1", "step_tokens/1"),
-    *("active_ns/1", "busy_ns/1", "receive_ns/1", "send_ns/1"),
-    *("recoveries", "recovery_ns", "resumptions", "resumption_ns"),
-    *(f"faults/{kind}" for kind in FaultKind),
-)
-COUNTS = dict.fromkeys(_COUNTED, 1)
-STATE = dict.fromkeys(
-    ("running", "waiting", "kv_slots", "kv_slots_held", "kv_slots_retained", "row_budget"), 1
-)
-SEEN = ClusterStatus(1, 2, 1, 1, 1, None, STATE, COUNTS, COUNTS)
 
 
 def labels() -> dict[str, set[str]]:
     """What Prometheus reads: the names of samples, and the labels that each has."""
-    text = Metrics("m").prometheus_text(SEEN).decode()
+    text = Metrics("m").prometheus_text(sample_status()).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

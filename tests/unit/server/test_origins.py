@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 
 from pipespec.errors import ConfigError
 from pipespec.server.app import make_loading_app
-from pipespec.server.host_names import normal_origin
-from pipespec.server.options import ServerOptions
+from pipespec.server.options import ServerOptions, normal_origin
 
 SERVED, REFUSED = 503, 403  # the cluster of these tests is never ready
 

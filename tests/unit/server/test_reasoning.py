@@ -15,12 +15,12 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.core import SamplingParams
 from pipespec.engine.llguidance_backend import grammar_from_regex
 from pipespec.server.api_errors import ApiError
+from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
 from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.reply_format import AnswerBlocks
 from pipespec.server.tool_parsers.families import FAMILIES
-from pipespec.server.tool_parsers.tool_choice import ToolUse
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER, calling, fits
 
@@ -69,14 +69,7 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
     ("gpt_oss", True, "lo.<|return|>", "", "lo.", []),
     ("gpt_oss", True, f"lo.<|end|><|start|>assistant{FINAL}", "Hm.", "lo.Hi.", []),
     ("gpt_oss", False, "<|channel|>analysis<|message|>Hm <|en", "Hm <|en", "", []),
-    (
-        "gpt_oss",
-        False,
-        PREAMBLE,
-        "",
-        "I look.",
-        ['f{"a": 1}'],
-    ),
+    ("gpt_oss", False, PREAMBLE, "", "I look.", ['f{"a": 1}']),
 ]
 
 
@@ -158,10 +151,7 @@ FORM = {
         (
             "{{ messages }}<|channel|>analysis",
             SPECIAL,
-            [
-                FINAL.replace("Hi.<|return|>", '{"a":1}'),
-                '<|channel|>final<|message|>{"a":1}',
-            ],
+            [FINAL.replace("Hi.<|return|>", '{"a":1}'), '<|channel|>final<|message|>{"a":1}'],
             ['{"a":1}', "<|channel|>final<|message|>Hi"],
         ),
     ],

@@ -237,8 +237,7 @@ def test_invalid_field_is_named_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("path", "methods"),
-    [("/v1/responses/0", "DELETE, GET"), (CHAT, "POST"), ("/health", "GET")],
+    ("path", "methods"), [("/v1/responses/0", "DELETE, GET"), (CHAT, "POST"), ("/health", "GET")]
 )
 def test_reply_to_another_method_lists_those_of_the_path(
     http: TestClient, path: str, methods: str

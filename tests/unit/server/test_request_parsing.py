@@ -296,21 +296,27 @@ def test_stream_keeps_no_text_that_it_has_sent(
     assert shape.answers[0].text_of("text") == ""
 
 
-def test_usage_is_reported_at_the_end_or_in_every_chunk(running: RunningCluster) -> None:
-    ask = chat(running)
-    for continuous in (False, True):
-        shape = ChatFormat(ask, running.served.tokenizer, "demo", usage=True, continuous=continuous)
-        first, second = (
-            dialects.chunks(shape.events(OutputDelta(0, text, ids)))[0]["usage"]
-            for text, ids in (("a", (5,)), ("b", (6, 7)))
-        )
-        sent, _done = shape.last_events()
-        last = json.loads(sent.removeprefix(b"data: "))
-        prompt = len(ask.prompts[0])
-        assert last["usage"]["completion_tokens"] == 3
-        assert last["usage"]["total_tokens"] == prompt + 3
-        if continuous:
-            assert (first["completion_tokens"], second["completion_tokens"]) == (1, 3)
-        else:
-            assert first is second is None
-    assert [*ChatFormat(ask, running.served.tokenizer, "demo").last_events()] == [DONE]
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("wanted", [None, "include_usage", "continuous_usage_stats"])
+def test_usage_of_a_stream_is_reported_as_its_options_say(
+    demo: ModelInfo, path: str, wanted: str | None
+) -> None:
+    body: dict[str, Any] = {"messages": HELLO} if "chat" in path else {"prompt": "Once"}
+    if wanted is not None:
+        body["stream_options"] = {"include_usage": True, wanted: True}
+    shape = dialects.shape_of(demo, dialects.preparer(demo), path, body | {"stream": True})
+    answer = [OutputDelta(0, "a", (5,)), OutputDelta(0, "b", (6, 7))]
+    *events, done = dialects.stream_of(shape, [*answer, OutputDelta(0, "", finish_reason="stop")])
+    assert done == DONE
+    chunks = dialects.chunks(events)
+    usage = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in chunks]
+    begun = [0] * ("chat" in path)  # a chat's first chunk has its role
+    if wanted == "continuous_usage_stats":
+        assert usage == [*begun, 1, 3, 3, 3]
+    elif wanted is None:
+        assert usage == [None] * (len(begun) + 3)
+    else:
+        assert usage == [*[None] * (len(begun) + 3), 3]
+    if wanted is not None:
+        prompt = shape.request.prompt_tokens
+        assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], prompt + 3)

@@ -14,13 +14,12 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
-from pipespec.server.chat_prompt import render_chat
+from pipespec.server.chat_prompt import render_chat, string_parameters
 from pipespec.server.message_schema import Tool
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest
-from pipespec.server.tool_parsers.tool_choice import string_parameters
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, WEATHER, calling, fits
 
@@ -212,7 +211,4 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
     assert len(result) == len(ids) == reply["usage"]["completion_tokens"]
     assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"] == {
-        "name": "f",
-        "arguments": '{"a": 1}',
-    }
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}

@@ -12,7 +12,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from pipespec.client.model_info import ModelInfo
-from pipespec.extras.dialects.anthropic import AnthropicFormat, MessagesRequest
+from pipespec.extras.dialects.anthropic import MessagesRequest
 from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
@@ -40,8 +40,7 @@ def fields(**body: Any) -> dict[str, Any]:
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
     """The events of a stream, as Anthropic's package decodes and types them."""
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED | body)
     sent = b"".join(dialects.stream_of(shape, answer))
     adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     decoded = [*SSEDecoder().iter_bytes(iter([sent]))]
@@ -61,8 +60,7 @@ def message(made: list[Any]) -> Message:
 
 
 def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Message:
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED | body)
     return Message.model_validate(dialects.whole_of(shape, answer), strict=True, extra="forbid")
 
 
@@ -71,43 +69,33 @@ def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Me
 
 def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
+    used = {"id": "a", "name": "get_weather", "input": {"city": "Bern"}}
+    spoken = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use"} | used,
+    ]
+    sunny = {"tool_use_id": "a", "content": [{"type": "text", "text": "Sunny."}]}
+    results = [
+        {"type": "tool_result"} | sunny,
+        {"type": "tool_result", "tool_use_id": "b", "is_error": True},
+        {"type": "text", "text": "Well?"},
+    ]
     conversation = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Bern"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "a",
-                    "content": [{"type": "text", "text": "Sunny."}],
-                },
-                {"type": "tool_result", "tool_use_id": "b", "is_error": True},
-                {"type": "text", "text": "Well?"},
-            ],
-        },
+        {"role": "assistant", "content": spoken},
+        {"role": "user", "content": results},
         {"role": "user", "content": "Tell me."},
     ]
     system = [{"type": "text", "text": "Be brief."} | cached, {"type": "text", "text": "Be kind."}]
     made = fields(messages=conversation, system=system, tools=[TOOL])
     call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
+    calls = {"tool_calls": [{"id": "a", "type": "function", "function": call}]}
     assert made["messages"] == [
         {"role": "system", "content": "Be brief.\nBe kind."},
         {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [{"id": "a", "type": "function", "function": call}],
-            "reasoning_content": "Hm.",
-        },
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."} | calls,
         {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
         {"role": "tool", "tool_call_id": "b", "content": ""},
         {"role": "user", "content": "Well?\nTell me."},
@@ -279,8 +267,7 @@ def test_empty_answer_has_no_blocks(served: ModelInfo, preparer: Preparer) -> No
 def test_failure_of_a_stream_is_an_event_that_the_package_raises(
     served: ModelInfo, preparer: Preparer
 ) -> None:
-    request = dialects.prepared(preparer, PATH, ASKED)
-    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape = dialects.shape_of(served, preparer, PATH, ASKED)
     (event,) = SSEDecoder().iter_bytes(iter(shape.failed(ApiError(503, "It is away."))))
     assert event.event == "error"
     assert event.json()["error"] == {"type": "overloaded_error", "message": "It is away."}

@@ -15,8 +15,8 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from pipespec.extras.dialects import ollama
 from pipespec.extras.dialects.ollama import OllamaOptions
 from pipespec.server.api_errors import ApiError
+from pipespec.server.dialect import body_routes, error_reply
 from pipespec.server.preparation import Preparer
-from pipespec.server.routes import error_reply
 from tests.helpers import dialects
 
 MESSAGES, RESPONSES, CHAT, GENERATE = "/v1/messages", "/v1/responses", "/api/chat", "/api/generate"
@@ -33,6 +33,23 @@ CLAUDE = {"name": "get_weather", "input_schema": PARAMETERS}
 TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
 
 
+# Fields of the packages that change no text, and are ignored.
+CLAUDES = (
+    "metadata service_tier cache_control inference_geo speed diagnostics user_profile_id "
+    "workspace_id"
+)
+IGNORED = {
+    MESSAGES: CLAUDES,
+    f"{MESSAGES}/count_tokens": CLAUDES,
+    RESPONSES: "user safety_identifier service_tier prompt_cache_key stream_options "
+    "prompt_cache_retention prompt_cache_options max_tool_calls",
+    CHAT: "keep_alive",
+    GENERATE: "keep_alive",
+    "options": "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv logits_all vocab_only "
+    "use_mmap use_mlock embedding_only num_thread num_keep mirostat_tau mirostat_eta",
+}
+
+
 @pytest.mark.parametrize(
     ("path", "sent"),
     [
@@ -41,17 +58,20 @@ TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
         (RESPONSES, ResponseCreateParamsBase),
         (CHAT, ChatRequest),
         (GENERATE, GenerateRequest),
+        ("options", Options),
     ],
 )
 def test_every_field_of_the_package_is_in_one_table(path: str, sent: Any) -> None:
-    assert dialects.unlisted_fields(path, sent) - {"model_config"} == set()
-    assert dialects.contradictions(path) == set()
-
-
-def test_every_option_of_ollamas_package_is_in_one_table() -> None:
-    known = {*OllamaOptions.model_fields}
-    ignored, refused = ollama.IGNORED_OPTIONS, {*ollama.REFUSED_OPTIONS}
-    assert {*typing.get_type_hints(Options)} - {"model_config"} <= known | ignored | refused
+    if path == "options":
+        known, refused = {*OllamaOptions.model_fields}, {*ollama.REFUSED_OPTIONS}
+    else:
+        dialect: Any = body_routes()[path].body
+        fields = dialect.model_fields.items()
+        known = {*dialect.passed, *(info.alias or name for name, info in fields)}
+        refused = {*dialect.refused}
+    ignored = {*IGNORED[path].split()}
+    found = {*typing.get_type_hints(sent, include_extras=True)} - {"model_config"}
+    assert found <= known | ignored | refused
     assert not (known & ignored or known & refused or ignored & refused)
 
 

@@ -11,12 +11,7 @@ import pytest
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.core import TokenLogprobs
-from pipespec.extras.dialects.ollama import (
-    OllamaChatFormat,
-    OllamaChatRequest,
-    OllamaGenerateFormat,
-    tags_reply,
-)
+from pipespec.extras.dialects.ollama import OllamaChatRequest, OllamaFormat, tags_reply
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import WEATHER
@@ -27,9 +22,9 @@ ASKED: dict[str, Any] = {"model": "demo", "messages": HELLO}
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
 
 
-def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaChatFormat:
-    request = dialects.prepared(preparer, CHAT, ASKED | body)
-    return OllamaChatFormat(request.parsed, served.tokenizer, "demo", **request.options)
+def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaFormat:
+    shape: OllamaFormat = dialects.shape_of(served, preparer, CHAT, ASKED | body)
+    return shape
 
 
 def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
@@ -183,14 +178,15 @@ def test_log_probabilities_of_all_tokens_are_reported(
 
 
 def test_text_of_a_prompt_is_read_by_the_package(served: ModelInfo, preparer: Preparer) -> None:
-    request = dialects.prepared(preparer, GENERATE, {"model": "demo", "prompt": "Once"})
+    shape, other = (
+        dialects.shape_of(served, preparer, GENERATE, {"model": "demo", "prompt": "Once"})
+        for _ in range(2)
+    )
     answer = dialects.deltas("upon a time", reason="length")
-    shape = OllamaGenerateFormat(request.parsed, served.tokenizer, "demo")
     made = [ollama.GenerateResponse(**line) for line in lines(shape, answer)]
     assert "".join(each.response or "" for each in made) == "upon a time"
     assert made[-1].done_reason == "length"
-    shape = OllamaGenerateFormat(request.parsed, served.tokenizer, "demo")
-    told = ollama.GenerateResponse(**dialects.whole_of(shape, answer))
+    told = ollama.GenerateResponse(**dialects.whole_of(other, answer))
     assert (told.response, told.done_reason) == ("upon a time", "length")
 
 

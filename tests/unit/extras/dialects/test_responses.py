@@ -34,8 +34,8 @@ def fields(kept: bytes = b"", **body: Any) -> dict[str, Any]:
 
 
 def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
-    request = dialects.prepared(preparer, PATH, ASKED | body)
-    return ResponsesFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    shape: ResponsesFormat = dialects.shape_of(served, preparer, PATH, ASKED | body)
+    return shape
 
 
 def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
@@ -70,41 +70,26 @@ def comparable(response: Response) -> dict[str, Any]:
 
 
 def test_items_become_messages() -> None:
+    asked = [{"type": "input_text", "text": "What"}, {"type": "input_text", "text": "now?"}]
+    thought = [{"type": "reasoning_text", "text": "Hm."}]
+    said = [{"type": "output_text", "text": "I look.", "annotations": []}]
+    call, result = {"type": "function_call"}, {"type": "function_call_output"}
+    spoken = {"type": "message", "id": "msg", "status": "completed", "role": "assistant"}
     items = [
         {"role": "developer", "content": "Be brief."},
-        {
-            "type": "message",
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "What"},
-                {"type": "input_text", "text": "now?"},
-            ],
-        },
-        {
-            "type": "reasoning",
-            "id": "rs",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "Hm."}],
-        },
-        {
-            "type": "message",
-            "id": "msg",
-            "status": "completed",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
-        },
-        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": ARGUMENTS},
-        {"type": "function_call", "call_id": "b", "name": "get_weather", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": "Sunny."},
-        {
-            "type": "function_call_output",
-            "call_id": "b",
-            "output": [{"type": "input_text", "text": "Rain."}],
-        },
+        {"type": "message", "role": "user", "content": asked},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": thought},
+        spoken | {"content": said},
+        call | {"call_id": "a", "name": "get_weather", "arguments": ARGUMENTS},
+        call | {"call_id": "b", "name": "get_weather", "arguments": "{}"},
+        result | {"call_id": "a", "output": "Sunny."},
+        result | {"call_id": "b", "output": [{"type": "input_text", "text": "Rain."}]},
     ]
     made = fields(input=items, instructions="Be kind.")["messages"]
-    call = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
-    other = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": "get_weather", "arguments": given}}
+        for id_, given in (("a", ARGUMENTS), ("b", "{}"))
+    ]
     assert made == [
         {"role": "system", "content": "Be kind."},
         {"role": "developer", "content": "Be brief."},
@@ -113,7 +98,7 @@ def test_items_become_messages() -> None:
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "Hm.",
-            "tool_calls": [{"id": "a", **call}, {"id": "b", **other}],
+            "tool_calls": calls,
         },
         {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
         {"role": "tool", "tool_call_id": "b", "content": "Rain."},

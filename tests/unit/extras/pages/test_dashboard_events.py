@@ -20,7 +20,7 @@ from pipespec.controller.cluster_status import (
     unfinished_commands,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.extras.pages.dashboard import Dashboard, StepEntry, group_of_ranks, steps_event
+from pipespec.extras.pages.routes import Dashboard, StepEntry, group_of_ranks, steps_event
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.app import make_loading_app
 from pipespec.server.metrics import Metrics

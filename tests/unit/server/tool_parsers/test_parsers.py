@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.server.tool_parsers.families import (
-    FAMILIES,
-    ForcedJson,
-    family_for_template,
-)
-from pipespec.server.tool_parsers.tool_parser import CallDelta, ParsedDelta, merge_deltas
+from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
+from pipespec.server.tool_parsers.tool_parser import MAX_LENGTH, Piece, merged
 
 Call = tuple[str, str]
 PARSERS = {**FAMILIES, "required": ForcedJson}
@@ -83,138 +79,122 @@ def kimi(*calls: Call) -> str:
     return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
 
 
-# What a model writes, what of it is the message, and its calls.
-CANNED: list[tuple[str, str, str, list[Call]]] = [
-    ("hermes", "Just text.\n", "Just text.\n", []),
-    ("hermes", "", "", []),
-    ("hermes", hermes("f", HARD), "", [("f", HARD)]),
-    ("hermes", f"I look.\n\n{hermes('f', '{}')}\n", "I look.", [("f", "{}")]),
-    (
-        "hermes",
-        f"{hermes('f', HARD)}\n{hermes('g', NESTED)}{hermes('f', '{}')}",
-        "",
-        [("f", HARD), ("g", NESTED), ("f", "{}")],
-    ),
-    ("hermes", f"A {hermes('f', '{}')}\n B ", "A\n B ", [("f", "{}")]),
-    ("hermes", '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
-    (
-        "hermes",
-        r'<tool_call>{"id": [1, {}], "ok": true, "s": "\"}", "name": "f", "arguments": {}, "x": 2}',
-        "",
-        [("f", "{}")],
-    ),
-    # The end tag is missing, or cut.
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [("f", "{}")]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}', "", [("f", "{}")]),
-    # A call whose name was returned stays a call, as far as it came.
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
-    (
-        "hermes",
-        '<tool_call>{"name": "f", "arguments": {"a": [1}} more',
-        "}} more",
-        [("f", '{"a": [1')],
-    ),
-    ("required", f'[{{"name":"f","arguments":{HARD}}}]', "", [("f", HARD)]),
-    (
-        "required",
-        f'[{{"name":"f","arguments":{{}}}},{{"name":"g","arguments":{NESTED}}}]',
-        "",
-        [("f", "{}"), ("g", NESTED)],
-    ),
-    ("required", '[{"name":"f","arguments":{"a":"b', "", [("f", '{"a":"b')]),
-    ("required", '[{"name":"f","argum', '[{"name":"f","argum', []),
-    ("llama3_json", "int main() { return {1}; }", "int main() { return {1}; }", []),
-    ("llama3_json", llama("f", HARD), "", [("f", HARD)]),
-    ("llama3_json", f"<|python_tag|>{llama('f', HARD)}", "", [("f", HARD)]),
-    ("llama3_json", f"Let me see. <|python_tag|> {llama('f', '{}')}", "Let me see.", [("f", "{}")]),
-    (
-        "llama3_json",
-        f"{llama('f', NESTED)}; {llama('g', '{}')};<|python_tag|>{llama('h', HARD)};\n",
-        "",
-        [("f", NESTED), ("g", "{}"), ("h", HARD)],
-    ),
-    ("llama3_json", '{"type": "function", "name": "f", "arguments": {}}', "", [("f", "{}")]),
-    ("llama3_json", f"{{ {llama('f', '{}')}", "{", [("f", "{}")]),
-    ("llama3_json", '{"a": [1, {"b": 2}]} done; yes', '{"a": [1, {"b": 2}]} done; yes', []),
-    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
-    ("openai", "Just text.", "Just text.", []),  # calls: tests/unit/server/reasoning
-    ("qwen3_coder", qwen_coder("f"), "", [("f", "{}")]),
-    (
-        "qwen3_coder",
-        f"I look.\n{qwen_coder('f', a='1', b=ODD, c='[1, {}]')}\n{qwen_coder('g.h', text='12')}\n",
-        "I look.",
-        [("f", '{"a": 1, "b": "é <x> \\n</para", "c": [1, {}]}'), ("g.h", '{"text": "12"}')],
-    ),
-    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1</par", "", [("f", "")]),
-    (
-        "qwen3_coder",
-        "<tool_call><function=f><parameter=a>NaN</parameter>",
-        "",
-        [("f", '{"a": "NaN"')],
-    ),
-    (
-        "seed_oss",
-        f"I look.\n{qwen_coder('f', a='1')}".replace("tool_call>", "seed:tool_call>"),
-        "I look.",
-        [("f", '{"a": 1}')],
-    ),
-    (
-        "minimax_m2",
-        f"I look.\n{minimax(('f', {'a': '[1]', 'b': ODD}), ('g', {'text': '12'}), ('h', {}))}\n",
-        "I look.",
-        [("f", '{"a": [1], "b": "é <x> \\n</para"}'), ("g", '{"text": "12"}'), ("h", "{}")],
-    ),
-    ("glm45", glm("f"), "", [("f", "{}")]),
-    (
-        "glm45",
-        f"I look.{glm('f', a='-2.5', b='two words', c='null')}{glm('g', text='12')}",
-        "I look.",
-        [("f", '{"a": -2.5, "b": "two words", "c": null}'), ("g", '{"text": "12"}')],
-    ),
-    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>", "", [("f", "")]),
-    ("deepseek_v3", deepseek(("f", HARD), ("g", "{}")), "", [("f", HARD), ("g", "{}")]),
-    (
-        "deepseek_v3",
-        f"I look. {deepseek_block(('f', NESTED), ('g', HARD))}",
-        "I look.",
-        [("f", NESTED), ("g", HARD)],
-    ),
-    ("deepseek_v3", deepseek(("f", '{"a": 1')).partition(": 1")[0], "", [("f", '{"a"')]),
-    ("kimi_k2", kimi(("f", HARD), ("g.x", "{}")), "", [("f", HARD), ("g.x", "{}")]),
-    ("kimi_k2", f"Hm.{kimi(('f', NESTED))} Done.", "Hm. Done.", [("f", NESTED)]),
-    ("llama4_pythonic", "[f()]", "", [("f", "{}")]),
-    (
-        "llama4_pythonic",
-        "Hm. <|python_start|>[f(a='it\\'s', b=[1, {'c': None}], d=True), g(e=-2.5,)]<|python_end|>",
-        "Hm.",
-        [("f", '{"a": "it\'s", "b": [1, {"c": null}], "d": true}'), ("g", '{"e": -2.5}')],
-    ),
-    ("llama4_pythonic", r"[f(a='\ud800', b='é')]", "", [("f", r'{"a": "\ud800", "b": "\u00e9"}')]),
-    ("llama4_pythonic", "A list: [1, 2] and x[f(1)].", "A list: [1, 2] and x[f(1)].", []),
-    ("mistral", "Just text.", "Just text.", []),
-    ("mistral", mistral(("f", HARD)), "", [("f", HARD)]),
-    (
-        "mistral",
-        f"Text \n{mistral(('f', HARD), ('g', '{}'), ('h', NESTED))}\n",
-        "Text",
-        [("f", HARD), ("g", "{}"), ("h", NESTED)],
-    ),
-    ("mistral", f"[TOOL_CALLS]f[ARGS]{HARD}", "", [("f", HARD)]),
-    (
-        "mistral",
-        f"Hm. [TOOL_CALLS]a.b[ARGS]{NESTED}[TOOL_CALLS]g[CALL_ID]x1[ARGS] {{}}[TOOL_CALLS] h{HARD}",
-        "Hm.",
-        [("a.b", NESTED), ("g", "{}"), ("h", HARD)],
-    ),
-    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
-    (
-        "mistral",
-        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arg',
-        ', {"name": "g", "arg',
-        [("f", "{}")],
-    ),
-]
+F, G = ("f", "{}"), ("g", "{}")
+F_HARD, F_NESTED, G_NESTED = ("f", HARD), ("f", NESTED), ("g", NESTED)
+# By family: what a model writes, what of it is the message, and its calls. One whose name was
+# returned stays a call, as far as it came.
+CANNED: dict[str, list[tuple[str, str, list[Call]]]] = {
+    "hermes": [
+        ("Just text.\n", "Just text.\n", []),
+        ("", "", []),
+        (hermes(*F_HARD), "", [F_HARD]),
+        (f"I look.\n\n{hermes(*F)}\n", "I look.", [F]),
+        (f"{hermes(*F_HARD)}\n{hermes(*G_NESTED)}{hermes(*F)}", "", [F_HARD, G_NESTED, F]),
+        (f"A {hermes(*F)}\n B ", "A\n B ", [F]),
+        ('<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
+        (r'<tool_call>{"id": [1, {}], "s": "\"}", "name": "f", "arguments": {}, "x": 2}', "", [F]),
+        ('<tool_call>{"name": "f", "arguments": {}}', "", [F]),
+        ('<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [F]),
+        ('<tool_call>{"name": "f", "arguments": {}', "", [F]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1}} more', "}} more", [("f", '{"a": [1')]),
+    ],
+    "required": [
+        (f'[{{"name":"f","arguments":{HARD}}}]', "", [F_HARD]),
+        (
+            f'[{{"name":"f","arguments":{{}}}},{{"name":"g","arguments":{NESTED}}}]',
+            "",
+            [F, G_NESTED],
+        ),
+        ('[{"name":"f","arguments":{"a":"b', "", [("f", '{"a":"b')]),
+        ('[{"name":"f","argum', '[{"name":"f","argum', []),
+    ],
+    "llama3_json": [
+        ("int main() { return {1}; }", "int main() { return {1}; }", []),
+        (llama(*F_HARD), "", [F_HARD]),
+        (f"<|python_tag|>{llama(*F_HARD)}", "", [F_HARD]),
+        (f"Let me see. <|python_tag|> {llama(*F)}", "Let me see.", [F]),
+        (
+            f"{llama(*F_NESTED)}; {llama(*G)};<|python_tag|>{llama('h', HARD)};\n",
+            "",
+            [F_NESTED, G, ("h", HARD)],
+        ),
+        ('{"type": "function", "name": "f", "arguments": {}}', "", [F]),
+        (f"{{ {llama(*F)}", "{", [F]),
+        ('{"a": [1, {"b": 2}]} done; yes', '{"a": [1, {"b": 2}]} done; yes', []),
+        ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ],
+    "openai": [("Just text.", "Just text.", [])],
+    "qwen3_coder": [
+        (qwen_coder("f"), "", [F]),
+        (
+            f"Hm.\n{qwen_coder('f', a='1', b=ODD, c='[1, {}]')}\n{qwen_coder('g.h', text='12')}\n",
+            "Hm.",
+            [("f", '{"a": 1, "b": "é <x> \\n</para", "c": [1, {}]}'), ("g.h", '{"text": "12"}')],
+        ),
+        ("<tool_call>\n<function=f>\n<parameter=a>1</par", "", [("f", "")]),
+        ("<tool_call><function=f><parameter=a>NaN</parameter>", "", [("f", '{"a": "NaN"')]),
+    ],
+    "seed_oss": [
+        (
+            f"I look.\n{qwen_coder('f', a='1')}".replace("tool_call>", "seed:tool_call>"),
+            "I look.",
+            [("f", '{"a": 1}')],
+        )
+    ],
+    "minimax_m2": [
+        (
+            f"Hm.\n{minimax(('f', {'a': '[1]', 'b': ODD}), ('g', {'text': '12'}), ('h', {}))}\n",
+            "Hm.",
+            [("f", '{"a": [1], "b": "é <x> \\n</para"}'), ("g", '{"text": "12"}'), ("h", "{}")],
+        )
+    ],
+    "glm45": [
+        (glm("f"), "", [F]),
+        (
+            f"I look.{glm('f', a='-2.5', b='two words', c='null')}{glm('g', text='12')}",
+            "I look.",
+            [("f", '{"a": -2.5, "b": "two words", "c": null}'), ("g", '{"text": "12"}')],
+        ),
+        ("<tool_call>f\n<arg_key>a</arg_key>", "", [("f", "")]),
+    ],
+    "deepseek_v3": [
+        (deepseek(F_HARD, G), "", [F_HARD, G]),
+        (f"I look. {deepseek_block(F_NESTED, ('g', HARD))}", "I look.", [F_NESTED, ("g", HARD)]),
+        (deepseek(("f", '{"a": 1')).partition(": 1")[0], "", [("f", '{"a"')]),
+    ],
+    "kimi_k2": [
+        (kimi(F_HARD, ("g.x", "{}")), "", [F_HARD, ("g.x", "{}")]),
+        (f"Hm.{kimi(F_NESTED)} Done.", "Hm. Done.", [F_NESTED]),
+    ],
+    "llama4_pythonic": [
+        ("[f()]", "", [F]),
+        (
+            "Hm. <|python_start|>[f(a='it\\'s', b=[1, {'c': None}]), g(e=-2.5,)]<|python_end|>",
+            "Hm.",
+            [("f", '{"a": "it\'s", "b": [1, {"c": null}]}'), ("g", '{"e": -2.5}')],
+        ),
+        (r"[f(a='\ud800', b='é')]", "", [("f", r'{"a": "\ud800", "b": "\u00e9"}')]),
+        ("A list: [1, 2] and x[f(1)].", "A list: [1, 2] and x[f(1)].", []),
+    ],
+    "mistral": [
+        ("Just text.", "Just text.", []),
+        (mistral(F_HARD), "", [F_HARD]),
+        (f"Text \n{mistral(F_HARD, G, ('h', NESTED))}\n", "Text", [F_HARD, G, ("h", NESTED)]),
+        (f"[TOOL_CALLS]f[ARGS]{HARD}", "", [F_HARD]),
+        (
+            f"[TOOL_CALLS]a.b[ARGS]{NESTED}[TOOL_CALLS]g[CALL_ID]x1[ARGS] {{}}[TOOL_CALLS] h{HARD}",
+            "",
+            [("a.b", NESTED), G, ("h", HARD)],
+        ),
+        ('[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [F]),
+        (
+            '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arg',
+            ', {"name": "g", "arg',
+            [F],
+        ),
+    ],
+}
 # What looks like a call and is none is text, whole.
 OPEN = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
 NO_OBJECTS = (
@@ -275,28 +255,29 @@ BROKEN = [
         for rest in ("[", "[]", "[f", "[f(", "[f(a", "[f(a=", "[f(a=x)]", "[f(1)]", "[f(a=1e999)]")
     ),
 ]
-CASES = [*CANNED, *((family, text, text, []) for family, text in BROKEN)]
+CASES = [
+    *((family, *row) for family, rows in CANNED.items() for row in rows),
+    *((family, text, text, []) for family, text in BROKEN),
+]
 
 
-def read(family: str, pieces: list[str]) -> list[ParsedDelta]:
+def read(family: str, pieces: list[str]) -> list[Piece]:
     parser = PARSERS[family]({"g": frozenset(("text",)), "g.h": frozenset(("text",))})
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
-    return merge_deltas([*deltas, *parser.finish()])
+    return merged([*deltas, *parser.finish()])
 
 
-def told(deltas: list[ParsedDelta]) -> tuple[str, list[Call]]:
+def told(pieces: list[Piece]) -> tuple[str, list[Call]]:
     """The message and the calls. A call has its name first and its arguments right behind."""
     calls: list[Call] = []
-    for delta in deltas:
-        if isinstance(delta, str):
-            continue
-        if delta.name is not None:
-            assert (delta.index, delta.arguments) == (len(calls), "")
-            calls.append((delta.name, ""))
-        else:
-            assert delta.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
-    return "".join(delta for delta in deltas if isinstance(delta, str)), calls
+    for last, piece in pairwise([Piece("text"), *pieces]):
+        if piece.name:
+            assert not piece.text
+            calls.append((piece.name, ""))
+        elif piece.kind == "call":
+            assert last.kind == "call", "nothing comes between"
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    return "".join(piece.text for piece in pieces if piece.kind == "text"), calls
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
@@ -328,6 +309,12 @@ def test_deltas_of_any_cuts_join_to_the_same_message(data: st.DataObject) -> Non
     pieces = [text[a:b] for a, b in pairwise(borders)]
     assert read(family, pieces) == read(family, [text])
     told(read(family, pieces))
+
+
+def test_beginning_of_a_call_that_is_too_long_is_text() -> None:
+    parser, text = FAMILIES["hermes"](), '<tool_call>{"id": "' + MAX_LENGTH * "a"
+    assert told(parser.push(text[:MAX_LENGTH])) == ("", [])
+    assert told(parser.push(text[MAX_LENGTH:])) == (text, [])
 
 
 VALUES = st.recursive(
@@ -362,44 +349,38 @@ def test_any_json_arguments_are_returned_unchanged(
 
 
 # What is returned at once: text up to what may begin a call; of a call its name, then arguments.
-SOON: list[tuple[str, list[tuple[str, list[ParsedDelta]]]]] = [
+BEGUN = Piece("call", name="f")
+SOON: list[tuple[str, list[tuple[str, list[Piece]]]]] = [
     (
         "hermes",
         [
-            ("a < b", ["a < b"]),
+            ("a < b", [Piece("text", "a < b")]),
             (" \n<tool", []),
             ("_call>", []),
             ('{"name": "f", "arguments": ', []),
-            ('{"a', [CallDelta(0, "f"), CallDelta(0, arguments='{"a')]),
-            ('": "</', [CallDelta(0, arguments='": "</')]),
-            ('"}', [CallDelta(0, arguments='"}')]),
+            ('{"a', [BEGUN, Piece("call", '{"a')]),
+            ('": "</', [Piece("call", '": "</')]),
+            ('"}', [Piece("call", '"}')]),
             ("}\n</tool_call>", []),
         ],
     ),
     (
         "llama3_json",
         [
-            ("x {", ["x"]),
-            ("y", [" {y"]),
-            ('{"name": "f", "parameters": {', [CallDelta(0, "f"), CallDelta(0, arguments="{")]),
-            ("}}", [CallDelta(0, arguments="}")]),
+            ("x {", [Piece("text", "x")]),
+            ("y", [Piece("text", " {y")]),
+            ('{"name": "f", "parameters": {', [BEGUN, Piece("call", "{")]),
+            ("}}", [Piece("call", "}")]),
             (";", []),
         ],
     ),
-    (
-        "mistral",
-        [
-            ("[TOOL_CALLS]", []),
-            ("f[ARGS]", []),
-            ("{", [CallDelta(0, "f"), CallDelta(0, arguments="{")]),
-        ],
-    ),
+    ("mistral", [("[TOOL_CALLS]", []), ("f[ARGS]", []), ("{", [BEGUN, Piece("call", "{")])]),
 ]
 
 
 @pytest.mark.parametrize(("family", "story"), SOON)
 def test_text_is_returned_as_soon_as_it_is_certain(
-    family: str, story: list[tuple[str, list[ParsedDelta]]]
+    family: str, story: list[tuple[str, list[Piece]]]
 ) -> None:
     parser = FAMILIES[family]()
     for piece, expected in story:
