@@ -13,7 +13,7 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
-from pipespec.placement.host_figures import Figures, ModelSizes, Number
+from pipespec.placement.host_figures import DeviceFigures, Figures, ModelSizes, Number
 from pipespec.placement.rank_needs import STATES, layer_kinds, num_slots
 from pipespec.placement.slices import GIB
 
@@ -63,20 +63,12 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
                 f"The figures were measured with model.{name}={found or 'null'}, not "
                 f"{wanted or 'null'}; measure again, or set it as it was."
             )
+    others = []
+    if config.proposer.needs_mid:
+        assert model.mid is not None  # as Config checks
+        others.append((inspect(model.mid), model.mid_quantization))
     try:
-        workers = tuple(_worker(hosts_file, figures, name) for name in _file_order(hosts_file))
-        return Problem(
-            workers=workers,
-            needs=_needs(hosts_file, figures, config),
-            routes={
-                (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
-                for link in figures.links
-            },
-            draft=hosts_file.draft,
-            order=hosts_file.order,
-            split=hosts_file.split,
-            spares=hosts_file.spare_workers,
-        )
+        return _problem(hosts_file, figures, config, others)
     except KeyError as error:
         raise _incomplete(str(error)) from error
 
@@ -87,60 +79,64 @@ def unmeasured(
     target: CheckpointInfo,
     draft: CheckpointInfo | None,
     mid: CheckpointInfo | None,
-    context: int,
 ) -> Problem:
     """The same without figures: equal devices, with the memory that the hosts file grants them.
 
-    The head is the file's, or its first worker; the hosts stand as in the file. `context` is
-    the longest sequence in tokens.
+    The head is the file's, or its first worker; the hosts stand as in the file.
     """
-    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
+    order = hosts_file.order or tuple(host.name for host in hosts_file.hosts)
+    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0], order=order)
     dtype, model = dtype_of(target, hosts_file, config), config.model
-    num_ranks = hosts_file.num_stages + 1
-    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     held = target.weight_format(model.quantization, model.keep_quantized, dtype)
-    draft_bytes = 0
-    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-    for info, wanted in ((draft, model.draft_quantization), (mid, model.mid_quantization)):
-        if info is not None:
-            own = dtype_of(info, hosts_file, config)
-            draft_bytes += _whole_bytes(info, wanted, config, own, pool, context)
+    device: DeviceFigures = {
+        "model": "",
+        "memory_bytes": inf,
+        "stage": {
+            "layer_ms": 1.0,
+            "head_ms": 0.0,
+            "embedding_ms": 0.0,
+            "kv_slot_bytes": target.kv_bytes(dtype, model.kv_dtype),
+        },
+        "sum_ms": 0.0,
+    }
+    figures = Figures(
+        rows=config.policy.max_rows,
+        length=0,
+        dtype=dtype,
+        quantization=(model.quantization, model.draft_quantization),
+        target=model_sizes(target, dtype, held),
+        draft=None,
+        members={worker: device for host in hosts_file.hosts for worker in host.workers},
+        links=(),
+    )
+    asked = ((draft, model.draft_quantization), (mid, model.mid_quantization))
+    others = [(info, how) for info, how in asked if info is not None]
+    found = _problem(hosts_file, figures, config, others)
+    equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
+    return replace(found, workers=equal)
+
+
+def _problem(
+    hosts_file: HostsFile,
+    figures: Figures,
+    config: Config,
+    others: Iterable[tuple[CheckpointInfo, str | None]],
+) -> Problem:
+    """`others` are models of the head that were not measured, and their quantization."""
     return Problem(
         workers=tuple(
-            Worker(
-                name,
-                layer_ms=1 / len(hosts_file.members_of(name)),
-                memory_bytes=_granted(hosts_file, name, inf),
-            )
-            for name in _file_order(hosts_file)
+            _worker(hosts_file, figures, name) for host in hosts_file.hosts for name in host.members
         ),
-        needs=_needs_of(
-            model_sizes(target, dtype, held),
-            slots,
-            context,
-            target.kv_bytes(dtype, model.kv_dtype),
-            draft_bytes,
-        ),
+        needs=_needs(hosts_file, figures, config, others),
+        routes={
+            (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
+            for link in figures.links
+        },
         draft=hosts_file.draft,
-        order=hosts_file.order or tuple(host.name for host in hosts_file.hosts),
+        order=hosts_file.order,
         split=hosts_file.split,
         spares=hosts_file.spare_workers,
     )
-
-
-def _whole_bytes(
-    info: CheckpointInfo,
-    quantization: str | None,
-    config: Config,
-    dtype: str,
-    pool: int,
-    context: int,
-) -> int:
-    """Bytes of a whole model with so many KV slots, of which `context` are for text."""
-    held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-    slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
-    kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
-    return info.loaded(dtype, held).total + sum(kept)
 
 
 def model_sizes(info: CheckpointInfo, dtype: str, held: str | None) -> ModelSizes:
@@ -173,30 +169,11 @@ def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tup
     )
 
 
-def _needs_of(
-    target: ModelSizes, slots: int, context: int, slot_bytes: float, draft_bytes: int, **more: Any
-) -> Needs:
-    return Needs(
-        layer_bytes=tuple(target["layer_bytes"]),
-        embedding_bytes=target["embedding_bytes"],
-        head_bytes=target["head_bytes"],
-        tied=target["tied"],
-        kv_layer_bytes=_kept(target, slots, context, slot_bytes),
-        runtime_bytes=RUNTIME_BYTES,
-        draft_bytes=draft_bytes,
-        **more,
-    )
-
-
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
     """What a worker, and those that compute with it, may use of what is free on a device."""
     limit = hosts_file.host_of(worker).memory_gib
     granted = free if limit is None else min(free, int(limit * GIB))
     return granted * len(hosts_file.members_of(worker))
-
-
-def _file_order(hosts_file: HostsFile) -> list[str]:
-    return [worker for host in hosts_file.hosts for worker in host.members]
 
 
 def _incomplete(lacking: str) -> ConfigError:
@@ -254,7 +231,12 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     )
 
 
-def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
+def _needs(
+    hosts_file: HostsFile,
+    figures: Figures,
+    config: Config,
+    others: Iterable[tuple[CheckpointInfo, str | None]],
+) -> Needs:
     target, draft = figures.target, figures.draft
     workers = figures.members.values()
     stages = [times for found in workers if (times := found.get("stage"))]
@@ -262,29 +244,33 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     if not stages:
         raise ConfigError("The figures have no worker's times of a layer; measure again.")
     context = min(config.model.context or target["context"], target["context"])
-    num_ranks = hosts_file.num_stages + 1
-    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    slots, pool = (
+        num_slots(config, context=context, num_ranks=hosts_file.num_stages + 1, head=head)
+        for head in (False, True)
+    )
     draft_bytes = 0
-    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
     if draft is not None and drafts:
         draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
         draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    if config.proposer.needs_mid:
-        assert config.model.mid is not None  # as Config checks
-        mid = inspect(config.model.mid)
-        dtype = dtype_of(mid, hosts_file, config)
-        draft_bytes += _whole_bytes(
-            mid, config.model.mid_quantization, config, dtype, pool, context
-        )
+    for info, quantization in others:
+        dtype = dtype_of(info, hosts_file, config)
+        held = info.weight_format(quantization, config.model.keep_quantized, dtype)
+        slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+        kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
+        draft_bytes += info.loaded(dtype, held).total + sum(kept)
     rounds = config.proposer.rounds
-    return _needs_of(
-        target,
-        slots,
-        context,
-        max(times["kv_slot_bytes"] for times in stages),
-        draft_bytes,
+    return Needs(
+        layer_bytes=tuple(target["layer_bytes"]),
+        embedding_bytes=target["embedding_bytes"],
+        head_bytes=target["head_bytes"],
+        tied=target["tied"],
+        kv_layer_bytes=_kept(
+            target, slots, context, max(times["kv_slot_bytes"] for times in stages)
+        ),
+        runtime_bytes=RUNTIME_BYTES,
+        draft_bytes=draft_bytes,
         rows=figures.rows,
         row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,
