@@ -1,9 +1,11 @@
-"""From measured figures, or from none, to the problem that `plan_slices` solves."""
+"""What ranks need; from measured figures, or from none, the problem that `plan_slices` solves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -14,11 +16,14 @@ from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.placement.host_figures import DeviceFigures, Figures, ModelSizes, Number
-from pipespec.placement.rank_needs import STATES, layer_kinds, num_slots
 from pipespec.placement.slices import GIB
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
+# Running states of a request: its own, and that which is kept of its prompt.
+STATES = 2
+# Layers whose weights differ by no more than this factor, one after another by size, are alike.
+ALIKE = 1.5
 
 
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
@@ -169,13 +174,6 @@ def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tup
     )
 
 
-def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
-    """What a worker, and those that compute with it, may use of what is free on a device."""
-    limit = hosts_file.host_of(worker).memory_gib
-    granted = free if limit is None else min(free, int(limit * GIB))
-    return granted * len(hosts_file.members_of(worker))
-
-
 def _incomplete(lacking: str) -> ConfigError:
     return ConfigError(
         f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
@@ -195,40 +193,33 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
     if figures.draft and can_draft and any("draft" not in each for each in of_members):
         raise _incomplete(f"{name} may be the head, but has no time of a draft round")
+    size = len(members)
+
+    def together(times: Iterable[Number], layers: int = 1) -> Number:
+        """Members add up what each has computed behind the attention and behind the MLP."""
+        sums_ms = 2 * layers * found["sum_ms"] if size > 1 else 0.0
+        return max(times) / size + sums_ms
+
     stage: dict[str, Any] = dict(found.get("stage") or {})
+    if stages := [times for each in of_members if (times := each.get("stage"))]:
+        by_kind = zip(*(times.get("kind_ms", ()) for times in stages), strict=False)
+        stage |= {
+            "layer_ms": together(times["layer_ms"] for times in stages),
+            "kind_ms": tuple(map(together, by_kind)),
+        }
+    stage.pop("kv_slot_bytes", None)
     draft_round_ms: Number = 0.0
-    if "draft" in found:
-        draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
-    if len(members) > 1 and name == hosts_file.draft and figures.draft is not None:
-        # All draft rounds of one host's devices; sums as in the target, which is no narrower.
-        drawn = [figures.members[each].get("draft") for each in members]
-        rounds = [each["round_ms"] for each in drawn if each is not None]
-        layers = len(figures.draft["layer_bytes"])
-        sums_ms = 2 * layers * found["sum_ms"]
-        draft_round_ms = (
-            max(rounds) / len(members) + sums_ms if len(rounds) == len(members) else inf
-        )
-    elif len(members) > 1:
-        draft_round_ms = inf  # the head is a worker by itself, unless the file says otherwise
-        of_each = [each for name in members if (each := figures.members[name]["stage"])]
-
-        # What each has computed is added up behind attention and behind the MLP.
-        def together(times: Iterable[Number]) -> Number:
-            return max(times) / len(members) + 2 * found["sum_ms"]
-
-        if of_each:
-            stage["layer_ms"] = together(times["layer_ms"] for times in of_each)
-            by_kind = zip(*(times.get("kind_ms", ()) for times in of_each), strict=False)
-            stage["kind_ms"] = [together(times) for times in by_kind]
-    return Worker(
-        name,
-        **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
-        kind_ms=tuple(stage.get("kind_ms", ())),
-        draft_round_ms=draft_round_ms,
-        memory_bytes=_granted(
-            hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
-        ),
-    )
+    drafts = [each["draft"] for each in of_members if "draft" in each]
+    if None in drafts or (size > 1 and name != hosts_file.draft):
+        draft_round_ms = inf  # no room; the head is a worker by itself unless the file says so
+    elif drafts and figures.draft is not None:
+        # Sums as in the target, which is no narrower.
+        rounds = (each["round_ms"] for each in drafts if each)
+        draft_round_ms = together(rounds, len(figures.draft["layer_bytes"]))
+    memory = min(each["memory_bytes"] for each in of_members)
+    limit = hosts_file.host_of(name).memory_gib
+    granted = memory if limit is None else min(memory, int(limit * GIB))
+    return Worker(name, **stage, draft_round_ms=draft_round_ms, memory_bytes=granted * size)
 
 
 def _needs(
@@ -275,4 +266,60 @@ def _needs(
         row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,
         kinds=tuple(target["kinds"]),
+    )
+
+
+# --- what a rank needs, measured or not --------------------------------------------------------
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
+    sequence's text, and draft tokens."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def draft_slots(config: Config, *, num_ranks: int, head: bool) -> int:
+    """Those of them that are not for text."""
+    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The slots of `num_slots`, by the setting that asks for them.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
+    is on its way in before a verdict frees the last.
+    """
+    chunk = config.decode.prefill_chunk
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    found = Counter({"model.context": context})
+    found["policy.width"] += max(config.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
+    if head:
+        held = max(each.max_held(num_ranks) for each in config.policies)
+        found["policy.capacity"] += min(config.scheduler.max_num_seqs, 2) * held
+    else:
+        found["policy.width"] += in_flight * config.fed_rows
+    return found
+
+
+def layer_kinds(info: CheckpointInfo, layer_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Which layers take as long as each other, by numbers from 0 on: those that keep K and V or a
+    running state alike, and whose weights are about as large; an MLP is unlike its experts."""
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
+    kept = [(info.kv_layers(each), info.recurrent_bytes(each, "float32", 1, 0)) for each in layers]
+    sizes: dict[tuple[tuple[int, int], int], int] = {}
+    for alike in set(kept):
+        ordered = sorted(
+            {size for own, size in zip(kept, layer_bytes, strict=True) if own == alike}
+        )
+        sizes[alike, ordered[0]] = number = 0
+        for smaller, larger in pairwise(ordered):
+            number += larger > ALIKE * smaller
+            sizes[alike, larger] = number
+    kinds: dict[tuple[tuple[int, int], int], int] = {}
+    return tuple(
+        kinds.setdefault((own, sizes[own, size]), len(kinds))
+        for own, size in zip(kept, layer_bytes, strict=True)
     )

@@ -25,7 +25,7 @@ from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
-from pipespec.extras.plan.simulated_pipeline import TokenArrival
+from pipespec.extras.plan.simulation import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 

@@ -30,7 +30,7 @@ TRIED: dict[str, Sequence[Any]] = {
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
-# (`rank_needs.slots_by_setting`).
+# (`measurements.slots_by_setting`).
 BATCHES = 2
 # On GPUs of which only the names are known, layouts that take at most so much longer are as fast.
 EQUAL = 0.05

@@ -80,7 +80,7 @@ def read_bytes_per_ms(device: torch.device) -> float:
     return COPIED_BYTES / median_ms(device, torch.empty_like(source).copy_, source)
 
 
-def time_hops(device: torch.device) -> dict[str, Any]:
+def hops(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a batch with hidden states from one process's device to the next, by rows.
     The ranks are threads here, which takes no less."""
     of = sizes(device)
@@ -138,7 +138,7 @@ def _hops(devices: Sequence[str], of: CheckedShapes, *, nccl: bool) -> dict[str,
     return first
 
 
-def time_stage(device: torch.device) -> dict[str, Any]:
+def stage(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a stage by attention backend, rows and context, with CUDA graphs where they
     can be captured; and of reading its weights and KV, by how fast the device copies."""
     of = sizes(device)
@@ -173,7 +173,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
     return found | {"floor_ms": floors, "ms": timed}
 
 
-def time_draft(device: torch.device) -> dict[str, Any]:
+def draft(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a draft's round by the nodes that it expands, operation by operation, and in
     CUDA graphs; and of reading its weights."""
     of = sizes(device)
@@ -196,6 +196,3 @@ def time_draft(device: torch.device) -> dict[str, Any]:
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
     return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}
-
-
-PARTS = {"hops": time_hops, "stage": time_stage, "draft": time_draft}

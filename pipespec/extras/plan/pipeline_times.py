@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.extras.emulation.machine import TimeCurve, experts_of, point, with_experts
+from pipespec.extras.emulation.machine import TimeCurve, all_with_experts, point
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.recorded_draft import DraftRecord, TextRecord
 from pipespec.limits import MAX_MS, MAX_STAGES, check_number, check_whole
@@ -124,15 +124,13 @@ class Profile:
 
     def machine(self) -> Machine:
         """Raises ConfigError."""
-        stages = tuple(_curve("stage_ms", points) for points in self._points_of_stages())
-        if self.experts:
-            of_layer = experts_of("experts", self.experts)
-            stages = tuple(with_experts(curve, *of_layer) for curve in stages)
-        hop, draft = (
-            _curve(name, [times] if isinstance(times, int | float) else times)
-            for name, times in (("hop_ms", self.hop_ms), ("draft_ms", self.draft_ms))
+        stages = tuple(map(TimeCurve.parse, self._points_of_stages()))
+        return Machine(
+            all_with_experts(stages, "experts", self.experts),
+            TimeCurve.parse(self.hop_ms, "hop_ms"),
+            TimeCurve.parse(self.draft_ms, "draft_ms"),
+            overlap=self.overlap,
         )
-        return Machine(stages, hop, draft, overlap=self.overlap)
 
     def at_context(self, tokens: int) -> Profile:
         """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
@@ -174,11 +172,3 @@ def _later(entry: str | float, ms: float) -> str:
     """A point of a stage's times, with so many milliseconds more."""
     rows, own = point(str(entry))
     return f"{rows}:{max(own + ms, 0.0):.5g}"
-
-
-def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:
-    """Raises ConfigError."""
-    parsed = tuple(point(str(entry)) for entry in points)
-    for _, ms in parsed:
-        check_number(name, ms, 0, MAX_MS)
-    return TimeCurve(parsed)

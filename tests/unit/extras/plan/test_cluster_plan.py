@@ -16,7 +16,7 @@ from pipespec.extras.emulation.link import EmulatedLink
 from pipespec.extras.plan.gpu_layouts import LAYER_MS, Target, clusters, round_ms
 from pipespec.extras.plan.hardware import GPUS, parse_gpus
 from pipespec.extras.plan.model_shape import ModelShape, find, published
-from pipespec.placement.rank_needs import STATES
+from pipespec.placement.measurements import STATES
 from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build_multimodal, shared
 

@@ -23,8 +23,7 @@ from pipespec.extras.plan.advice import (
     recommend,
 )
 from pipespec.extras.plan.pipeline_times import Machine, Profile
-from pipespec.extras.plan.simulated_pipeline import TokenArrival
-from pipespec.extras.plan.simulation import level_equation, simulate
+from pipespec.extras.plan.simulation import TokenArrival, level_equation, simulate
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
