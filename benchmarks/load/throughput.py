@@ -29,8 +29,7 @@ from benchmarks.common import experiment, plot, run_options
 from benchmarks.common.experiment import names, numbers
 from pipespec.config.compose import compose
 from pipespec.config.schema import Config
-from pipespec.extras.bench.arrivals import Load
-from pipespec.extras.bench.dataset import Sample, load
+from pipespec.extras.bench.dataset import Load, Sample, load
 from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.measurement import bench, record_reference
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve

@@ -76,18 +76,6 @@ def test_what_two_methods_have_in_common_does_not_widen_the_interval_of_their_ra
     assert paired.high - paired.low < 0.1 < independent.high - independent.low
 
 
-def test_ratio_to_what_never_varies_has_the_relative_interval_of_the_other() -> None:
-    values = np.array([9.0, 10.0, 11.0, 10.0, 10.0])
-    assert intervals.ratio(values, np.full(5, 2.0)) == intervals.mean(values).scaled(0.5)
-
-
-def test_percentile_lies_within_its_interval_which_repeats_itself() -> None:
-    samples = [np.random.default_rng(i).exponential(size=200) for i in range(BATCHES)]
-    found = intervals.percentile(samples, 99)
-    assert found.low < found.value < found.high
-    assert found == intervals.percentile(samples, 99)
-
-
 def test_too_few_batches_or_values_are_refused() -> None:
     with pytest.raises(ValueError, match="too few"):
         intervals.mean([1.0, 2.0])

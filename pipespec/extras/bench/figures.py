@@ -59,7 +59,7 @@ class RequestResult:
 class BenchResult:
     """All requests, in the order of the samples, and how long they took together.
 
-    `concurrency` and `request_rate` are those of `arrivals.Load`. `labels`
+    `concurrency` and `request_rate` are those of `Load`. `labels`
     (`answers.labels`) say whether times are emulated, draft tokens synthetic, the text lossy.
     """
 

@@ -21,8 +21,7 @@ from pipespec.config.compose import compose
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PipespecError, PromptError, RankFailed
-from pipespec.extras.bench.arrivals import ONE_AT_A_TIME, Load
-from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.dataset import ONE_AT_A_TIME, Load, Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.text import FinalText

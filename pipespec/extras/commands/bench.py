@@ -14,7 +14,7 @@ from pipespec.console.arguments import add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, table_of, write
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.extras.bench import dataset
-from pipespec.extras.bench.arrivals import Load
+from pipespec.extras.bench.dataset import Load
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
-    from pipespec.extras.plan.recorded_draft import DraftRecord
+    from pipespec.extras.plan.pipeline_times import DraftRecord
 
 # What is tried unless a setting fixes it.
 TRIED: dict[str, Sequence[Any]] = {

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from pipespec.config.method_registry import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.recorded_draft import DraftRecord
+from pipespec.extras.plan.pipeline_times import DraftRecord, Machine
 from pipespec.extras.plan.simulation import MAX_TOKENS, Rounds, simulate, simulate_texts
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.limits import check_whole

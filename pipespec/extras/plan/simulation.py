@@ -16,8 +16,7 @@ import numpy as np
 
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.extras.emulation.synthetic_proposer import Accuracy, DrawnDraft, SyntheticProposer
-from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.recorded_draft import TextRecord
+from pipespec.extras.plan.pipeline_times import Machine, TextRecord
 from pipespec.head.policies.policy import SpeculationPolicy, check_rounds
 from pipespec.head.proposer import Proposal, Proposer
 from pipespec.head.proposers.calibration import CalibratedProposer, Calibration

@@ -15,8 +15,7 @@ from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.extras.bench import measurement as module
-from pipespec.extras.bench.arrivals import Load
-from pipespec.extras.bench.dataset import Sample
+from pipespec.extras.bench.dataset import Load, Sample
 from pipespec.extras.bench.measurement import BenchRun
 from pipespec.timing.stats import PERIOD
 
