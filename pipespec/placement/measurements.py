@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -73,7 +73,7 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
         assert model.mid is not None  # as Config checks
         others.append((inspect(model.mid), model.mid_quantization))
     try:
-        return _problem(hosts_file, figures, config, others)
+        return _Measured(hosts_file, figures, config, others).problem()
     except KeyError as error:
         raise _incomplete(str(error)) from error
 
@@ -116,32 +116,110 @@ def unmeasured(
     )
     asked = ((draft, model.draft_quantization), (mid, model.mid_quantization))
     others = [(info, how) for info, how in asked if info is not None]
-    found = _problem(hosts_file, figures, config, others)
+    found = _Measured(hosts_file, figures, config, others).problem()
     equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
     return replace(found, workers=equal)
 
 
-def _problem(
-    hosts_file: HostsFile,
-    figures: Figures,
-    config: Config,
-    others: Iterable[tuple[CheckpointInfo, str | None]],
-) -> Problem:
-    """`others` are models of the head that were not measured, and their quantization."""
-    return Problem(
-        workers=tuple(
-            _worker(hosts_file, figures, name) for host in hosts_file.hosts for name in host.members
-        ),
-        needs=_needs(hosts_file, figures, config, others),
-        routes={
-            (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
-            for link in figures.links
-        },
-        draft=hosts_file.draft,
-        order=hosts_file.order,
-        split=hosts_file.split,
-        spares=hosts_file.spare_workers,
-    )
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured, or stands for it; `others` are models of the head that were not, and their
+    quantization."""
+
+    hosts_file: HostsFile
+    figures: Figures
+    config: Config
+    others: Sequence[tuple[CheckpointInfo, str | None]]
+
+    def problem(self) -> Problem:
+        hosts_file, links = self.hosts_file, self.figures.links
+        return Problem(
+            workers=tuple(self.worker(name) for host in hosts_file.hosts for name in host.members),
+            needs=self.needs(),
+            routes={(k["source"], k["to"]): Route(k["rtt_ms"], k["gbit_s"]) for k in links},
+            draft=hosts_file.draft,
+            order=hosts_file.order,
+            split=hosts_file.split,
+            spares=hosts_file.spare_workers,
+        )
+
+    def worker(self, name: str) -> Worker:
+        hosts_file, figures = self.hosts_file, self.figures
+        found = figures.members[name]
+        members = hosts_file.members_of(name)
+        of_members = [figures.members[each] for each in members]
+        if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
+            raise _incomplete(f"{name} may be a stage, but has no times of a layer")
+        can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
+        if figures.draft and can_draft and any("draft" not in each for each in of_members):
+            raise _incomplete(f"{name} may be the head, but has no time of a draft round")
+        size = len(members)
+
+        def together(times: Iterable[Number], layers: int = 1) -> Number:
+            """Members add up what each has computed behind the attention and behind the MLP."""
+            sums_ms = 2 * layers * found["sum_ms"] if size > 1 else 0.0
+            return max(times) / size + sums_ms
+
+        stage: dict[str, Any] = dict(found.get("stage") or {})
+        if stages := [times for each in of_members if (times := each.get("stage"))]:
+            by_kind = zip(*(times.get("kind_ms", ()) for times in stages), strict=False)
+            stage |= {
+                "layer_ms": together(times["layer_ms"] for times in stages),
+                "kind_ms": tuple(map(together, by_kind)),
+            }
+        stage.pop("kv_slot_bytes", None)
+        draft_round_ms: Number = 0.0
+        drafts = [each["draft"] for each in of_members if "draft" in each]
+        if None in drafts or (size > 1 and name != hosts_file.draft):
+            draft_round_ms = inf  # no room; the head is a worker by itself unless the file says so
+        elif drafts and figures.draft is not None:
+            # Sums as in the target, which is no narrower.
+            rounds = (each["round_ms"] for each in drafts if each)
+            draft_round_ms = together(rounds, len(figures.draft["layer_bytes"]))
+        memory = min(each["memory_bytes"] for each in of_members)
+        limit = hosts_file.host_of(name).memory_gib
+        granted = memory if limit is None else min(memory, int(limit * GIB))
+        return Worker(name, **stage, draft_round_ms=draft_round_ms, memory_bytes=granted * size)
+
+    def needs(self) -> Needs:
+        hosts_file, figures, config = self.hosts_file, self.figures, self.config
+        target, draft = figures.target, figures.draft
+        workers = figures.members.values()
+        stages = [times for found in workers if (times := found.get("stage"))]
+        drafts = [draw for found in workers if (draw := found.get("draft"))]
+        context = min(config.model.context or target["context"], target["context"])
+        slots, pool = (
+            num_slots(config, context=context, num_ranks=hosts_file.num_stages + 1, head=head)
+            for head in (False, True)
+        )
+        draft_bytes = 0
+        if draft is not None and drafts:
+            draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
+            draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
+        elif draft is not None:
+            draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+        for info, quantization in self.others:
+            dtype = dtype_of(info, hosts_file, config)
+            held = info.weight_format(quantization, config.model.keep_quantized, dtype)
+            slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+            kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
+            draft_bytes += info.loaded(dtype, held).total + sum(kept)
+        rounds = config.proposer.rounds
+        return Needs(
+            layer_bytes=tuple(target["layer_bytes"]),
+            embedding_bytes=target["embedding_bytes"],
+            head_bytes=target["head_bytes"],
+            tied=target["tied"],
+            kv_layer_bytes=_kept(
+                target, slots, context, max((times["kv_slot_bytes"] for times in stages), default=0)
+            ),
+            runtime_bytes=RUNTIME_BYTES,
+            draft_bytes=draft_bytes,
+            rows=figures.rows,
+            row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
+            rounds=rounds if isinstance(rounds, int) else 1,
+            kinds=tuple(target["kinds"]),
+        )
 
 
 def model_sizes(info: CheckpointInfo, dtype: str, held: str | None) -> ModelSizes:
@@ -177,95 +255,6 @@ def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tup
 def _incomplete(lacking: str) -> ConfigError:
     return ConfigError(
         f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
-    )
-
-
-def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
-    if name not in figures.members:
-        raise ConfigError(
-            f"There are no figures of {name}; measure again with `pipespec plan HOSTS.yaml`."
-        )
-    found = figures.members[name]
-    members = hosts_file.members_of(name)
-    of_members = [figures.members[each] for each in members]
-    if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
-        raise _incomplete(f"{name} may be a stage, but has no times of a layer")
-    can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
-    if figures.draft and can_draft and any("draft" not in each for each in of_members):
-        raise _incomplete(f"{name} may be the head, but has no time of a draft round")
-    size = len(members)
-
-    def together(times: Iterable[Number], layers: int = 1) -> Number:
-        """Members add up what each has computed behind the attention and behind the MLP."""
-        sums_ms = 2 * layers * found["sum_ms"] if size > 1 else 0.0
-        return max(times) / size + sums_ms
-
-    stage: dict[str, Any] = dict(found.get("stage") or {})
-    if stages := [times for each in of_members if (times := each.get("stage"))]:
-        by_kind = zip(*(times.get("kind_ms", ()) for times in stages), strict=False)
-        stage |= {
-            "layer_ms": together(times["layer_ms"] for times in stages),
-            "kind_ms": tuple(map(together, by_kind)),
-        }
-    stage.pop("kv_slot_bytes", None)
-    draft_round_ms: Number = 0.0
-    drafts = [each["draft"] for each in of_members if "draft" in each]
-    if None in drafts or (size > 1 and name != hosts_file.draft):
-        draft_round_ms = inf  # no room; the head is a worker by itself unless the file says so
-    elif drafts and figures.draft is not None:
-        # Sums as in the target, which is no narrower.
-        rounds = (each["round_ms"] for each in drafts if each)
-        draft_round_ms = together(rounds, len(figures.draft["layer_bytes"]))
-    memory = min(each["memory_bytes"] for each in of_members)
-    limit = hosts_file.host_of(name).memory_gib
-    granted = memory if limit is None else min(memory, int(limit * GIB))
-    return Worker(name, **stage, draft_round_ms=draft_round_ms, memory_bytes=granted * size)
-
-
-def _needs(
-    hosts_file: HostsFile,
-    figures: Figures,
-    config: Config,
-    others: Iterable[tuple[CheckpointInfo, str | None]],
-) -> Needs:
-    target, draft = figures.target, figures.draft
-    workers = figures.members.values()
-    stages = [times for found in workers if (times := found.get("stage"))]
-    drafts = [draw for found in workers if (draw := found.get("draft"))]
-    if not stages:
-        raise ConfigError("The figures have no worker's times of a layer; measure again.")
-    context = min(config.model.context or target["context"], target["context"])
-    slots, pool = (
-        num_slots(config, context=context, num_ranks=hosts_file.num_stages + 1, head=head)
-        for head in (False, True)
-    )
-    draft_bytes = 0
-    if draft is not None and drafts:
-        draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
-        draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
-    elif draft is not None:
-        draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    for info, quantization in others:
-        dtype = dtype_of(info, hosts_file, config)
-        held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-        slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
-        kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
-        draft_bytes += info.loaded(dtype, held).total + sum(kept)
-    rounds = config.proposer.rounds
-    return Needs(
-        layer_bytes=tuple(target["layer_bytes"]),
-        embedding_bytes=target["embedding_bytes"],
-        head_bytes=target["head_bytes"],
-        tied=target["tied"],
-        kv_layer_bytes=_kept(
-            target, slots, context, max(times["kv_slot_bytes"] for times in stages)
-        ),
-        runtime_bytes=RUNTIME_BYTES,
-        draft_bytes=draft_bytes,
-        rows=figures.rows,
-        row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
-        rounds=rounds if isinstance(rounds, int) else 1,
-        kinds=tuple(target["kinds"]),
     )
 
 

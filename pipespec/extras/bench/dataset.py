@@ -137,11 +137,7 @@ class Load:
             check_number("request_rate", self.request_rate, MIN_RATE, MAX_COUNT, hint=", or inf")
 
     @classmethod
-    def of(
-        cls,
-        concurrency: int | None = None,
-        request_rate: float | None = None,
-    ) -> Load:
+    def of(cls, concurrency: int | None = None, request_rate: float | None = None) -> Load:
         """What is meant by what was given: without anything, one request after another; with a
         rate alone, any number at once."""
         if request_rate is None:

@@ -133,11 +133,38 @@ def encode(
 class _Submitted:
     """A request of the run: when it was handed in, what came of it."""
 
+    sample: Sample
+    prompt: list[int]
     number: int
     enqueued_ns: int
     events: list[Event] = field(default_factory=list)
     ended_ns: int = 0
     reports: list[Report] = field(default_factory=list)
+
+    def result(self, served: ModelInfo, stop: Sequence[str], began_ns: int) -> RequestResult:
+        answer = answers.gather(self.events, FinalText(served.tokenizer, self.prompt, stop))
+        head, *stages = sorted(self.reports, key=lambda report: report["rank"])
+        scale = served.time_scale or 1.0
+        arrivals = [(at - self.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
+        if len(arrivals) != len(answer.token_ids):
+            raise RankFailed(
+                f"The times of {self.sample.id!r} were lost with the head, which was killed as it "
+                "ended; run the benchmark again."
+            )
+        return RequestResult(
+            id=self.sample.id,
+            benchmark=self.sample.benchmark,
+            prompt_ids=self.prompt,
+            token_ids=answer.token_ids,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            ttft_ms=arrivals[0],
+            token_ms=arrivals,
+            stats=answers.statistics(served, self.enqueued_ns, self.reports),
+            started_ms=(self.enqueued_ns - began_ns) / 1e6 / scale,
+            draft_overruns=head["counts"]["overruns"],
+            periods=[stage["period"] for stage in stages],
+        )
 
 
 @dataclass
@@ -181,9 +208,9 @@ class BenchRun:
                 if len(asked) < count and len(unfinished) < (load.concurrency or count):
                     wait_s = max(0.0, due_s[len(asked)] * scale - (now - began) / 1e9)
                 if wait_s == 0:
-                    prompt = self.prompts[len(asked)]
+                    sample, prompt = self.samples[len(asked)], self.prompts[len(asked)]
                     number = client.run(followed.submit(prompt, sampling, **fields))
-                    asked.append(_Submitted(number, now))
+                    asked.append(_Submitted(sample, prompt, number, now))
                     unfinished[number] = asked[-1]
                     continue
                 while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
@@ -202,10 +229,7 @@ class BenchRun:
             one.reports = client.reports(one.number)
         self.reports += [report for one in asked for report in one.reports]
         return BenchResult(
-            [
-                _result(served, settings, sample, prompt, one, began)
-                for sample, prompt, one in zip(self.samples, self.prompts, asked, strict=True)
-            ],
+            [one.result(served, settings.decode.stop, began) for one in asked],
             (ended - began) / 1e9 / scale,
             load.concurrency,
             answers.labels(served, sampling),
@@ -213,47 +237,8 @@ class BenchRun:
         )
 
 
-def _result(
-    served: ModelInfo,
-    settings: RequestSettings,
-    sample: Sample,
-    prompt: list[int],
-    asked: _Submitted,
-    began: int,
-) -> RequestResult:
-    answer = answers.gather(
-        asked.events,
-        FinalText(served.tokenizer, prompt, settings.decode.stop),
-    )
-    head, *stages = sorted(asked.reports, key=lambda report: report["rank"])
-    scale = served.time_scale or 1.0
-    arrivals = [(at - asked.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
-    if len(arrivals) != len(answer.token_ids):
-        raise RankFailed(
-            f"The times of {sample.id!r} were lost with the head, which was killed as it ended; "
-            "run the benchmark again."
-        )
-    return RequestResult(
-        id=sample.id,
-        benchmark=sample.benchmark,
-        prompt_ids=prompt,
-        token_ids=answer.token_ids,
-        text=answer.text,
-        finish_reason=answer.finish_reason,
-        ttft_ms=arrivals[0],
-        token_ms=arrivals,
-        stats=answers.statistics(served, asked.enqueued_ns, asked.reports),
-        started_ms=(asked.enqueued_ns - began) / 1e6 / scale,
-        draft_overruns=head["counts"]["overruns"],
-        periods=[stage["period"] for stage in stages],
-    )
-
-
 def record_reference(
-    samples: Sequence[Sample],
-    path: str | Path,
-    *overrides: str,
-    prompt_tokens: int | None = None,
+    samples: Sequence[Sample], path: str | Path, *overrides: str, prompt_tokens: int | None = None
 ) -> None:
     """Write what the target says after every prompt: the truth of `proposer=synthetic`.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from itertools import accumulate
@@ -44,9 +43,9 @@ CHUNK = 256
 DIGITS = 4
 
 Progress = Callable[[int, int], None]
-# Of what progress is shown; hosts are measured if there are any.
-BARS = ("measuring hosts", "loading", "plain decoding", "speculative decoding", "reading")
-NOTHING_SHOWN: Mapping[str, Progress] = {}
+# Of what progress is shown, after that of measuring hosts if there are any.
+BARS = ("loading", "plain decoding", "speculative decoding", "reading")
+NOTHING_SHOWN: Sequence[Progress] = (lambda done, of: None,) * len(BARS)
 
 
 def profile(
@@ -54,24 +53,22 @@ def profile(
     samples: Sequence[Sample],
     *,
     prompt_tokens: int | None = None,
-    shown: Mapping[str, Progress] = NOTHING_SHOWN,
+    shown: Sequence[Progress] = NOTHING_SHOWN,
 ) -> Profile:
     """Measure a pair; `settings` are those of the cluster, `shown` has what shows the progress of
-    some of BARS. Raises as `bench` does."""
+    BARS. Raises as `bench` does."""
     config = compose(settings)
     check(config)
-    bars = defaultdict(lambda: lambda done, of: None, shown)
+    *on_host, on_loaded, on_plain, on_speculating, on_read = shown
     figures = None
     if config.cluster.hosts is not None:
-        figures = measure_hosts(load_hosts(config.cluster.hosts), config, bars[BARS[0]])
+        figures = measure_hosts(load_hosts(config.cluster.hosts), config, *on_host)
     plain, speculating = (
-        bench(
-            each, samples, prompt_tokens=prompt_tokens, on_loaded=bars["loading"], on_done=bars[bar]
-        )
-        for each, bar in ((plain_config(settings), BARS[2]), (config, BARS[3]))
+        bench(each, samples, prompt_tokens=prompt_tokens, on_loaded=on_loaded, on_done=on_done)
+        for each, on_done in ((plain_config(settings), on_plain), (config, on_speculating))
     )
     candidates = max(CANDIDATES, *(each.children for each in config.policies))
-    record = read_answers(decide(config), speculating.requests, candidates, bars[BARS[4]])
+    record = read_answers(decide(config), speculating.requests, candidates, on_read)
     found = combine(config, plain, speculating, record)
     if figures is not None:
         found = replace(found, figures=asdict(figures))
@@ -162,11 +159,11 @@ def measured(plain: BenchResult, speculating: BenchResult) -> list[dict[str, Any
     ]
 
 
-def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[float, float]]:
+def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]:
     """The times of one stage by rows, at the context that was measured: of one row from the plain
     run, of more from the other; more rows never take less time."""
     one = next(ms for _, ms in plain.with_slots())
-    points = [(1.0, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
+    points = [(1, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
     rows, times = zip(*points, strict=True)
     return [*zip(rows, accumulate(times, max), strict=True)]
 

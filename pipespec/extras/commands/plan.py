@@ -245,7 +245,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
     usual = accuracies[len(accuracies) // 2]
     target = gpu_layouts.Target(shape, weights, context, BATCHES * len(gpus) * policy.max_rows)
-    clusters = gpu_layouts.clusters(target, draft, gpus, link, fewer=True)
+    clusters = gpu_layouts.clusters(target, draft, gpus, link)
     if draft is not None:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}

@@ -223,7 +223,7 @@ class Profile:
 
     def machine(self) -> Machine:
         """Raises ConfigError."""
-        stages = tuple(map(TimeCurve.parse, self._points_of_stages()))
+        stages = tuple(map(TimeCurve.parse, self._of_stages("stage_ms")))
         return Machine(
             all_with_experts(stages, "experts", self.experts),
             TimeCurve.parse(self.hop_ms, "hop_ms"),
@@ -233,32 +233,27 @@ class Profile:
 
     def at_context(self, tokens: int) -> Profile:
         """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
-        slot_ms, slots = (self._of_stages(name) for name in ("slot_ms", "slots"))
+        given = (self._of_stages(name) for name in ("stage_ms", "slot_ms", "slots"))
         stage_ms = tuple(
             tuple(_later(entry, ms * (tokens - read)) for entry in points)
-            for points, ms, read in zip(self._points_of_stages(), slot_ms, slots, strict=True)
+            for points, ms, read in zip(*given, strict=True)
         )
         return replace(self, stage_ms=stage_ms, slots=float(tokens))
 
-    def _points_of_stages(self) -> list[list[Any]]:
-        """`stage_ms` of each stage."""
+    def _of_stages(self, name: str) -> list[Any]:
+        """What is given of every stage, for each of them."""
         check_whole("stages", self.stages, 1, MAX_STAGES)
-        own = [[*each] for each in self.stage_ms if isinstance(each, list | tuple)]
-        if own and len(own) != self.stages:
-            raise ConfigError(
-                f"stage_ms has times of {len(own)} stages, but there are {self.stages}."
-            )
-        return own or [[*self.stage_ms]] * self.stages
-
-    def _of_stages(self, name: str) -> Sequence[float]:
-        value: float | Sequence[float] = getattr(self, name)
-        if isinstance(value, int | float):
-            return [value] * self.stages
+        value = getattr(self, name)
+        if name == "stage_ms":  # points, or a list of them for each stage
+            own = [[*each] for each in value if isinstance(each, list | tuple)]
+            value = own or [[*value]] * self.stages
+        elif isinstance(value, int | float):
+            value = [value] * self.stages
         if len(value) != self.stages:
             raise ConfigError(
-                f"{name} has numbers of {len(value)} stages, but there are {self.stages}."
+                f"{name} is given for {len(value)} stages, but there are {self.stages}."
             )
-        return value
+        return [*value]
 
     def accuracy(self) -> Accuracy | DraftRecord:
         """Raises ConfigError."""

@@ -112,7 +112,7 @@ class SimulatedPipeline:
         draft: DrawnDraft,
         rounds: Rounds,
         num_tokens: int,
-        seed: int,
+        seed: int = 0,
         num_requests: int = 1,
         max_rows: int = 0,
         *,
@@ -317,26 +317,18 @@ def simulate(
 
 
 def simulate_texts(
-    policy: SpeculationPolicy,
-    machine: Machine,
-    texts: Iterable[TextRecord],
-    *,
-    rounds: Rounds,
-    seed: int = 0,
+    policy: SpeculationPolicy, machine: Machine, texts: Iterable[TextRecord], *, rounds: Rounds
 ) -> list[Simulation]:
     """Decode texts of which a draft was recorded, one after another, as `simulate` does.
 
     The head learns from one text to the next how sure the draft may be, as a running one does.
     """
     check_rounds(rounds)
-    check_whole("seed", seed, 0, MAX_SEED)
     calibration = Calibration()
     found = []
     for text in texts:
         later = len(text.ranks) - 1  # the first token is not counted
-        pipeline = SimulatedPipeline(
-            policy, machine, text, rounds, later, seed, calibration=calibration
-        )
+        pipeline = SimulatedPipeline(policy, machine, text, rounds, later, calibration=calibration)
         found.append(pipeline.run(later))
         pipeline.proposer.end_sequence(0)
     return found

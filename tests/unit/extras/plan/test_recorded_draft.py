@@ -109,7 +109,9 @@ def test_record_that_contradicts_itself_is_refused(change: dict[str, Any], messa
 def test_stage_times_join_both_runs_and_never_fall():
     plain = BatchTimes(((1, 5.0), (8, 9.0)))
     wide = BatchTimes(((1, 7.0), (4, 4.5), (16, 6.0)), slot_ms=0.01, slots=100)
-    assert stage_points(plain, wide) == [(1, 5.0), (4, 5.5), (16, 7.0)]
+    points = stage_points(plain, wide)
+    assert points == [(1, 5.0), (4, 5.5), (16, 7.0)]
+    assert TimeCurve.parse([f"{rows}:{ms}" for rows, ms in points]) == TimeCurve(tuple(points))
 
 
 def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
@@ -149,7 +151,7 @@ def test_slots_may_cost_another_time_on_each_stage(tmp_path: Path):
 
 def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
     read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002, 0.003]))
-    with pytest.raises(ConfigError, match=r"slot_ms has numbers of 3 stages, but there are 2\."):
+    with pytest.raises(ConfigError, match=r"slot_ms is given for 3 stages, but there are 2\."):
         read.at_context(3000)
 
 
