@@ -46,7 +46,8 @@ def test_profile_predicts_what_the_bench_then_measures(
     plan = ["plan", "--profile", file, "policy=root,level", "policy.width=16", "--json"]
     assert main([*plan, "proposer.rounds=auto"]) == 0
     answer = json.loads(capfd.readouterr().out)
-    root, level = answer["predictions"]
+    by_policy = {each["policy"]: each for each in answer["predictions"]}
+    root, level = by_policy["root"], by_policy["level"]
     assert [text["benchmark"] for text in level["texts"]] == ["mine", "mine"]
 
     data = ["bench", "--dataset", str(prompts), "--json", *CLUSTER, *SIZE, length]
