@@ -27,7 +27,7 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.extras.plan.simulation import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState
 from pipespec.head.proposer import Context

@@ -117,8 +117,9 @@ def store(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({**provenance(), **result}, indent=2) + "\n")
 
 
-def provenance() -> dict[str, Any]:
+def provenance(program: str | None = None) -> dict[str, Any]:
     """Date, commit, command, hardware and Python of this run."""
+    program = program or f"python -m {module_of(Path(sys.argv[0]))}"
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -133,7 +134,7 @@ def provenance() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
-        "command": f"python -m {module_of(Path(sys.argv[0]))} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{program} {shlex.join(sys.argv[1:])}".strip(),
         "hardware": f"{model}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }

@@ -16,7 +16,7 @@ import torch
 from benchmarks.common.experiment import ROOT, names
 from pipespec.config.compose import policy_class
 from pipespec.extras.bench.dataset import Sample, load
-from pipespec.extras.bench.reference import record_reference
+from pipespec.extras.bench.measurement import record_reference
 from pipespec.system.folders import resource_dir
 from tools import inflate
 

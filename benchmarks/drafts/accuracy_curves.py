@@ -9,9 +9,9 @@ from benchmarks.common import comparison, experiment, run_options
 from benchmarks.common.comparison import ALL
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.extras.bench.draft_reader import read_answers
+from pipespec.extras.bench.profiling import read_answers
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan.recorded_draft import DraftRecord
+from pipespec.extras.plan.pipeline_times import DraftRecord
 
 SHOWN = (1, 2, 4, 8, 16)
 RANKS = 16  # whose hit rate is measured

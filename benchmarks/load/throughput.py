@@ -29,16 +29,13 @@ from benchmarks.common import experiment, plot, run_options
 from benchmarks.common.experiment import names, numbers
 from pipespec.config.compose import compose
 from pipespec.config.schema import Config
-from pipespec.extras.bench.arrivals import Load
-from pipespec.extras.bench.dataset import Sample, load
+from pipespec.extras.bench.dataset import Load, Sample, load
 from pipespec.extras.bench.figures import BenchResult
-from pipespec.extras.bench.measurement import bench
-from pipespec.extras.bench.reference import record_reference
+from pipespec.extras.bench.measurement import bench, record_reference
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import Simulation
-from pipespec.extras.plan.simulation import simulate
+from pipespec.extras.plan.simulation import Simulation, simulate
 
 PLAIN, BEST_FIRST = "root", "best_first"
 # The width of `level` is for each request, or shared by all; SpecPipe-DB's paper does not say.

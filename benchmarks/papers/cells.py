@@ -16,8 +16,7 @@ from benchmarks.papers import intervals
 from benchmarks.papers.intervals import Interval
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import Rounds, TokenArrival
-from pipespec.extras.plan.simulation import simulate
+from pipespec.extras.plan.simulation import Rounds, TokenArrival, simulate
 from pipespec.head.policies.policy import AUTO, SpeculationPolicy
 from pipespec.head.policies.root import Root
 

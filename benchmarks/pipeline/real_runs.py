@@ -15,20 +15,13 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks.common import experiment, run_options
-from pipespec.client.local_cluster import asking
-from pipespec.client.model_info import ModelInfo
-from pipespec.client.request_settings import RequestSettings
-from pipespec.cluster import session
-from pipespec.cluster.decide import decide
-from pipespec.cluster.deployment.deployment import fit_context
 from pipespec.extras.bench import dataset
-from pipespec.extras.bench.comparison import ONE_AT_A_TIME, composed
-from pipespec.extras.bench.measurement import encode, measure
+from pipespec.extras.bench.comparison import composed
+from pipespec.extras.bench.measurement import started
 
 DEFAULT = "policy=best_first"
 DEMO = f"{run_options.TARGET}:{run_options.DEMO / 'draft'}"
@@ -80,28 +73,11 @@ def cells(
         policies,
     )
     samples = dataset.load(run_options.DATA, options.prompt + 1)[options.prompt :]
-    deployment = decide(config)
-    settings = RequestSettings.of(config)
     runs = defaultdict(list)
-    with session.start_agents(deployment) as agents:
-        served = ModelInfo.of(deployment)
-        prompts = encode(served, settings, samples, PROMPT_TOKENS)
-        deployment = fit_context(deployment, max(map(len, prompts)), requests=1)
-        with (
-            session.start_cluster(deployment, agents, lambda ranks, of: None) as cluster,
-            asking(cluster, served) as client,
-        ):
-            for _ in range(options.repeats):
-                for policy in policies:
-                    result, _ = measure(
-                        client,
-                        replace(settings, policy=policy),
-                        samples,
-                        prompts,
-                        ONE_AT_A_TIME,
-                        fresh_seed=0,
-                    )
-                    runs[policy].append(result)
+    with started(config, samples, PROMPT_TOKENS, 1, lambda ranks, of: None) as run:
+        for _ in range(options.repeats):
+            for policy in policies:
+                runs[policy].append(run.measure(policy=policy, fresh_seed=0))
     rows: list[dict[str, Any]] = []
     for policy, results in runs.items():
         took = [later_ms(result.requests[0].token_ms, options.warm_up) for result in results]

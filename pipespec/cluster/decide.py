@@ -88,7 +88,7 @@ def decide(
                 f"workers for {hosts_file.num_stages} stages; leave cluster.stages out."
             )
         if placement is None:
-            placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
+            placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid))
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
     check_groups(found)
     if config.model.keep_quantized == "yes":

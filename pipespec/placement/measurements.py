@@ -1,9 +1,11 @@
-"""From measured figures, or from none, to the problem that `plan_slices` solves."""
+"""What ranks need; from measured figures, or from none, the problem that `plan_slices` solves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -13,12 +15,15 @@ from pipespec.engine.inspection.inspection import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
-from pipespec.placement.host_figures import Figures, ModelSizes, Number
-from pipespec.placement.rank_needs import STATES, layer_kinds, num_slots
+from pipespec.placement.host_figures import DeviceFigures, Figures, ModelSizes, Number
 from pipespec.placement.slices import GIB
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
+# Running states of a request: its own, and that which is kept of its prompt.
+STATES = 2
+# Layers whose weights differ by no more than this factor, one after another by size, are alike.
+ALIKE = 1.5
 
 
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
@@ -63,20 +68,12 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
                 f"The figures were measured with model.{name}={found or 'null'}, not "
                 f"{wanted or 'null'}; measure again, or set it as it was."
             )
+    others = []
+    if config.proposer.needs_mid:
+        assert model.mid is not None  # as Config checks
+        others.append((inspect(model.mid), model.mid_quantization))
     try:
-        workers = tuple(_worker(hosts_file, figures, name) for name in _file_order(hosts_file))
-        return Problem(
-            workers=workers,
-            needs=_needs(hosts_file, figures, config),
-            routes={
-                (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
-                for link in figures.links
-            },
-            draft=hosts_file.draft,
-            order=hosts_file.order,
-            split=hosts_file.split,
-            spares=hosts_file.spare_workers,
-        )
+        return _Measured(hosts_file, figures, config, others).problem()
     except KeyError as error:
         raise _incomplete(str(error)) from error
 
@@ -87,60 +84,142 @@ def unmeasured(
     target: CheckpointInfo,
     draft: CheckpointInfo | None,
     mid: CheckpointInfo | None,
-    context: int,
 ) -> Problem:
     """The same without figures: equal devices, with the memory that the hosts file grants them.
 
-    The head is the file's, or its first worker; the hosts stand as in the file. `context` is
-    the longest sequence in tokens.
+    The head is the file's, or its first worker; the hosts stand as in the file.
     """
-    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
+    order = hosts_file.order or tuple(host.name for host in hosts_file.hosts)
+    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0], order=order)
     dtype, model = dtype_of(target, hosts_file, config), config.model
-    num_ranks = hosts_file.num_stages + 1
-    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     held = target.weight_format(model.quantization, model.keep_quantized, dtype)
-    draft_bytes = 0
-    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-    for info, wanted in ((draft, model.draft_quantization), (mid, model.mid_quantization)):
-        if info is not None:
-            own = dtype_of(info, hosts_file, config)
-            draft_bytes += _whole_bytes(info, wanted, config, own, pool, context)
-    return Problem(
-        workers=tuple(
-            Worker(
-                name,
-                layer_ms=1 / len(hosts_file.members_of(name)),
-                memory_bytes=_granted(hosts_file, name, inf),
-            )
-            for name in _file_order(hosts_file)
-        ),
-        needs=_needs_of(
-            model_sizes(target, dtype, held),
-            slots,
-            context,
-            target.kv_bytes(dtype, model.kv_dtype),
-            draft_bytes,
-        ),
-        draft=hosts_file.draft,
-        order=hosts_file.order or tuple(host.name for host in hosts_file.hosts),
-        split=hosts_file.split,
-        spares=hosts_file.spare_workers,
+    device: DeviceFigures = {
+        "model": "",
+        "memory_bytes": inf,
+        "stage": {
+            "layer_ms": 1.0,
+            "head_ms": 0.0,
+            "embedding_ms": 0.0,
+            "kv_slot_bytes": target.kv_bytes(dtype, model.kv_dtype),
+        },
+        "sum_ms": 0.0,
+    }
+    figures = Figures(
+        rows=config.policy.max_rows,
+        length=0,
+        dtype=dtype,
+        quantization=(model.quantization, model.draft_quantization),
+        target=model_sizes(target, dtype, held),
+        draft=None,
+        members={worker: device for host in hosts_file.hosts for worker in host.workers},
+        links=(),
     )
+    asked = ((draft, model.draft_quantization), (mid, model.mid_quantization))
+    others = [(info, how) for info, how in asked if info is not None]
+    found = _Measured(hosts_file, figures, config, others).problem()
+    equal = tuple(replace(worker, draft_round_ms=0.0) for worker in found.workers)
+    return replace(found, workers=equal)
 
 
-def _whole_bytes(
-    info: CheckpointInfo,
-    quantization: str | None,
-    config: Config,
-    dtype: str,
-    pool: int,
-    context: int,
-) -> int:
-    """Bytes of a whole model with so many KV slots, of which `context` are for text."""
-    held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-    slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
-    kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
-    return info.loaded(dtype, held).total + sum(kept)
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured, or stands for it; `others` are models of the head that were not, and their
+    quantization."""
+
+    hosts_file: HostsFile
+    figures: Figures
+    config: Config
+    others: Sequence[tuple[CheckpointInfo, str | None]]
+
+    def problem(self) -> Problem:
+        hosts_file, links = self.hosts_file, self.figures.links
+        return Problem(
+            workers=tuple(self.worker(name) for host in hosts_file.hosts for name in host.members),
+            needs=self.needs(),
+            routes={(k["source"], k["to"]): Route(k["rtt_ms"], k["gbit_s"]) for k in links},
+            draft=hosts_file.draft,
+            order=hosts_file.order,
+            split=hosts_file.split,
+            spares=hosts_file.spare_workers,
+        )
+
+    def worker(self, name: str) -> Worker:
+        hosts_file, figures = self.hosts_file, self.figures
+        found = figures.members[name]
+        members = hosts_file.members_of(name)
+        of_members = [figures.members[each] for each in members]
+        if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
+            raise _incomplete(f"{name} may be a stage, but has no times of a layer")
+        can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
+        if figures.draft and can_draft and any("draft" not in each for each in of_members):
+            raise _incomplete(f"{name} may be the head, but has no time of a draft round")
+        size = len(members)
+
+        def together(times: Iterable[Number], layers: int = 1) -> Number:
+            """Members add up what each has computed behind the attention and behind the MLP."""
+            sums_ms = 2 * layers * found["sum_ms"] if size > 1 else 0.0
+            return max(times) / size + sums_ms
+
+        stage: dict[str, Any] = dict(found.get("stage") or {})
+        if stages := [times for each in of_members if (times := each.get("stage"))]:
+            by_kind = zip(*(times.get("kind_ms", ()) for times in stages), strict=False)
+            stage |= {
+                "layer_ms": together(times["layer_ms"] for times in stages),
+                "kind_ms": tuple(map(together, by_kind)),
+            }
+        stage.pop("kv_slot_bytes", None)
+        draft_round_ms: Number = 0.0
+        drafts = [each["draft"] for each in of_members if "draft" in each]
+        if None in drafts or (size > 1 and name != hosts_file.draft):
+            draft_round_ms = inf  # no room; the head is a worker by itself unless the file says so
+        elif drafts and figures.draft is not None:
+            # Sums as in the target, which is no narrower.
+            rounds = (each["round_ms"] for each in drafts if each)
+            draft_round_ms = together(rounds, len(figures.draft["layer_bytes"]))
+        memory = min(each["memory_bytes"] for each in of_members)
+        limit = hosts_file.host_of(name).memory_gib
+        granted = memory if limit is None else min(memory, int(limit * GIB))
+        return Worker(name, **stage, draft_round_ms=draft_round_ms, memory_bytes=granted * size)
+
+    def needs(self) -> Needs:
+        hosts_file, figures, config = self.hosts_file, self.figures, self.config
+        target, draft = figures.target, figures.draft
+        workers = figures.members.values()
+        stages = [times for found in workers if (times := found.get("stage"))]
+        drafts = [draw for found in workers if (draw := found.get("draft"))]
+        context = min(config.model.context or target["context"], target["context"])
+        slots, pool = (
+            num_slots(config, context=context, num_ranks=hosts_file.num_stages + 1, head=head)
+            for head in (False, True)
+        )
+        draft_bytes = 0
+        if draft is not None and drafts:
+            draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
+            draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
+        elif draft is not None:
+            draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+        for info, quantization in self.others:
+            dtype = dtype_of(info, hosts_file, config)
+            held = info.weight_format(quantization, config.model.keep_quantized, dtype)
+            slot_bytes = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+            kept = _kept(model_sizes(info, dtype, held), pool, context, slot_bytes)
+            draft_bytes += info.loaded(dtype, held).total + sum(kept)
+        rounds = config.proposer.rounds
+        return Needs(
+            layer_bytes=tuple(target["layer_bytes"]),
+            embedding_bytes=target["embedding_bytes"],
+            head_bytes=target["head_bytes"],
+            tied=target["tied"],
+            kv_layer_bytes=_kept(
+                target, slots, context, max((times["kv_slot_bytes"] for times in stages), default=0)
+            ),
+            runtime_bytes=RUNTIME_BYTES,
+            draft_bytes=draft_bytes,
+            rows=figures.rows,
+            row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
+            rounds=rounds if isinstance(rounds, int) else 1,
+            kinds=tuple(target["kinds"]),
+        )
 
 
 def model_sizes(info: CheckpointInfo, dtype: str, held: str | None) -> ModelSizes:
@@ -173,120 +252,63 @@ def _kept(model: ModelSizes, slots: int, context: int, slot_bytes: float) -> tup
     )
 
 
-def _needs_of(
-    target: ModelSizes, slots: int, context: int, slot_bytes: float, draft_bytes: int, **more: Any
-) -> Needs:
-    return Needs(
-        layer_bytes=tuple(target["layer_bytes"]),
-        embedding_bytes=target["embedding_bytes"],
-        head_bytes=target["head_bytes"],
-        tied=target["tied"],
-        kv_layer_bytes=_kept(target, slots, context, slot_bytes),
-        runtime_bytes=RUNTIME_BYTES,
-        draft_bytes=draft_bytes,
-        **more,
-    )
-
-
-def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
-    """What a worker, and those that compute with it, may use of what is free on a device."""
-    limit = hosts_file.host_of(worker).memory_gib
-    granted = free if limit is None else min(free, int(limit * GIB))
-    return granted * len(hosts_file.members_of(worker))
-
-
-def _file_order(hosts_file: HostsFile) -> list[str]:
-    return [worker for host in hosts_file.hosts for worker in host.members]
-
-
 def _incomplete(lacking: str) -> ConfigError:
     return ConfigError(
         f"The figures are not complete ({lacking}); measure again with `pipespec plan HOSTS.yaml`."
     )
 
 
-def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
-    if name not in figures.members:
-        raise ConfigError(
-            f"There are no figures of {name}; measure again with `pipespec plan HOSTS.yaml`."
+# --- what a rank needs, measured or not --------------------------------------------------------
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
+    sequence's text, and draft tokens."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def draft_slots(config: Config, *, num_ranks: int, head: bool) -> int:
+    """Those of them that are not for text."""
+    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The slots of `num_slots`, by the setting that asks for them.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
+    is on its way in before a verdict frees the last.
+    """
+    chunk = config.decode.prefill_chunk
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    found = Counter({"model.context": context})
+    found["policy.width"] += max(config.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
+    if head:
+        held = max(each.max_held(num_ranks) for each in config.policies)
+        found["policy.capacity"] += min(config.scheduler.max_num_seqs, 2) * held
+    else:
+        found["policy.width"] += in_flight * config.fed_rows
+    return found
+
+
+def layer_kinds(info: CheckpointInfo, layer_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Which layers take as long as each other, by numbers from 0 on: those that keep K and V or a
+    running state alike, and whose weights are about as large; an MLP is unlike its experts."""
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
+    kept = [(info.kv_layers(each), info.recurrent_bytes(each, "float32", 1, 0)) for each in layers]
+    sizes: dict[tuple[tuple[int, int], int], int] = {}
+    for alike in set(kept):
+        ordered = sorted(
+            {size for own, size in zip(kept, layer_bytes, strict=True) if own == alike}
         )
-    found = figures.members[name]
-    members = hosts_file.members_of(name)
-    of_members = [figures.members[each] for each in members]
-    if name != hosts_file.draft and not all(each.get("stage") for each in of_members):
-        raise _incomplete(f"{name} may be a stage, but has no times of a layer")
-    can_draft = name in hosts_file.heads and name not in hosts_file.spare_workers
-    if figures.draft and can_draft and any("draft" not in each for each in of_members):
-        raise _incomplete(f"{name} may be the head, but has no time of a draft round")
-    stage: dict[str, Any] = dict(found.get("stage") or {})
-    draft_round_ms: Number = 0.0
-    if "draft" in found:
-        draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
-    if len(members) > 1 and name == hosts_file.draft and figures.draft is not None:
-        # All draft rounds of one host's devices; sums as in the target, which is no narrower.
-        drawn = [figures.members[each].get("draft") for each in members]
-        rounds = [each["round_ms"] for each in drawn if each is not None]
-        layers = len(figures.draft["layer_bytes"])
-        sums_ms = 2 * layers * found["sum_ms"]
-        draft_round_ms = (
-            max(rounds) / len(members) + sums_ms if len(rounds) == len(members) else inf
-        )
-    elif len(members) > 1:
-        draft_round_ms = inf  # the head is a worker by itself, unless the file says otherwise
-        of_each = [each for name in members if (each := figures.members[name]["stage"])]
-
-        # What each has computed is added up behind attention and behind the MLP.
-        def together(times: Iterable[Number]) -> Number:
-            return max(times) / len(members) + 2 * found["sum_ms"]
-
-        if of_each:
-            stage["layer_ms"] = together(times["layer_ms"] for times in of_each)
-            by_kind = zip(*(times.get("kind_ms", ()) for times in of_each), strict=False)
-            stage["kind_ms"] = [together(times) for times in by_kind]
-    return Worker(
-        name,
-        **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
-        kind_ms=tuple(stage.get("kind_ms", ())),
-        draft_round_ms=draft_round_ms,
-        memory_bytes=_granted(
-            hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
-        ),
-    )
-
-
-def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
-    target, draft = figures.target, figures.draft
-    workers = figures.members.values()
-    stages = [times for found in workers if (times := found.get("stage"))]
-    drafts = [draw for found in workers if (draw := found.get("draft"))]
-    if not stages:
-        raise ConfigError("The figures have no worker's times of a layer; measure again.")
-    context = min(config.model.context or target["context"], target["context"])
-    num_ranks = hosts_file.num_stages + 1
-    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
-    draft_bytes = 0
-    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-    if draft is not None and drafts:
-        draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
-        draft_bytes += sum(_kept(draft, pool, context, slot_bytes=0))  # running states
-    elif draft is not None:
-        draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-    if config.proposer.needs_mid:
-        assert config.model.mid is not None  # as Config checks
-        mid = inspect(config.model.mid)
-        dtype = dtype_of(mid, hosts_file, config)
-        draft_bytes += _whole_bytes(
-            mid, config.model.mid_quantization, config, dtype, pool, context
-        )
-    rounds = config.proposer.rounds
-    return _needs_of(
-        target,
-        slots,
-        context,
-        max(times["kv_slot_bytes"] for times in stages),
-        draft_bytes,
-        rows=figures.rows,
-        row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
-        rounds=rounds if isinstance(rounds, int) else 1,
-        kinds=tuple(target["kinds"]),
+        sizes[alike, ordered[0]] = number = 0
+        for smaller, larger in pairwise(ordered):
+            number += larger > ALIKE * smaller
+            sizes[alike, larger] = number
+    kinds: dict[tuple[tuple[int, int], int], int] = {}
+    return tuple(
+        kinds.setdefault((own, sizes[own, size]), len(kinds))
+        for own, size in zip(kept, layer_bytes, strict=True)
     )

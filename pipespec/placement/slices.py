@@ -80,7 +80,7 @@ def plan_slices(problem: Problem) -> Placement:
     heads = _heads(problem, workers)
     best: StageOrder | None = None
     for head in heads:
-        best = Search(problem, head, _without(workers, head)).improve(best)
+        best = Search(problem, head, [each for each in workers if each is not head]).improve(best)
     if best is None:
         raise _no_room(problem, workers, heads)
     return _placement(problem, best.head, best.stages, slices(best.sizes))
@@ -152,10 +152,6 @@ def _placement(
         bytes_by_rank=(problem.needs.head_rank_bytes, *map(problem.needs.stage_bytes, layers)),
         spares=problem.spares,
     )
-
-
-def _without(workers: Sequence[Worker], head: Worker) -> list[Worker]:
-    return [worker for worker in workers if worker is not head]
 
 
 def reason(placement: Placement, rank: int) -> str:
@@ -243,7 +239,7 @@ def _no_room(problem: Problem, workers: Sequence[Worker], heads: Sequence[Worker
     """Why there is no layout, told of the head and the order that lack the least."""
     hosts = list(problem.order or dict.fromkeys(worker.host for worker in workers))
     workers = sorted(workers, key=lambda worker: hosts.index(worker.host))
-    tries = [_shortage(problem, _without(workers, head)) for head in heads]
+    tries = [_shortage(problem, [each for each in workers if each is not head]) for head in heads]
     missing, where = min(tries)
     return ConfigError(f"{_gib(missing)} GiB of memory are missing: {where}; {MORE_MEMORY}.")
 

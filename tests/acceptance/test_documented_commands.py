@@ -19,7 +19,6 @@ from tests.helpers.documentation import (
     Page,
     all_blocks,
     blocks,
-    indented_commands,
     pages,
 )
 from tests.helpers.sandbox import Sandbox
@@ -74,8 +73,3 @@ def test_blocks_that_are_not_run_say_why() -> None:
             print(f"{block.place}: {block.not_run}")
             assert block.language in (*RUN, *PARSED), f"{block.place} is never run"
             assert len(block.not_run.split()) >= SHORTEST_REASON, block.place
-
-
-def test_commands_are_in_fenced_blocks() -> None:
-    """Others would be run by no test."""
-    assert [place for page in pages() for place in indented_commands(page)] == []

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.cluster.ranks import rank_components
-from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
@@ -60,12 +57,6 @@ def proposers(monkeypatch) -> list:
 def decoded(deployment, redis, prompts=PROMPTS) -> list[list[int]]:
     asked = [{"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS} for prompt in prompts]
     return [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)]
-
-
-def demo_prompts() -> list[list[int]]:
-    lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
-    encode = AutoTokenizer.from_pretrained(DEMO / "target").encode
-    return [encode(json.loads(line)["prompt"])[:64] for line in lines[::15]]
 
 
 @pytest.mark.parametrize(
@@ -138,15 +129,6 @@ def test_mid_size_model_equal_to_the_target_raises_the_hit_rate(folder, expected
     assert hits[1] > hits[0] + 0.2
 
 
-def test_cascade_of_the_demo_models_gives_the_text_of_the_target(redis):
-    chosen = "proposer=cascade", "cluster.stages=4", "policy.width=16", "model.context=256"
-    deployment = decide(compose([*chosen, "model.dtype=float32"]))
-    prompts = demo_prompts()
-    assert decoded(deployment, redis, prompts) == cluster.reference(
-        DEMO / "target", prompts, NUM_TOKENS
-    )
-
-
 def test_cascade_needs_a_mid_size_model_and_memory_for_it(folder):
     with pytest.raises(ConfigError, match=r"model\.mid is null"):
         cascade(folder, "model.mid=null")
@@ -183,14 +165,3 @@ def test_parallel_draft_gives_the_text_of_hugging_face_and_frees_its_kv_slots(
     assert decoded(deployment, redis) == expected
     assert proposers[0].proposer.parallel is not None
     assert len(proposers) == 1 and all_free(proposers)
-
-
-def test_parallel_draft_of_the_demo_gives_the_text_of_its_target(redis, proposers):
-    settings = "cluster.stages=4", "proposer.rounds=1"
-    deployment = cluster.make_deployment(DEMO / "target", DEMO / "draft_pard", *settings)
-    assert deployment.parallel is not None and deployment.parallel.tokens == 4
-    prompts = demo_prompts()
-    assert decoded(deployment, redis, prompts) == cluster.reference(
-        DEMO / "target", prompts, NUM_TOKENS
-    )
-    assert all_free(proposers)

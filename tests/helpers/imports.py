@@ -21,10 +21,7 @@ def slow_imports(
 ) -> list[str]:
     """Those of fastapi, torch and transformers that a `pipespec` command imports itself."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *argv],
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, "-c", SCRIPT, *argv], capture_output=True, text=True, env=environment
     )
     assert done.returncode == code, done.stderr
     return done.stdout.splitlines()[-1].removeprefix("slow:").split()

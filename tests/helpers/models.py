@@ -217,11 +217,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 0.5,
     },
-    "granitemoeshared": {
-        **_EXPERTS,
-        "shared_intermediate_size": 32,
-        "embedding_multiplier": 3.0,
-    },
+    "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 32, "embedding_multiplier": 3.0},
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 COUNTED = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -28,13 +23,13 @@ def write_results(
         stats: pytest's reports by outcome, as its terminal reporter keeps them.
         started_s: wall-clock time at which the run began.
     """
+    from benchmarks.common.experiment import provenance
+
     skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", [])]
-    result = {
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    result = provenance("pytest") | {
         "date": datetime.fromtimestamp(started_s, UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "command": " ".join(["pytest", *sys.argv[1:]]),
-        "hardware": _hardware(),
-        "python": platform.python_version(),
+        "gpus": gpus,
         "torch": torch.__version__,
         "duration_s": round(time.time() - started_s),
         "exit_code": int(exit_code),
@@ -46,23 +41,3 @@ def write_results(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _commit() -> str | None:
-    """The commit, with `-dirty` behind it where tracked files differ; None outside a checkout."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return described.stdout.strip() or None
-
-
-def _hardware() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    gib = psutil.virtual_memory().total / 2**30
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    name = names[0] if names else platform.machine()
-    return ", ".join([name, f"{os.cpu_count()} cores", f"{gib:.0f} GiB", *gpus])

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from pipespec.client import registry
 
+ROOT = Path(__file__).parents[2]
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 MARK = "PIPESPEC_TEST_RUN"
 PATIENCE_S = 120  # a loaded machine takes its time to import torch
@@ -54,7 +56,14 @@ class Sandbox:
         for name, value in self.environment.items():
             patch.setenv(name, value)
 
-    def start(self, *arguments: str, files: int | None = None) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *arguments: str,
+        program: Sequence[str | Path] = PIPESPEC,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        files: int | None = None,
+    ) -> subprocess.Popen[str]:
         """Start a command, which may have so many files open."""
 
         def limit() -> None:
@@ -62,13 +71,13 @@ class Sandbox:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
         return subprocess.Popen(
-            [*PIPESPEC, *arguments],
+            [*program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=self.environment,
-            cwd=Path(__file__).parent.parent.parent,
+            env=self.environment if environment is None else environment,
+            cwd=cwd,
             preexec_fn=limit,
         )
 

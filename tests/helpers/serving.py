@@ -22,9 +22,9 @@ NAME = "lab"  # of the cluster
 class Server:
     """`pipespec serve` as a process, once it answers."""
 
-    def __init__(self, place: Sandbox, *arguments: str, model: str = MODEL):
+    def __init__(self, place: Sandbox, *arguments: str, model: str = MODEL, **how: Any):
         usual = ("--json", "--port", "0", "--served-model-name", model)
-        self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments)
+        self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments, **how)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

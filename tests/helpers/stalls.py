@@ -2,7 +2,7 @@
 
     with watching(url, pid) as stalls:
         ...
-    stalls.within(began_ns, ended_ns)    # seconds: the longest stall in that time
+    longest(stalls, began_ns, ended_ns)    # seconds: the longest stall in that time
 
 The second client asks for /health again and again over one connection. A late reply is the
 server's fault only as far as the server was computing meanwhile: on a machine that does something
@@ -16,9 +16,10 @@ import http.client
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,75 +28,40 @@ KEPT_S = 0.01
 PAUSE_S = 0.002
 ANSWER_S = 60.0
 ROOT = Path(__file__).parents[2]
-
-
-class Stalls:
-    """What was seen so far."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[int, int, float]] = []
-        self._until_ns = 0  # all that began earlier is known
-        self._news = threading.Condition()
-
-    def add(self, began_ns: int, ended_ns: int, stall_s: float) -> None:
-        with self._news:
-            self._until_ns = began_ns
-            if stall_s > KEPT_S:
-                self._seen.append((began_ns, ended_ns, stall_s))
-            self._news.notify_all()
-
-    def within(self, began_ns: int, ended_ns: int) -> float:
-        """The longest stall that overlaps this time of the monotonic clock, in seconds."""
-        with self._news:
-            assert self._news.wait_for(lambda: self._until_ns > ended_ns, ANSWER_S)
-            return max(
-                (
-                    stall
-                    for since, until, stall in self._seen
-                    if since < ended_ns and until > began_ns
-                ),
-                default=0.0,
-            )
+# When it was asked and answered, in ns of the monotonic clock, and the stall in seconds.
+Stall = tuple[int, int, float]
 
 
 @contextmanager
-def watching(url: str, pid: int) -> Iterator[Stalls]:
-    """Watch the server at `url`, whose process is `pid`, for as long as the block lasts."""
-    found = Stalls()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.stalls", url.removeprefix("http://"), str(pid)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    stdout = process.stdout
-    assert stdout.readline() == "ready\n"
+def watching(url: str, pid: int) -> Iterator[list[Stall]]:
+    """Watch the server at `url`, whose process is `pid`, for as long as the block lasts, at whose
+    end the list is filled."""
+    found: list[Stall] = []
+    command = [sys.executable, "-m", __name__, url.removeprefix("http://"), str(pid)]
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, text=True, cwd=ROOT)
+        try:
+            yield found
+        finally:
+            process.communicate()
+            assert process.returncode == 0, "the second client failed"
+            out.seek(0)
+            found += [tuple(json.loads(line)) for line in out]
 
-    def listen() -> None:
-        for line in stdout:
-            found.add(*json.loads(line))
 
-    listener = threading.Thread(target=listen)
-    listener.start()
-    try:
-        yield found
-    finally:
-        process.stdin.close()
-        listener.join()
-        assert process.wait() == 0, "the second client failed"
+def longest(stalls: Sequence[Stall], began_ns: int, ended_ns: int) -> float:
+    """The longest stall that overlaps this time of the monotonic clock, in seconds."""
+    within = (s for since, until, s in stalls if since < ended_ns and until > began_ns)
+    return max(within, default=0.0)
 
 
 def watch(address: str, pid: int) -> None:
-    """Print each answer as [asked, answered, stall in s], the first two in ns of the monotonic
-    clock, until the end of standard input."""
+    """Print each stall until the end of standard input."""
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     connection = http.client.HTTPConnection(address, timeout=ANSWER_S)
     # The processor clock of another process (clock_getcpuclockid): all its threads together.
     processor = (~pid << 3) | 2
-    print("ready", flush=True)
     while not over.wait(PAUSE_S):
         used_ns, began_ns = time.clock_gettime_ns(processor), time.monotonic_ns()
         connection.request("GET", "/health")
@@ -103,7 +69,8 @@ def watch(address: str, pid: int) -> None:
         ended_ns = time.monotonic_ns()
         used_ns = time.clock_gettime_ns(processor) - used_ns
         stall_s = min(ended_ns - began_ns, used_ns) / 1e9
-        print(json.dumps([began_ns, ended_ns, stall_s]), flush=True)
+        if stall_s > KEPT_S:
+            print(json.dumps([began_ns, ended_ns, stall_s]))
 
 
 if __name__ == "__main__":

@@ -140,11 +140,7 @@ class StoryController:
             answer.extend(piece.tokens[max(0, length - piece.base) :])
 
     def finish(
-        self,
-        request: int,
-        reason: str,
-        prefill_ns: int | None = None,
-        cached: int | None = None,
+        self, request: int, reason: str, prefill_ns: int | None = None, cached: int | None = None
     ) -> None:
         self.finished.setdefault(request, reason)
         self.cached[request] = cached

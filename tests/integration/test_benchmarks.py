@@ -11,22 +11,18 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from benchmarks.budgets import rank_memory, stage_time
-from benchmarks.budgets.timed_stage import TimedStage, random_tree
+from benchmarks.budgets.timed_stage import random_tree
 from benchmarks.common import experiment, run_options
 from benchmarks.common.experiment import ROOT
 from benchmarks.load import throughput
 from benchmarks.pipeline import methods
 from pipespec.config.compose import compose
-from pipespec.core import Verdict
 from pipespec.engine.inspection.inspection import inspect
-from pipespec.engine.slice.runner import SliceRunner
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.emulation.machine import EmulatedMachine
 from tests.helpers.trees import check_tree
@@ -45,26 +41,16 @@ def plot():
 # --- drawing ------------------------------------------------------------------------------------
 
 
-def draw_bars(plot, path: Path) -> None:
-    with plot.figure(path, "Title", note="A note") as (axes,):
-        values = {"root": [3.0, None], "level": [1.0, 2.0]}
-        plot.bars(axes, ["a", "b"], values, ylabel="ms", colours=plot.METHODS)
-
-
-def test_a_figure_is_written_as_png_and_as_svg(plot, tmp_path):
-    draw_bars(plot, tmp_path / "v1.bars")  # a name with a dot keeps it
-    assert (tmp_path / "v1.bars.png").read_bytes().startswith(b"\x89PNG")
-    svg = (tmp_path / "v1.bars.svg").read_text()
-    assert "Title" in svg and "A note" in svg and "ms" in svg
-
-
-def test_equal_figures_are_equal_files(plot, tmp_path):
-    for name in ("a", "b"):
-        draw_bars(plot, tmp_path / name)
+def test_a_figure_is_written_as_equal_png_and_svg(plot, tmp_path):
+    for name in ("a", "v1.bars"):  # a name with a dot keeps it
+        with plot.figure(tmp_path / name, "Title", note="A note") as (axes,):
+            values = {"root": [3.0, None], "level": [1.0, 2.0]}
+            plot.bars(axes, ["a", "b"], values, ylabel="ms", colours=plot.METHODS)
     for suffix in ("png", "svg"):
-        first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("a", "b"))
+        first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("a", "v1.bars"))
         assert first == second
-    assert "<dc:date>" not in (tmp_path / "a.svg").read_text()
+    svg = (tmp_path / "a.svg").read_text()
+    assert "Title" in svg and "A note" in svg and "ms" in svg and "<dc:date>" not in svg
 
 
 @pytest.mark.usefixtures("plot")
@@ -153,27 +139,6 @@ def test_measured_times_of_a_stage_are_settings_of_emulate(tmp_path, monkeypatch
     assert (tmp_path / "stage.svg").exists()
 
 
-def rewrite(pool) -> None:
-    with torch.inference_mode():
-        pool.keys[-1] += 1
-
-
-def move(pool) -> None:
-    pool.values = pool.values.clone()
-
-
-@pytest.mark.parametrize("touch", [rewrite, move])
-def test_a_verdict_that_touches_keys_or_values_is_found_out(touch, tmp_path, monkeypatch):
-    def apply(held: TimedStage, verdicts: list[Verdict]) -> None:
-        SliceRunner.apply(held, verdicts)
-        touch(held.model.attention_layers[0].pool)
-
-    monkeypatch.setattr(TimedStage, "apply", apply)
-    measured_stage(monkeypatch, "--json", tmp_path / "stage.json")
-    verdicts = json.loads((tmp_path / "stage.json").read_text())["verdicts"]
-    assert [cell["kv_in_place"] for cell in verdicts] == [False, False]
-
-
 def test_emulate_settings_need_a_context_that_was_measured(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         measured_stage(monkeypatch, "--profile-context", 17)
@@ -213,12 +178,6 @@ def test_memory_is_predicted_to_the_byte_for_the_demo_target():
     per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
     assert sum(part.context for part in parts) == 100 * per_token
     assert sum(part.kv for part in parts) == 111 * per_token
-
-
-def test_a_70b_has_the_published_number_of_weights():
-    rows = rank_memory.computed(stages=8, width=64, context=8192, chunk=128)
-    parameters = sum(row["weights"] for row in rows) * rank_memory.GIB / rank_memory.BFLOAT16
-    assert parameters == pytest.approx(70.55e9, rel=1e-3)
 
 
 # --- what is stored -----------------------------------------------------------------------------

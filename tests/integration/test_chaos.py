@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections import Counter
 from functools import partial
@@ -85,26 +82,6 @@ def test_faults_that_cannot_be_caused_here_are_named_with_the_reason(monkeypatch
         **dict.fromkeys(fault_injector.BETWEEN_HOSTS, "it needs several hosts (--hosts 2)"),
     }
     assert {*kinds} == {*fault_injector.KINDS} - {*skipped}
-
-
-@pytest.mark.skipif(clock.missing() is not None, reason=str(clock.missing()))
-def test_stepped_clock_moves_wall_clock_time_alone(tmp_path):
-    stepped = clock.SteppedClock(tmp_path)
-    program = "import time; input(); print(time.time(), time.monotonic()); time.sleep(0)"
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **stepped.environment},
-    ) as process:
-        stepped.step(3600)
-        wall, monotonic = map(float, process.communicate("\n")[0].split())
-    assert process.returncode == 0
-    assert abs(wall - time.time() - 3600) < 60
-    assert abs(monotonic - time.monotonic()) < 60
-    stepped.remove()
-    assert not [*tmp_path.iterdir()]
 
 
 # What does not import torch anew, so that a run takes seconds.

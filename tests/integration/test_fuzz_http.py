@@ -23,7 +23,7 @@ import pytest
 from tests.helpers.http_cases import COMPLETIONS, KEY, Case, cases
 from tests.helpers.sandbox import Sandbox
 from tests.helpers.serving import Server
-from tests.helpers.stalls import Stalls, watching
+from tests.helpers.stalls import Stall, longest, watching
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 COUNT, LONG_COUNT, SEED = 150, 1000, 35
@@ -98,12 +98,12 @@ def send_all_cases(place: Sandbox, server: Server, count: int) -> Fuzzed:
     reader.start()
     made.texts.append(control(server))
     with watching(server.url, server.process.pid) as stalls:
-        began_ns = time.monotonic_ns()
         time.sleep(BASELINE_S)
-        made.baseline_s = stalls.within(began_ns, time.monotonic_ns())
+        began_ns = time.monotonic_ns()
         for case in cases(count, SEED):
             made.sent.append(send(server, case))
-        made.stalls = stalled(server, stalls, made)
+    made.baseline_s = longest(stalls, 0, began_ns)
+    made.stalls = stalled(server, stalls, made)
     made.texts.append(control(server))
     made.running = server.process.poll() is None
     server.end()
@@ -144,23 +144,19 @@ def send(server: Server, case: Case) -> Sent:
     return Sent(case, status, bytes(reply), began_ns, time.monotonic_ns())
 
 
-def stalled(server: Server, stalls: Stalls, made: Fuzzed) -> list[tuple[float, Case]]:
+def stalled(server: Server, stalls: list[Stall], made: Fuzzed) -> list[tuple[float, Case]]:
     """The cases that stall the server, each time that they are sent."""
-    limit_s = STALL_S + made.baseline_s
-    suspects = [
-        (stall_s, sent.case)
-        for sent in made.sent
-        if (stall_s := stalls.within(sent.began_ns, sent.ended_ns)) > limit_s
-    ]
-    found = []
-    for stall_s, case in sorted(suspects, key=lambda suspect: -suspect[0])[:SUSPECTS]:
-        least_s = stall_s
-        for _ in range(TIMES - 1):
-            again = send(server, case)
-            least_s = min(least_s, stalls.within(again.began_ns, again.ended_ns))
-        if least_s > limit_s:
-            found.append((least_s, case))
-    return found
+    found = [(longest(stalls, sent.began_ns, sent.ended_ns), sent.case) for sent in made.sent]
+    for _ in range(TIMES - 1):
+        found = [(s, case) for s, case in found if s > STALL_S + made.baseline_s]
+        found = sorted(found, key=lambda suspect: -suspect[0])[:SUSPECTS]
+        with watching(server.url, server.process.pid) as stalls:
+            again = [send(server, case) for _, case in found]
+        found = [
+            (min(stall_s, longest(stalls, sent.began_ns, sent.ended_ns)), case)
+            for (stall_s, case), sent in zip(found, again, strict=True)
+        ]
+    return [(s, case) for s, case in found if s > STALL_S + made.baseline_s]
 
 
 def told(items: list[Any]) -> str:

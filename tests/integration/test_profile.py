@@ -13,18 +13,14 @@ from transformers import AutoModelForCausalLM
 from pipespec.cli.main import main
 from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
-from pipespec.extras.bench.draft_reader import CHUNK, read_answers
 from pipespec.extras.bench.figures import RequestResult
+from pipespec.extras.bench.profiling import CHUNK, read_answers
 from pipespec.system.folders import resource_dir
 
 pytestmark = pytest.mark.slow
 
 CLUSTER = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
 SIZE = ("policy=level", "policy.width=16", "policy.children=8")
-ONE_HOST = """
-hosts:
-  - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu, cpu]}
-"""
 TWO_HOSTS = """
 hosts:
   - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
@@ -50,7 +46,8 @@ def test_profile_predicts_what_the_bench_then_measures(
     plan = ["plan", "--profile", file, "policy=root,level", "policy.width=16", "--json"]
     assert main([*plan, "proposer.rounds=auto"]) == 0
     answer = json.loads(capfd.readouterr().out)
-    root, level = answer["predictions"]
+    by_policy = {each["policy"]: each for each in answer["predictions"]}
+    root, level = by_policy["root"], by_policy["level"]
     assert [text["benchmark"] for text in level["texts"]] == ["mine", "mine"]
 
     data = ["bench", "--dataset", str(prompts), "--json", *CLUSTER, *SIZE, length]
@@ -65,30 +62,18 @@ def test_profile_predicts_what_the_bench_then_measures(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("listed", "members"),
-    [
-        (ONE_HOST, {"alpha/0", "alpha/1", "alpha/2"}),
-        (TWO_HOSTS, {"alpha/0", "alpha/1", "beta/0"}),
-    ],
-    ids=["one host", "two hosts"],
-)
 def test_profile_of_hosts_holds_what_partition_reads(
-    listed: str,
-    members: set[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prompts, file, hosts = (tmp_path / name for name in ("mine.txt", "p.json", "hosts.yaml"))
     prompts.write_text("Once upon a time\n")
-    hosts.write_text(listed)
+    hosts.write_text(TWO_HOSTS)
     settings = ["policy.width=8", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
     profiled = ["bench", "--dataset", str(prompts), "--profile", str(file), "--json"]
     assert main([*profiled, f"cluster={hosts}", *settings]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert set(found["figures"]["members"]) == members
+    assert set(found["figures"]["members"]) == {"alpha/0", "alpha/1", "beta/0"}
     assert main(["plan", "--json", "--profile", str(file), str(hosts), settings[0]]) == 0
     assert sum(json.loads(capfd.readouterr().out)["hosts"]["split"]) == NUM_LAYERS
 

@@ -25,7 +25,7 @@ from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.errors import RankFailed
 from pipespec.extras.bench.dataset import load
-from pipespec.extras.bench.reference import TRUTH_MARGIN, record_reference
+from pipespec.extras.bench.measurement import TRUTH_MARGIN, record_reference
 from pipespec.system.folders import resource_dir
 from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.imports import slow_imports

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -14,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import Server
 
 ROOT = Path(__file__).parents[2]
 PIP = ("-m", "pip", "--disable-pip-version-check")
@@ -32,24 +31,23 @@ class Installed:
     elsewhere: Path
     sandbox: Sandbox
 
-    def start(self, program: str, *arguments: str) -> subprocess.Popen[str]:
-        """Start a program of the environment, far from the source tree."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of a program far from the source tree."""
         environment = self.sandbox.environment | {"PATH": "/usr/bin:/bin"}
         environment.pop("PYTHONPATH", None)
-        return subprocess.Popen(
-            [self.programs / program, *arguments],
-            cwd=self.elsewhere,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        return environment
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment to its end."""
-        process = self.start(program, *arguments)
-        out, err = process.communicate(timeout=PATIENCE_S)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        return subprocess.run(
+            [self.programs / program, *arguments],
+            cwd=self.elsewhere,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
 
 
 def must(command: Sequence[str | Path], **options: Path) -> None:
@@ -133,18 +131,18 @@ def test_check(installed: Installed) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_it_serves_the_demo_pair(installed: Installed) -> None:
-    process = installed.start("pipespec", "serve", "--json", "--port", "0", "cluster.stages=1")
-    assert process.stdout is not None
-    announced = process.stdout.readline()
-    assert announced, process.communicate(timeout=PATIENCE_S)[1]
-    url = json.loads(announced)["url"]
+    server = Server(
+        installed.sandbox,
+        "cluster.stages=1",
+        program=[installed.programs / "pipespec"],
+        cwd=installed.elsewhere,
+        environment=installed.environment,
+    )
     asked = {"prompt": "Once upon a time", "max_tokens": 4}
-    reply = httpx2.post(f"{url}/completions", json=asked, timeout=PATIENCE_S)
+    reply = server.http.post("/v1/completions", json=asked)
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["completion_tokens"] == 4
-    page = httpx2.get(url.removesuffix("v1"), timeout=PATIENCE_S)
+    page = server.http.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
+    assert server.end() == 0
     assert list(installed.elsewhere.iterdir()) == [], "a run leaves no file behind"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import Server
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -44,41 +41,24 @@ def test_generate_and_serve_need_no_satellite(package: Path, missing: str, tmp_p
     gone = package / "pipespec" / missing
     gone.rename(tmp_path / "gone")
     with Sandbox(tmp_path) as sandbox:
-
-        def start(*arguments: str) -> subprocess.Popen[str]:
-            return subprocess.Popen(
-                [sys.executable, "-m", "pipespec", *arguments],
-                cwd=tmp_path,
-                env=sandbox.environment | {"PYTHONPATH": str(package)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
+        environment = sandbox.environment | {"PYTHONPATH": str(package)}
+        how = {"cwd": tmp_path, "environment": environment}
         needs = FOLDERS[missing]
         routes = needs if needs[0].startswith("/") else []
         if not routes:
-            process = start(*needs)
+            process = sandbox.start(*needs, **how)
             _, said = process.communicate(timeout=PATIENCE_S)
             assert (process.returncode, said.count("\n")) == (2, 1), said
 
-        process = start("generate", "--prompt", "Once", *SMALL)
+        process = sandbox.start("generate", "--prompt", "Once", *SMALL, **how)
         text, said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
         assert text.strip()
 
-        process = start("serve", "--port", "0", "--json", *SMALL)
-        assert process.stdout is not None
-        announced = process.stdout.readline()
-        assert announced, process.communicate(timeout=PATIENCE_S)[1]
-        url = json.loads(announced)["url"]
-        asked = {"prompt": "Once", "max_tokens": 2}
-        reply = httpx2.post(f"{url}/completions", json=asked, timeout=PATIENCE_S)
+        server = Server(sandbox, *SMALL, **how)
+        reply = server.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
         assert reply.json()["usage"]["completion_tokens"] == 2
         for route in routes:
-            found = httpx2.get(url.removesuffix("/v1") + route, timeout=PATIENCE_S)
-            assert found.status_code == 404, route
-        process.terminate()
-        _, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, said
+            assert server.http.get(route).status_code == 404, route
+        assert server.end() == 0
     (tmp_path / "gone").rename(gone)

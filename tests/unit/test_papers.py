@@ -25,7 +25,7 @@ from benchmarks.papers.missing import MISSING
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
-from pipespec.extras.plan.simulated_pipeline import TokenArrival
+from pipespec.extras.plan.simulation import TokenArrival
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.root import Root
 
@@ -74,18 +74,6 @@ def test_what_two_methods_have_in_common_does_not_widen_the_interval_of_their_ra
     independent = intervals.ratio(2 * texts, random.permutation(ours))
     assert paired.low < 2 < paired.high
     assert paired.high - paired.low < 0.1 < independent.high - independent.low
-
-
-def test_ratio_to_what_never_varies_has_the_relative_interval_of_the_other() -> None:
-    values = np.array([9.0, 10.0, 11.0, 10.0, 10.0])
-    assert intervals.ratio(values, np.full(5, 2.0)) == intervals.mean(values).scaled(0.5)
-
-
-def test_percentile_lies_within_its_interval_which_repeats_itself() -> None:
-    samples = [np.random.default_rng(i).exponential(size=200) for i in range(BATCHES)]
-    found = intervals.percentile(samples, 99)
-    assert found.low < found.value < found.high
-    assert found == intervals.percentile(samples, 99)
 
 
 def test_too_few_batches_or_values_are_refused() -> None:

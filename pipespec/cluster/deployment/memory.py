@@ -20,7 +20,7 @@ from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.recurrence.state_sizes import fixed_entries
 from pipespec.errors import ConfigError
-from pipespec.placement.rank_needs import draft_slots, slots_by_setting
+from pipespec.placement.measurements import draft_slots, slots_by_setting
 from pipespec.placement.slices import GIB
 
 WEIGHTS = "the weights"

@@ -18,8 +18,7 @@ from pipespec.engine.precision import KV_PLAIN
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.placement.costs import Route, Worker
 from pipespec.placement.host_figures import Figures, HostFigures, LinkFigures
-from pipespec.placement.measurements import choose_dtype
-from pipespec.placement.rank_needs import layer_kinds
+from pipespec.placement.measurements import choose_dtype, layer_kinds
 from pipespec.system.cores import num_cores, share_cores
 
 # Tokens of text that a batch attends to while it is timed.

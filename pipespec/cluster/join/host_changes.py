@@ -27,7 +27,7 @@ from pipespec.config.hosts import Host
 from pipespec.engine.formats.slice_tensors import described
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error
 from pipespec.placement.costs import Problem
-from pipespec.placement.rank_needs import layer_kinds
+from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
 # Seconds between two looks at what is waited for.

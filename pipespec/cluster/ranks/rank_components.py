@@ -34,7 +34,7 @@ from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import StopCheck
-from pipespec.placement.rank_needs import draft_slots
+from pipespec.placement.measurements import draft_slots
 from pipespec.system.device_copy import on_device
 from pipespec.system.versions import package_version
 from pipespec.text import FinalText

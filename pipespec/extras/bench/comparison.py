@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pipespec.client import answers
@@ -17,10 +17,9 @@ from pipespec.client.request_settings import group
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError
-from pipespec.extras.bench.arrivals import ONE_AT_A_TIME
 from pipespec.extras.bench.dataset import Sample
 from pipespec.extras.bench.figures import BenchResult
-from pipespec.extras.bench.measurement import measure, started
+from pipespec.extras.bench.measurement import started
 
 POLICY, REQUEST_POLICIES = "policy", "request_policies"
 # A comma that stands in no list.
@@ -135,14 +134,9 @@ def compare(
     with started(config, samples, prompt_tokens, 1, on_loaded) as run:
         for policy in config.request_policies:
             before = len(results) * len(samples)
-            results[policy], reports = measure(
-                run.client,
-                replace(run.settings, policy=policy),
-                samples,
-                run.prompts,
-                ONE_AT_A_TIME,
+            results[policy] = run.measure(
                 on_done=lambda done, _, before=before: on_done(before + done, count),  # type: ignore[misc]
+                policy=policy,
                 fresh_seed=seed,
             )
-            run.reports += reports
     return Comparison(results)

@@ -1,4 +1,5 @@
-"""Prompts for benchmarks, from JSON Lines: {"id", "benchmark", "prompt"} per line.
+"""Prompts for benchmarks, from JSON Lines: {"id", "benchmark", "prompt"} per line; and when each of
+many is handed in.
 
 Other keys are ignored. A text file (`.txt`) has a prompt per line. Whatever is wrong is one
 sentence with file and line in a ConfigError.
@@ -6,14 +7,17 @@ sentence with file and line in a ConfigError.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.limits import MAX_COUNT, check_number, check_whole
 from pipespec.system.folders import resource_dir
 from pipespec.system.validation import (
     Unreadable,
@@ -29,6 +33,8 @@ SHIPPED = "prompts"  # the folder of those that belong to pipespec
 PATTERN = "*.jsonl"
 PLAIN = ".txt"
 MOST_BYTES = 2**30
+# Requests per second: one in some days.
+MIN_RATE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,46 @@ def _sample(item: Any, place: str) -> Sample:
         if not is_whole(value):
             raise ConfigError(f"{place}: {name!r} holds half a character (a lone surrogate).")
     return Sample(**values)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many requests come at once, and how often one comes. Raises ConfigError.
+
+    Attributes:
+        concurrency: how many are handed in and not yet finished, at most; None: any number.
+        request_rate: per second (of the emulated machine, if there is one), as a Poisson
+            process; inf: each as soon as `concurrency` allows.
+    """
+
+    concurrency: int | None
+    request_rate: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None:
+            check_whole("concurrency", self.concurrency, 1, MAX_COUNT)
+        if self.request_rate != math.inf:
+            check_number("request_rate", self.request_rate, MIN_RATE, MAX_COUNT, hint=", or inf")
+
+    @classmethod
+    def of(cls, concurrency: int | None = None, request_rate: float | None = None) -> Load:
+        """What is meant by what was given: without anything, one request after another; with a
+        rate alone, any number at once."""
+        if request_rate is None:
+            return cls(1 if concurrency is None else concurrency, math.inf)
+        return cls(concurrency, request_rate)
+
+    def due_s(self, count: int) -> list[float]:
+        """When so many requests come, in seconds since the start.
+
+        A Poisson process as in `vllm bench serve`, and scaled as there: the last one comes after
+        `count` / rate seconds, so that the rate is exact.
+        """
+        if self.request_rate == math.inf:
+            return [0.0] * count
+        chance = Random(0)
+        came = list(accumulate(chance.expovariate(1.0) for _ in range(count)))
+        return [at / came[-1] * count / self.request_rate for at in came]
+
+
+ONE_AT_A_TIME = Load(1)

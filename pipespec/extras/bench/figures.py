@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class RequestResult:
 class BenchResult:
     """All requests, in the order of the samples, and how long they took together.
 
-    `concurrency` and `request_rate` are those of `arrivals.Load`. `labels`
+    `concurrency` and `request_rate` are those of `Load`. `labels`
     (`answers.labels`) say whether times are emulated, draft tokens synthetic, the text lossy.
     """
 
@@ -113,8 +113,8 @@ def _latencies(requests: Sequence[RequestResult]) -> dict[str, float | None]:
     kinds = {
         "ttft": [request.ttft_ms for request in requests],
         "tpot": [(times[-1] - times[0]) / (len(times) - 1) for times in several],
-        "itl": [gap for times in several for gap in gaps(arrivals(times))],
-        "tbt": [gap for times in several for gap in gaps(times)],
+        "itl": [gap for times in several for gap in np.diff(arrivals(times))],
+        "tbt": [gap for times in several for gap in np.diff(times)],
         "e2el": [request.token_ms[-1] for request in requests],
     }
     measures: dict[str, Callable[..., Any]] = {
@@ -191,7 +191,3 @@ def _pipeline(requests: Sequence[RequestResult]) -> dict[str, Any]:
 def arrivals(times: Sequence[float]) -> list[float]:
     """The different moments at which tokens came: tokens of one verdict come at once."""
     return list(dict.fromkeys(times))
-
-
-def gaps(times: Sequence[float]) -> list[float]:
-    return [b - a for a, b in pairwise(times)]

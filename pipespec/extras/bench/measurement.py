@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipespec.client import answers
 from pipespec.client.local_cluster import asking
@@ -15,11 +17,11 @@ from pipespec.client.sync_client import Client
 from pipespec.cluster import session
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import fit_context
+from pipespec.config.compose import compose
 from pipespec.config.schema import Config
 from pipespec.controller.log_records import Event, Finished, failure_of
-from pipespec.errors import ConfigError, PromptError, RankFailed
-from pipespec.extras.bench.arrivals import ONE_AT_A_TIME, Load
-from pipespec.extras.bench.dataset import Sample
+from pipespec.errors import ConfigError, PipespecError, PromptError, RankFailed
+from pipespec.extras.bench.dataset import ONE_AT_A_TIME, Load, Sample
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.text import FinalText
@@ -28,6 +30,10 @@ from pipespec.timing.stats import Report
 
 # Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
 READ_REPORTS_S = 600.0
+# What a truth file holds beyond the answer: a tree reaches further than the text.
+TRUTH_MARGIN = 64
+# Settings that say what the target answers; all others only say how fast.
+ANSWER_SETTINGS = ("model", "decode", "sampling", "controller", "transport", "cluster.devices")
 
 
 def bench(
@@ -51,19 +57,21 @@ def bench(
     Raises ConfigError and Unreachable before any rank starts, and RankFailed.
     """
     with started(config, samples, prompt_tokens, len(samples), on_loaded) as run:
-        result, reports = measure(run.client, run.settings, samples, run.prompts, load, on_done)
-        run.reports += reports
-    return result
+        return run.measure(load, on_done)
 
 
-@dataclass
-class BenchRun:
-    """A cluster with requests for it; what the ranks say of them is to be added to `reports`."""
-
-    client: Client
-    settings: RequestSettings
-    prompts: list[list[int]]
-    reports: list[Report] = field(default_factory=list)
+def bench_on(
+    client: Client,
+    settings: RequestSettings,
+    samples: Sequence[Sample],
+    load: Load = ONE_AT_A_TIME,
+    prompt_tokens: int | None = None,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> BenchResult:
+    """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
+    check(samples, prompt_tokens)
+    prompts = encode(client.served, settings, samples, prompt_tokens)
+    return BenchRun(client, settings, samples, prompts).measure(load, on_done)
 
 
 @contextmanager
@@ -87,23 +95,9 @@ def started(
             session.start_cluster(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
-            run = BenchRun(client, settings, prompts)
+            run = BenchRun(client, settings, samples, prompts)
             yield run
     answers.write_trace(deployment, run.reports)
-
-
-def bench_on(
-    client: Client,
-    settings: RequestSettings,
-    samples: Sequence[Sample],
-    load: Load = ONE_AT_A_TIME,
-    prompt_tokens: int | None = None,
-    on_done: Callable[[int, int], None] = lambda done, of: None,
-) -> BenchResult:
-    """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
-    check(samples, prompt_tokens)
-    prompts = encode(client.served, settings, samples, prompt_tokens)
-    return measure(client, settings, samples, prompts, load, on_done)[0]
 
 
 def check(samples: Sequence[Sample], prompt_tokens: int | None) -> None:
@@ -135,118 +129,149 @@ def encode(
     return prompts
 
 
-def measure(
-    client: Client,
-    settings: RequestSettings,
-    samples: Sequence[Sample],
-    prompts: Sequence[list[int]],
-    load: Load,
-    on_done: Callable[[int, int], None] = lambda done, of: None,
-    fresh_seed: int | None = None,
-) -> tuple[BenchResult, list[Report]]:
-    """Decode the prompts of all samples, and what the ranks say of all requests.
-
-    `fresh_seed` is that of draws whose settings name none, None: any.
-    """
-    served = client.served
-    seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
-    sampling = settings.params(fresh_seed=seed)
-    fields = settings.fields(served)
-    scale = served.time_scale or 1.0
-    due_s = load.due_s(len(samples))
-    asked: list[_Submitted] = []
-    began = ended = monotonic_ns()
-    on_done(0, len(samples))
-
-    def wait_s() -> float | None:
-        """How long until the next is handed in; None: not before one finishes, or never."""
-        full = load.concurrency is not None and len(unfinished) >= load.concurrency
-        if full or len(asked) == len(samples):
-            return None
-        return max(0.0, due_s[len(asked)] - (monotonic_ns() - began) / 1e9 / scale)
-
-    with client.follow() as followed:
-        unfinished: dict[int, _Submitted] = {}
-        finished: deque[_Submitted] = deque()  # whose reports were not read
-        while len(asked) < len(samples) or unfinished:
-            wait = wait_s()
-            now = monotonic_ns()
-            if wait == 0:
-                prompt = prompts[len(asked)]
-                number = client.run(followed.submit(prompt, sampling, **fields))
-                asked.append(_Submitted(number, now))
-                unfinished[number] = asked[-1]
-                continue
-            while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
-                one = finished.popleft()
-                one.reports = client.reports(one.number)
-            wait = None if wait is None else wait * scale
-            for number, event in client.run(followed.next(wait)):
-                unfinished[number].events.append(event)
-                if isinstance(event, Finished):
-                    if failure := failure_of(event.reason):
-                        raise failure
-                    one = unfinished.pop(number)
-                    one.ended_ns = ended = monotonic_ns()
-                    finished.append(one)
-                    on_done(len(asked) - len(unfinished), len(samples))
-    for one in finished:
-        one.reports = client.reports(one.number)
-    done = BenchResult(
-        [
-            _result(served, settings, sample, prompt, one, began)
-            for sample, prompt, one in zip(samples, prompts, asked, strict=True)
-        ],
-        (ended - began) / 1e9 / scale,
-        load.concurrency,
-        answers.labels(served, sampling),
-        load.request_rate,
-    )
-    return done, [report for one in asked for report in one.reports]
-
-
 @dataclass
 class _Submitted:
     """A request of the run: when it was handed in, what came of it."""
 
+    sample: Sample
+    prompt: list[int]
     number: int
     enqueued_ns: int
     events: list[Event] = field(default_factory=list)
     ended_ns: int = 0
     reports: list[Report] = field(default_factory=list)
 
-
-def _result(
-    served: ModelInfo,
-    settings: RequestSettings,
-    sample: Sample,
-    prompt: list[int],
-    asked: _Submitted,
-    began: int,
-) -> RequestResult:
-    answer = answers.gather(
-        asked.events,
-        FinalText(served.tokenizer, prompt, settings.decode.stop),
-    )
-    head, *stages = sorted(asked.reports, key=lambda report: report["rank"])
-    scale = served.time_scale or 1.0
-    arrivals = [(at - asked.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
-    if len(arrivals) != len(answer.token_ids):
-        raise RankFailed(
-            f"The times of {sample.id!r} were lost with the head, which was killed as it ended; "
-            "run the benchmark again."
+    def result(self, served: ModelInfo, stop: Sequence[str], began_ns: int) -> RequestResult:
+        answer = answers.gather(self.events, FinalText(served.tokenizer, self.prompt, stop))
+        head, *stages = sorted(self.reports, key=lambda report: report["rank"])
+        scale = served.time_scale or 1.0
+        arrivals = [(at - self.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
+        if len(arrivals) != len(answer.token_ids):
+            raise RankFailed(
+                f"The times of {self.sample.id!r} were lost with the head, which was killed as it "
+                "ended; run the benchmark again."
+            )
+        return RequestResult(
+            id=self.sample.id,
+            benchmark=self.sample.benchmark,
+            prompt_ids=self.prompt,
+            token_ids=answer.token_ids,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            ttft_ms=arrivals[0],
+            token_ms=arrivals,
+            stats=answers.statistics(served, self.enqueued_ns, self.reports),
+            started_ms=(self.enqueued_ns - began_ns) / 1e6 / scale,
+            draft_overruns=head["counts"]["overruns"],
+            periods=[stage["period"] for stage in stages],
         )
-    return RequestResult(
-        id=sample.id,
-        benchmark=sample.benchmark,
-        prompt_ids=prompt,
-        token_ids=answer.token_ids,
-        text=answer.text,
-        finish_reason=answer.finish_reason,
-        ttft_ms=arrivals[0],
-        token_ms=arrivals,
-        stats=answers.statistics(served, asked.enqueued_ns, asked.reports),
-        started_ms=(asked.enqueued_ns - began) / 1e6 / scale,
-        draft_overruns=head["counts"]["overruns"],
-        periods=[stage["period"] for stage in stages],
+
+
+@dataclass
+class BenchRun:
+    """A cluster with samples and their prompts; `reports`: what its ranks said of all requests."""
+
+    client: Client
+    settings: RequestSettings
+    samples: Sequence[Sample]
+    prompts: Sequence[list[int]]
+    reports: list[Report] = field(default_factory=list)
+
+    def measure(
+        self,
+        load: Load = ONE_AT_A_TIME,
+        on_done: Callable[[int, int], None] = lambda done, of: None,
+        *,
+        policy: str = "",
+        fresh_seed: int | None = None,
+    ) -> BenchResult:
+        """Decode the prompts of all samples.
+
+        `policy` is one of `Config.request_policies`; `fresh_seed` that of draws whose settings name
+        none, None: any.
+        """
+        client, served = self.client, self.client.served
+        settings = replace(self.settings, policy=policy) if policy else self.settings
+        seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
+        sampling, fields = settings.params(fresh_seed=seed), settings.fields(served)
+        count, scale = len(self.samples), served.time_scale or 1.0
+        due_s = load.due_s(count)
+        asked: list[_Submitted] = []
+        unfinished: dict[int, _Submitted] = {}
+        finished: deque[_Submitted] = deque()  # whose reports were not read
+        began = ended = monotonic_ns()
+        on_done(0, count)
+        with client.follow() as followed:
+            while len(asked) < count or unfinished:
+                now = monotonic_ns()
+                wait_s = None  # until the next is handed in; None: not before one finishes
+                if len(asked) < count and len(unfinished) < (load.concurrency or count):
+                    wait_s = max(0.0, due_s[len(asked)] * scale - (now - began) / 1e9)
+                if wait_s == 0:
+                    sample, prompt = self.samples[len(asked)], self.prompts[len(asked)]
+                    number = client.run(followed.submit(prompt, sampling, **fields))
+                    asked.append(_Submitted(sample, prompt, number, now))
+                    unfinished[number] = asked[-1]
+                    continue
+                while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
+                    one = finished.popleft()
+                    one.reports = client.reports(one.number)
+                for number, event in client.run(followed.next(wait_s)):
+                    unfinished[number].events.append(event)
+                    if isinstance(event, Finished):
+                        if failure := failure_of(event.reason):
+                            raise failure
+                        one = unfinished.pop(number)
+                        one.ended_ns = ended = monotonic_ns()
+                        finished.append(one)
+                        on_done(len(asked) - len(unfinished), count)
+        for one in finished:
+            one.reports = client.reports(one.number)
+        self.reports += [report for one in asked for report in one.reports]
+        return BenchResult(
+            [one.result(served, settings.decode.stop, began) for one in asked],
+            (ended - began) / 1e9 / scale,
+            load.concurrency,
+            answers.labels(served, sampling),
+            load.request_rate,
+        )
+
+
+def record_reference(
+    samples: Sequence[Sample], path: str | Path, *overrides: str, prompt_tokens: int | None = None
+) -> None:
+    """Write what the target says after every prompt: the truth of `proposer=synthetic`.
+
+    One plain stage without draft tokens and without a pace decodes `decode.max_new_tokens` and a
+    margin beyond, whatever the end of text is. Each line of the file is a JSON list of token
+    ids, prompt and answer.
+
+    Args:
+        overrides: settings of the run that will use the file; those that do not say what the
+            target answers are left out.
+        prompt_tokens: as in that run.
+
+    Raises ConfigError as `bench` does, and PipespecError if the file cannot be written.
+    """
+    kept = [text for text in overrides if text.partition("=")[0].startswith(ANSWER_SETTINGS)]
+    config = compose([*kept, "cluster.stages=1", "policy=root", "proposer=suffix"])
+    decode = replace(
+        config.decode,
+        max_new_tokens=config.decode.max_new_tokens + TRUTH_MARGIN,
+        ignore_eos=True,
+        stop=[],
     )
+    done = bench(
+        replace(config, decode=decode),
+        samples,
+        load=Load(min(len(samples), config.scheduler.max_num_seqs)),
+        prompt_tokens=prompt_tokens,
+    )
+    # The source takes the first text that begins with a prompt. Where one prompt begins
+    # another, the shorter one must not find the text of the longer.
+    texts = sorted((request.prompt_ids, request.token_ids) for request in done.requests)
+    lines = [json.dumps(prompt + answer) + "\n" for prompt, answer in texts]
+    try:
+        Path(path).write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise PipespecError(f"{str(path)!r} cannot be written: {error.strerror}.") from error

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import datetime
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from itertools import accumulate
 from operator import add
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import measure_hosts
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
+from pipespec.core import Batch, Verdict
+from pipespec.engine.slice.model_slice import ModelSlice
+from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.dataset import Sample
-from pipespec.extras.bench.draft_reader import read_answers
-from pipespec.extras.bench.figures import BenchResult
+from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.extras.bench.measurement import bench
-from pipespec.extras.plan.pipeline_times import Profile
-from pipespec.extras.plan.recorded_draft import DraftRecord
+from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Profile, TextRecord
 from pipespec.extras.plan.simulation import simulate_texts
+from pipespec.head.proposer import Context
 from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.system.devices import num_cuda
 from pipespec.system.versions import package_version
 from pipespec.timing.batch_times import BatchTimes
 
 # Candidates that are recorded of each token, unless a policy takes more.
 CANDIDATES = 16
+# Rows of a text that the draft computes at once.
+CHUNK = 256
+# Digits of the probabilities that are kept.
+DIGITS = 4
 
 Progress = Callable[[int, int], None]
-# Of what progress is shown; hosts are measured if there are any.
-BARS = ("measuring hosts", "loading", "plain decoding", "speculative decoding", "reading")
-NOTHING_SHOWN: Mapping[str, Progress] = {}
+# Of what progress is shown, after that of measuring hosts if there are any.
+BARS = ("loading", "plain decoding", "speculative decoding", "reading")
+NOTHING_SHOWN: Sequence[Progress] = (lambda done, of: None,) * len(BARS)
 
 
 def profile(
@@ -42,24 +53,22 @@ def profile(
     samples: Sequence[Sample],
     *,
     prompt_tokens: int | None = None,
-    shown: Mapping[str, Progress] = NOTHING_SHOWN,
+    shown: Sequence[Progress] = NOTHING_SHOWN,
 ) -> Profile:
     """Measure a pair; `settings` are those of the cluster, `shown` has what shows the progress of
-    some of BARS. Raises as `bench` does."""
+    BARS. Raises as `bench` does."""
     config = compose(settings)
     check(config)
-    bars = defaultdict(lambda: lambda done, of: None, shown)
+    *on_host, on_loaded, on_plain, on_speculating, on_read = shown
     figures = None
     if config.cluster.hosts is not None:
-        figures = measure_hosts(load_hosts(config.cluster.hosts), config, bars[BARS[0]])
+        figures = measure_hosts(load_hosts(config.cluster.hosts), config, *on_host)
     plain, speculating = (
-        bench(
-            each, samples, prompt_tokens=prompt_tokens, on_loaded=bars["loading"], on_done=bars[bar]
-        )
-        for each, bar in ((plain_config(settings), BARS[2]), (config, BARS[3]))
+        bench(each, samples, prompt_tokens=prompt_tokens, on_loaded=on_loaded, on_done=on_done)
+        for each, on_done in ((plain_config(settings), on_plain), (config, on_speculating))
     )
     candidates = max(CANDIDATES, *(each.children for each in config.policies))
-    record = read_answers(decide(config), speculating.requests, candidates, bars[BARS[4]])
+    record = read_answers(decide(config), speculating.requests, candidates, on_read)
     found = combine(config, plain, speculating, record)
     if figures is not None:
         found = replace(found, figures=asdict(figures))
@@ -150,11 +159,11 @@ def measured(plain: BenchResult, speculating: BenchResult) -> list[dict[str, Any
     ]
 
 
-def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[float, float]]:
+def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]:
     """The times of one stage by rows, at the context that was measured: of one row from the plain
     run, of more from the other; more rows never take less time."""
     one = next(ms for _, ms in plain.with_slots())
-    points = [(1.0, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
+    points = [(1, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
     rows, times = zip(*points, strict=True)
     return [*zip(rows, accumulate(times, max), strict=True)]
 
@@ -191,3 +200,64 @@ def _stage_times(result: BenchResult) -> list[BatchTimes]:
 
 def _texts(points: Sequence[tuple[float, float]]) -> tuple[str, ...]:
     return tuple(f"{rows}:{ms:.5g}" for rows, ms in points)
+
+
+def read_answers(
+    deployment: Deployment,
+    requests: Sequence[RequestResult],
+    candidates: int,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> DraftRecord:
+    """What the deployment's draft proposes along answers of its target, `candidates` a token.
+
+    Answers of a single token say nothing and are left out. Raises ConfigError.
+    """
+    read = [request for request in requests if len(request.token_ids) > 1]
+    if not read:
+        raise ConfigError(
+            "Every answer ended after its first token, so there is nothing to measure; pass other "
+            "prompts, or decode.ignore_eos=true."
+        )
+    info = deployment.draft
+    assert info is not None, "the proposer has no draft model"
+    longest = max(len(request.prompt_ids) + len(request.token_ids) for request in read)
+    model = ModelSlice.load(
+        info.path,
+        range(info.num_layers),
+        dtype=getattr(torch, deployment.dtype_of(info)),
+        quantization=deployment.weight_format(info),
+        device=torch.device("cuda:0" if num_cuda() else "cpu"),
+        num_slots=longest,
+    )
+    vocabulary = min(deployment.target.vocab_size, info.vocab_size)
+    texts = []
+    for done, request in enumerate(read, 1):
+        first, text = len(request.prompt_ids), [*request.prompt_ids, *request.token_ids]
+        ranks: list[int] = []
+        probabilities: list[list[float]] = []
+        for start, logits in _logits(model, text):
+            # A row's logits are of the token after it.
+            mine = logits[max(first - 1 - start, 0) :, :vocabulary]
+            if len(mine):
+                top = mine.softmax(-1).topk(min(candidates, vocabulary))
+                tokens = np.array(request.token_ids[len(ranks) : len(ranks) + len(mine)])
+                found = top.indices.numpy() == tokens[:, None]
+                ranks += np.where(found.any(1), found.argmax(1) + 1, MISSED).tolist()
+                probabilities += np.round(top.values.double().numpy(), DIGITS).tolist()
+        texts.append(TextRecord(request.id, request.benchmark, ranks, probabilities))
+        on_done(done, len(read))
+    return DraftRecord(texts)
+
+
+def _logits(model: ModelSlice, text: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """After each token of a text but the last, float32 `[rows, vocab]`, chunk by chunk with the
+    position at which it starts."""
+    runner = SliceRunner(model, model.num_slots)
+    context = Context(1, list(text), list(range(len(text))), prompt_len=len(text))
+    runner.start_sequence(1)
+    runner.apply([Verdict(1, 0, tuple(text))])
+    for start in range(0, len(text) - 1, CHUNK):
+        rows = context.rows(start, min(start + CHUNK, len(text) - 1))
+        hidden = runner.compute(Batch(step=0, rows=rows)).hidden
+        assert hidden is not None
+        yield start, model.logits(hidden).float().cpu()

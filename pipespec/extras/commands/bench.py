@@ -14,7 +14,7 @@ from pipespec.console.arguments import add_on, finish, overrides
 from pipespec.console.terminal import labelled, progress, show, shown, table_of, write
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.extras.bench import dataset
-from pipespec.extras.bench.arrivals import Load
+from pipespec.extras.bench.dataset import Load
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
@@ -193,14 +193,9 @@ def _profile(
 
     config = compose(settings)
     check(config)
-    bars = BARS if config.cluster.hosts is not None else BARS[1:]
-    with progress(*bars) as moved:
-        found = profile(
-            settings,
-            samples,
-            prompt_tokens=arguments.prompt_tokens,
-            shown=dict(zip(bars, moved, strict=True)),
-        )
+    hosts = [] if config.cluster.hosts is None else ["measuring hosts"]
+    with progress(*hosts, *BARS) as bars:
+        found = profile(settings, samples, prompt_tokens=arguments.prompt_tokens, shown=bars)
     values = {name: value for name, value in asdict(found).items() if value not in ((), [], {}, "")}
     store(arguments.profile, values)
     _finish(arguments, values, {})

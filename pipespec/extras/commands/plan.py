@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.extras.emulation.synthetic_proposer import Accuracy
     from pipespec.extras.plan.advice import DecodingMethod, PlannedLayout, Prediction
-    from pipespec.extras.plan.recorded_draft import DraftRecord
+    from pipespec.extras.plan.pipeline_times import DraftRecord
 
 # What is tried unless a setting fixes it.
 TRIED: dict[str, Sequence[Any]] = {
@@ -30,7 +30,7 @@ TRIED: dict[str, Sequence[Any]] = {
 # Tokens of all requests together, for which GPUs need room.
 CONTEXT = 8192
 # Batches of draft tokens whose entries a stage with running states holds, for each rank
-# (`rank_needs.slots_by_setting`).
+# (`measurements.slots_by_setting`).
 BATCHES = 2
 # On GPUs of which only the names are known, layouts that take at most so much longer are as fast.
 EQUAL = 0.05
@@ -239,7 +239,7 @@ def _on_gpus(arguments: argparse.Namespace, settings: Sequence[str]) -> Plan:
     accuracies = [Accuracy.parse(list(curve), spread) for curve in curves]
     usual = accuracies[len(accuracies) // 2]
     target = gpu_layouts.Target(shape, weights, context, BATCHES * len(gpus) * policy.max_rows)
-    clusters = gpu_layouts.clusters(target, draft, gpus, link, fewer=True)
+    clusters = gpu_layouts.clusters(target, draft, gpus, link)
     if draft is not None:
         clusters = gpu_layouts.promising(clusters, usual.hit_rate(PROPOSED))
     by_label = {each.label: each for each in clusters}

@@ -40,8 +40,8 @@ ROWS = "64"
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the check: what it is about, the seconds that it may take, and its function in a
-    module of this package."""
+    """A part of the check: its function in a module of this package, what it is about, and the
+    seconds that it may take."""
 
     name: str
     title: str
@@ -59,7 +59,7 @@ PARTS = (
         "stage", "A stage, by rows and context, beside what reading its memory takes", 120, "speed"
     ),
     Part("draft", "A draft's round", 60, "speed"),
-    Part("compile", "torch.compile", 200),
+    Part("compiled", "torch.compile", 200),
 )
 
 
@@ -116,8 +116,8 @@ def main() -> None:
     device = numbered(device)
     make_current(device)
     with torch.inference_mode():
-        functions = import_module(f"{PACKAGE}.{part.module}").PARTS
-        found = functions[name](torch.device(device))
+        check = getattr(import_module(f"{PACKAGE}.{part.module}"), name)
+        found = check(torch.device(device))
     print(MARK + json.dumps(found), flush=True)
 
 

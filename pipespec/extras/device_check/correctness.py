@@ -4,6 +4,7 @@ software there is."""
 from __future__ import annotations
 
 import platform
+from itertools import product
 from typing import Any
 
 import torch
@@ -66,44 +67,38 @@ _OF_ALL = {
 }
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def machine(device: torch.device) -> dict[str, Any]:
+    devices = list(cuda_figures()) if device.type == "cuda" else []
+    for each in devices:
+        properties = torch.cuda.get_device_properties(each["name"])
+        each["capability"] = f"{properties.major}.{properties.minor}"
+        each["multiprocessors"] = properties.multi_processor_count
+    return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: package_version(name) or "not installed" for name in PACKAGES},
         "cuda": torch.version.cuda or "not in this torch",
-        "devices": list(cuda_figures()) if device.type == "cuda" else [],
+        "devices": devices,
     }
-    for each in found["devices"]:
-        properties = torch.cuda.get_device_properties(each["name"])
-        each["capability"] = f"{properties.major}.{properties.minor}"
-        each["multiprocessors"] = properties.multi_processor_count
-    return found
 
 
-def check_attention(device: torch.device) -> dict[str, Any]:
+def attention(device: torch.device) -> dict[str, Any]:
     """For each backend and type the error of its self-test by shape; None: it passes."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {backend: {} for backend in BACKENDS}
     wrong = []
-    for backend in BACKENDS:
-        missing = select.missing_requirement(backend, device.type)
+    for backend, dtype in product(BACKENDS, DTYPES):
+        name = name_of(dtype)
+        missing = select.missing_requirement(backend, device.type, name)
         if missing is not None:
-            found[backend] = {"not_available": missing}
+            found[backend][name] = {"not_available": missing}
             continue
-        found[backend] = {}
-        for dtype in DTYPES:
-            name = name_of(dtype)
-            missing = select.missing_requirement(backend, device.type, name)
-            if missing is not None:
-                found[backend][name] = {"not_available": missing}
-                continue
-            found[backend][name] = errors = {
-                _shape_name(shape): select.backend_error(
-                    backend, device, [layer_of(shape, dtype, device)]
-                )
-                for shape in SHAPES
-            }
-            wrong += [f"{backend}, {name}, {shape}: {why}" for shape, why in errors.items() if why]
+        found[backend][name] = errors = {
+            _shape_name(shape): select.backend_error(
+                backend, device, [layer_of(shape, dtype, device)]
+            )
+            for shape in SHAPES
+        }
+        wrong += [f"{backend}, {name}, {shape}: {why}" for shape, why in errors.items() if why]
     return {"backends": found, "wrong": wrong}
 
 
@@ -127,7 +122,7 @@ def _shape_name(shape: tuple[int, int, int, bool, bool]) -> str:
     return f"{heads}/{kv_heads} heads of {size}{extra}"
 
 
-def check_graphs(device: torch.device) -> dict[str, Any]:
+def graphs(device: torch.device) -> dict[str, Any]:
     """Of each small model the rows of its graphs, and what was refused."""
     if device.type != "cuda":
         return {"not_available": "CUDA graphs need a GPU"}
@@ -143,7 +138,7 @@ def check_graphs(device: torch.device) -> dict[str, Any]:
     return {"models": models, "wrong": wrong}
 
 
-def check_compile(device: torch.device) -> dict[str, Any]:
+def compiled(device: torch.device) -> dict[str, Any]:
     """Whether a small slice can be compiled, and then captured."""
     part = small_slice("llama", device, torch.float32, select.STATIC)
     compile_slice(part)
@@ -157,7 +152,7 @@ def _described(part: ModelSlice) -> dict[str, Any]:
     return {name: how[name] for name in ("attention", "graph_rows", "compiled", "refused")}
 
 
-def check_packed_weights(device: torch.device) -> dict[str, Any]:
+def packed_weights(device: torch.device) -> dict[str, Any]:
     """Why the products of each kind of weights are wrong; None: they are right."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (OUT, INPUTS), generator=generator, dtype=torch.uint8)
@@ -191,12 +186,3 @@ def small_slice(
     return ModelSlice.random(
         config, layers, dtype=dtype, device=device, num_slots=NUM_SLOTS, attention=attention
     )
-
-
-PARTS = {
-    "machine": describe_machine,
-    "attention": check_attention,
-    "graphs": check_graphs,
-    "packed_weights": check_packed_weights,
-    "compile": check_compile,
-}

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ def read_bytes_per_ms(device: torch.device) -> float:
     return COPIED_BYTES / median_ms(device, torch.empty_like(source).copy_, source)
 
 
-def time_hops(device: torch.device) -> dict[str, Any]:
+def hops(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a batch with hidden states from one process's device to the next, by rows.
     The ranks are threads here, which takes no less."""
     of = sizes(device)
@@ -96,49 +96,37 @@ def time_hops(device: torch.device) -> dict[str, Any]:
 
 
 def _hops(devices: Sequence[str], of: CheckedShapes, *, nccl: bool) -> dict[str, float]:
-    store, barrier = HashStore(), Barrier(2)
     hidden_size = of.stage.hidden_size
-    began, ended = [0.0], [0.0]
+    how: dict[str, Any] = {"store": HashStore(), "epoch": 1, "secret": "check", "nccl": nccl}
+    how |= {"max_rows": max(ROWS), "hidden_size": hidden_size, "dtype": of.dtype}
 
-    def rank(number: int) -> dict[str, float]:
-        transport = DistributedTransport(
-            devices,
-            store=store,
-            rank=number,
-            epoch=1,
-            secret="check",
-            max_rows=max(ROWS),
-            hidden_size=hidden_size,
-            dtype=of.dtype,
-            nccl=nccl,
-        )
-        found = {}
-        for rows in ROWS:
-            table = np.zeros((rows, NUM_COLUMNS), np.int64)
-            hidden = torch.zeros(rows, hidden_size, dtype=of.dtype, device=devices[0])
-            took = []
-            for number_of_hop in range(WARM_UP_HOPS + HOPS):
-                barrier.wait()
-                if number == 0:
-                    began[0] = time.perf_counter()
-                    transport.send(Batch(number_of_hop, table, hidden))
-                else:
-                    received = transport.recv().hidden
-                    assert received is not None
-                    received[:1].cpu()  # waits for the device
-                    ended[0] = time.perf_counter()
-                barrier.wait()
-                took.append((ended[0] - began[0]) * 1e3)
-            found[str(rows)] = statistics.median(took[WARM_UP_HOPS:])
-        transport.close()
-        return found
+    def rank(number: int) -> DistributedTransport:
+        return DistributedTransport(devices, rank=number, **how)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, _ = pool.map(rank, range(2))
-    return first
+    def receive() -> float:
+        received = second.recv().hidden
+        assert received is not None
+        received[:1].cpu()  # waits for the device
+        return time.perf_counter()
+
+    found = {}
+    with ThreadPoolExecutor(1) as thread:  # of the second rank
+        connecting = thread.submit(rank, 1)
+        with closing(rank(0)) as first, closing(connecting.result()) as second:
+            for rows in ROWS:
+                table = np.zeros((rows, NUM_COLUMNS), np.int64)
+                hidden = torch.zeros(rows, hidden_size, dtype=of.dtype, device=devices[0])
+                took = []
+                for number in range(WARM_UP_HOPS + HOPS):
+                    arriving = thread.submit(receive)
+                    began = time.perf_counter()
+                    first.send(Batch(number, table, hidden))
+                    took.append((arriving.result() - began) * 1e3)
+                found[str(rows)] = statistics.median(took[WARM_UP_HOPS:])
+    return found
 
 
-def time_stage(device: torch.device) -> dict[str, Any]:
+def stage(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a stage by attention backend, rows and context, with CUDA graphs where they
     can be captured; and of reading its weights and KV, by how fast the device copies."""
     of = sizes(device)
@@ -173,7 +161,7 @@ def time_stage(device: torch.device) -> dict[str, Any]:
     return found | {"floor_ms": floors, "ms": timed}
 
 
-def time_draft(device: torch.device) -> dict[str, Any]:
+def draft(device: torch.device) -> dict[str, Any]:
     """Milliseconds of a draft's round by the nodes that it expands, operation by operation, and in
     CUDA graphs; and of reading its weights."""
     of = sizes(device)
@@ -196,6 +184,3 @@ def time_draft(device: torch.device) -> dict[str, Any]:
 
 def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
     return {str(rows): round_ms(model, rows, context, CHILDREN) for rows in ROWS}
-
-
-PARTS = {"hops": time_hops, "stage": time_stage, "draft": time_draft}

@@ -41,9 +41,14 @@ class TimeCurve:
         check_whole("The last number of rows with a stage's time", rows[-1], 1, MAX_COUNT)
 
     @classmethod
-    def parse(cls, text: str) -> TimeCurve:
-        """A curve from its points, as in "1:37.8 64:41"; a time alone is that of one row."""
-        return cls(tuple(point(part) for part in text.split()))
+    def parse(cls, points: object, name: str = "stage_ms") -> TimeCurve:
+        """A curve from its points, a list or "1:37.8 64:41"; a time alone is that of one row.
+        `name`: of the setting."""
+        texts = points if isinstance(points, list | tuple) else str(points).split()
+        try:
+            return cls(tuple(point(str(text)) for text in texts))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
 
     def ms(self, rows: int) -> float:
         """No rows take no time."""
@@ -92,11 +97,15 @@ def experts_read(rows: float, experts: int, chosen: int, overlap: float = 0.0) -
     return experts * (1 - (1 - chosen / experts) ** rows ** (1 - overlap))
 
 
-def experts_of(name: str, values: Sequence[float]) -> tuple[int, int, float, float]:
-    """The arguments of `with_experts` from the setting `name`. Raises ConfigError."""
+def all_with_experts(
+    curves: tuple[TimeCurve, ...], name: str, values: Sequence[float]
+) -> tuple[TimeCurve, ...]:
+    """`with_experts` of each, with the values of the setting `name`; none: the model is dense."""
     match values:
+        case []:
+            return curves
         case [experts, chosen, share, *rest] if len(rest) < 2 and experts % 1 == chosen % 1 == 0:
-            return int(experts), int(chosen), share, *(rest or (0.0,))
+            return tuple(with_experts(c, int(experts), int(chosen), share, *rest) for c in curves)
     raise ConfigError(
         f"{name} is {list(values)}, but must be how many there are, how many a row chooses, their "
         "share of its time and, if known, how much alike rows choose, as in 256,8,0.9 or "
@@ -167,16 +176,13 @@ class EmulatedMachine(StepClock):
     def curves(self) -> tuple[TimeCurve, ...]:
         """One for all stages, or one per stage."""
         entries = self.stage_ms if isinstance(self.stage_ms, list) else [self.stage_ms]
-        curves = tuple(_parsed("emulate.stage_ms", entry) for entry in entries)
-        if self.experts:
-            of_layer = experts_of("emulate.experts", self.experts)
-            curves = tuple(with_experts(curve, *of_layer) for curve in curves)
-        return curves
+        curves = tuple(TimeCurve.parse(entry, "emulate.stage_ms") for entry in entries)
+        return all_with_experts(curves, "emulate.experts", self.experts)
 
     @cached_property
     def draft(self) -> TimeCurve:
         """Of a draft round, by the nodes that it expands."""
-        return _parsed("emulate.draft_ms", self.draft_ms)
+        return TimeCurve.parse(self.draft_ms, "emulate.draft_ms")
 
     def check(self, num_stages: int) -> None:
         """Raise ConfigError unless there is a time for every stage."""
@@ -207,10 +213,3 @@ class EmulatedMachine(StepClock):
         if self.jitter_ms:
             ms += random.Random(f"{rank}:{step}").expovariate(1 / self.jitter_ms)
         return ms * self.scale
-
-
-def _parsed(name: str, value: object) -> TimeCurve:
-    try:
-        return TimeCurve.parse(str(value))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error

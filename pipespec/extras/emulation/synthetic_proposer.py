@@ -1,7 +1,4 @@
-"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy.
-
-Above 350 lines, as what it knows of the answer is read with what it draws.
-"""
+"""Draft tokens made from the answer, for benchmarks alone: a draft of any stated accuracy."""
 
 from __future__ import annotations
 
@@ -31,10 +28,9 @@ from pipespec.head.proposers.cascade import MID_ROWS, MID_ROWS_HELP
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_ROWS, MAX_SEED, check_whole
 from pipespec.settings import REQUIRED, setting
-from pipespec.system.validation import Unreadable, parse_json, read_text
+from pipespec.system.validation import Unreadable, parse_json, read_text, typed
 
 POINT = re.compile(r"(\d{1,9}):(\d*\.?\d+)", re.ASCII)
-# A draft proposes at most so many tokens for a position.
 MAX_RANK = 65536
 # A miss rate below this is none, where a curve is interpolated in its logarithm.
 SMALLEST_MISS = 1e-9
@@ -241,12 +237,9 @@ def read_truth(file: str) -> list[list[int]]:
         raise ConfigError(f"The truth file {file!r} cannot be read: {error}.") from error
     for number, line in enumerate(lines, 1):
         try:
-            text = parse_json(line)
+            texts.append([*typed("it", parse_json(line), Sequence[int])])
         except Unreadable:
-            text = None
-        if not isinstance(text, list) or not all(type(token) is int for token in text):
-            raise ConfigError(f"Line {number} of {file} is not a JSON list of token ids.")
-        texts.append(text)
+            raise ConfigError(f"Line {number} of {file} is not a JSON list of token ids.") from None
     return texts
 
 

@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 from pipespec.config.compose import default_policy, sized_policy
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.recorded_draft import DraftRecord
-from pipespec.extras.plan.simulated_pipeline import Rounds
-from pipespec.extras.plan.simulation import MAX_TOKENS, simulate, simulate_texts
+from pipespec.extras.plan.pipeline_times import DraftRecord, Machine
+from pipespec.extras.plan.simulation import MAX_TOKENS, Rounds, simulate, simulate_texts
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.limits import check_whole
 
@@ -154,7 +152,6 @@ def predict(
     accuracy: Accuracy | DraftRecord,
     *,
     num_tokens: int,
-    seed: int = 0,
     layout: PlannedLayout | None = None,
 ) -> Prediction:
     """What one decoding method will do on a machine, with a draft of that accuracy. Of a draft that
@@ -164,16 +161,14 @@ def predict(
     texts: tuple[TextPrediction, ...] = ()
     if isinstance(accuracy, DraftRecord):
         records = list(accuracy.sample(num_tokens))
-        each = simulate_texts(choice.policy, machine, records, rounds=rounds, seed=seed)
+        each = simulate_texts(choice.policy, machine, records, rounds=rounds)
         ran = reduce(add, each)
         texts = tuple(
             TextPrediction(r.id, r.benchmark, of.tokens, of.tokens_per_step, of.tbt_ms)
             for r, of in zip(records, each, strict=True)
         )
     else:
-        ran = simulate(
-            choice.policy, machine, accuracy, rounds=rounds, num_tokens=num_tokens, seed=seed
-        )
+        ran = simulate(choice.policy, machine, accuracy, rounds=rounds, num_tokens=num_tokens)
     return Prediction(
         layout=layout.label,
         policy=choice.name,

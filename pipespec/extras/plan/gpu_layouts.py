@@ -154,21 +154,11 @@ class PlannedCluster:
 
 
 def clusters(
-    target: Target,
-    draft: ModelShape | None,
-    gpus: Sequence[GPU],
-    link: EmulatedLink | None,
-    *,
-    fewer: bool = False,
+    target: Target, draft: ModelShape | None, gpus: Sequence[GPU], link: EmulatedLink | None
 ) -> list[PlannedCluster]:
-    """The target on all GPUs but that of the draft, one for each kind of GPU that could be that.
-
-    Args:
-        fewer: also on each smaller number of them.
-        link: between the GPUs; None: messages take no time.
-
-    Raises ConfigError if the models do not fit.
-    """
+    """The target on all GPUs but that of the draft and on each smaller number of them, for each
+    kind of GPU that could be the draft's; without a `link` messages take no time. Raises
+    ConfigError if the models do not fit."""
     places = list(_draft_gpus(draft, gpus, target))
     if draft is not None and not places:
         raise ConfigError(
@@ -181,7 +171,7 @@ def clusters(
     found = []
     for own, rest in places:
         draft_ms = 0.0 if draft is None or own is None else round_ms(draft, own)
-        for stages in _pipelines(target, rest, fewer=fewer):
+        for stages in _pipelines(target, rest):
             machine = Machine(tuple(stage.times for stage in stages), hop, draft_ms)
             found.append(PlannedCluster(stages, own, machine))
     if not found:
@@ -237,18 +227,14 @@ def _draft_bytes(draft: ModelShape, target: Target) -> float:
     return draft.parameters * ITEM + draft.num_layers * kept
 
 
-def _pipelines(
-    target: Target, gpus: Sequence[GPU], *, fewer: bool = False
-) -> Iterator[tuple[PlannedStage, ...]]:
-    """The stages on all GPUs, and with `fewer` on each smaller number: the fastest, or if these
-    have no room the largest. GPUs keep their order."""
-
+def _pipelines(target: Target, gpus: Sequence[GPU]) -> Iterator[tuple[PlannedStage, ...]]:
+    """The stages on all GPUs, and on each smaller number: the fastest, or if these have no room the
+    largest. GPUs keep their order."""
     places = range(len(gpus))
     speed = {gpu: target.ms(gpu, 1, USUAL_ROWS, has_head=False) for gpu in gpus}
     fastest = sorted(places, key=lambda place: speed[gpus[place]])
     largest = sorted(places, key=lambda place: -gpus[place].usable_bytes)
-    least = 1 if fewer else len(gpus)
-    for count in range(len(gpus), least - 1, -1):
+    for count in range(len(gpus), 0, -1):
         for order in (fastest, largest):
             chosen = [gpus[place] for place in sorted(order[:count])]
             split = _split(target, chosen)

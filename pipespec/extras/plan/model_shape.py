@@ -18,7 +18,7 @@ from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.inspection.model_config import read_config
 from pipespec.errors import ModelError
 from pipespec.extras.emulation.machine import experts_read
-from pipespec.placement.rank_needs import STATES
+from pipespec.placement.measurements import STATES
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, read_json
 

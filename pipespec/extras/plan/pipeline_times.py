@@ -4,23 +4,29 @@ is told of them and of the draft: by options, or by a JSON file.
     {"stages": 8, "stage_ms": ["1:37.8", "64:41"], "hop_ms": 1.0, "draft_ms": 9.5,
      "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
 
-Every entry may be missing. `pipespec bench --profile` writes one from what it measured.
+Every entry may be missing. `pipespec bench --profile` writes one from what it measured, with the
+draft as it was along answers of the target. A curve says how good a draft is on the whole. Texts
+differ, and within one hard stretches follow one another: so `pipespec plan` replays what the draft
+proposed at every position of every text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from pipespec.errors import ConfigError
-from pipespec.extras.emulation.machine import TimeCurve, experts_of, point, with_experts
+from pipespec.extras.emulation.machine import TimeCurve, all_with_experts, point
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan.recorded_draft import DraftRecord, TextRecord
-from pipespec.limits import MAX_MS, MAX_STAGES, check_number, check_whole
+from pipespec.limits import MAX_COUNT, MAX_MS, MAX_STAGES, check_number, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 NO_HOP = TimeCurve(((1, 0.0),))
+MISSED = 0  # in place of a rank: the token was not among the candidates
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,99 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class TextRecord:
+    """What a draft proposed along one answer, given the target's own text before each token.
+
+    Attributes:
+        id, benchmark: of the prompt.
+        ranks: of the target's tokens among the draft's candidates, from 1; MISSED: not among them.
+        probabilities: of the candidates of each token, the likeliest first.
+
+    Raises ConfigError.
+    """
+
+    id: str
+    benchmark: str
+    ranks: Sequence[int]
+    probabilities: Sequence[Sequence[float]]
+
+    def __post_init__(self) -> None:
+        check_whole(f"The number of tokens of the text {self.id!r}", len(self.ranks), 2, MAX_COUNT)
+        sizes = {len(row) for row in self.probabilities}
+        if len(self.probabilities) != len(self.ranks) or len(sizes) != 1 or not min(sizes):
+            raise ConfigError(
+                f"The text {self.id!r} of the profile has {len(self.ranks)} tokens, but not as "
+                "many candidates for each of them; measure it again."
+            )
+        for rank in self.ranks:
+            check_whole(f"A rank of the text {self.id!r}", rank, MISSED, min(sizes))
+        if not (self._stated >= 0).all() or not (self._stated.sum(1) <= 1.01).all():
+            raise ConfigError(
+                f"The probabilities of a token of the text {self.id!r} are not from 0 to 1."
+            )
+
+    @cached_property
+    def _stated(self) -> np.ndarray:
+        return np.array(self.probabilities, float)
+
+    @cached_property
+    def _indices(self) -> np.ndarray:
+        """Of the target's tokens among the candidates, `[tokens]`."""
+        ranks = np.array(self.ranks)
+        return np.where(ranks == MISSED, self._stated.shape[1], ranks - 1)
+
+    def draw(
+        self, answer: np.ndarray, on_path: np.ndarray, confidence: np.ndarray, hit: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `DrawnDraft`. Off the path, and beyond the end, the draft is as it was at a position
+        drawn at random: it does not know that it went wrong."""
+        inside = on_path & (answer >= 0) & (answer < len(self.ranks))
+        drawn = (confidence * len(self.ranks)).astype(np.int64)
+        at = np.where(inside, answer, drawn)
+        return self._stated[at], self._indices[at]
+
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """A draft along several texts, and its accuracy over all of them. Raises ConfigError."""
+
+    texts: Sequence[TextRecord]
+
+    def __post_init__(self) -> None:
+        if not self.texts:
+            raise ConfigError("The profile holds no text; measure it again.")
+
+    def curve(self) -> list[str]:
+        """How often the target's token is among the k best, as `rank:share`.
+
+        Shares are sorted, as by chance a later rank may be hit more often than an earlier one.
+        """
+        ranks = [rank for text in self.texts for rank in text.ranks]
+        most = max(len(text.probabilities[0]) for text in self.texts)
+        hits = np.bincount(ranks, minlength=most + 1)[1:] / len(ranks)
+        return [f"{k}:{hit:.6f}" for k, hit in enumerate(np.sort(hits)[::-1].cumsum(), 1)]
+
+    def confidence(self) -> float:
+        """The mean probability of the best candidate: the curve's first point, if calibrated."""
+        return float(np.mean(self._best))
+
+    def spread(self) -> float:
+        """How much it varies: its variance, as a share of the largest possible one."""
+        mean = self.confidence()
+        return float(np.var(self._best) / (mean * (1 - mean))) if 0 < mean < 1 else 0.0
+
+    @property
+    def _best(self) -> list[float]:
+        return [row[0] for text in self.texts for row in text.probabilities]
+
+    def sample(self, num_tokens: int) -> Iterator[TextRecord]:
+        """Texts at equal distances from all of them, with about so many tokens."""
+        mean = sum(len(text.ranks) for text in self.texts) / len(self.texts)
+        count = min(len(self.texts), max(1, round(num_tokens / mean)))
+        return (self.texts[i * len(self.texts) // count] for i in range(count))
+
+
+@dataclass(frozen=True)
 class Profile:
     """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
     RTX 3090, and a draft that is right at once for 81 of 100 tokens.
@@ -124,44 +223,37 @@ class Profile:
 
     def machine(self) -> Machine:
         """Raises ConfigError."""
-        stages = tuple(_curve("stage_ms", points) for points in self._points_of_stages())
-        if self.experts:
-            of_layer = experts_of("experts", self.experts)
-            stages = tuple(with_experts(curve, *of_layer) for curve in stages)
-        hop, draft = (
-            _curve(name, [times] if isinstance(times, int | float) else times)
-            for name, times in (("hop_ms", self.hop_ms), ("draft_ms", self.draft_ms))
+        stages = tuple(map(TimeCurve.parse, self._of_stages("stage_ms")))
+        return Machine(
+            all_with_experts(stages, "experts", self.experts),
+            TimeCurve.parse(self.hop_ms, "hop_ms"),
+            TimeCurve.parse(self.draft_ms, "draft_ms"),
+            overlap=self.overlap,
         )
-        return Machine(stages, hop, draft, overlap=self.overlap)
 
     def at_context(self, tokens: int) -> Profile:
         """With the times of stages whose batches read so many KV slots. Raises ConfigError."""
-        slot_ms, slots = (self._of_stages(name) for name in ("slot_ms", "slots"))
+        given = (self._of_stages(name) for name in ("stage_ms", "slot_ms", "slots"))
         stage_ms = tuple(
             tuple(_later(entry, ms * (tokens - read)) for entry in points)
-            for points, ms, read in zip(self._points_of_stages(), slot_ms, slots, strict=True)
+            for points, ms, read in zip(*given, strict=True)
         )
         return replace(self, stage_ms=stage_ms, slots=float(tokens))
 
-    def _points_of_stages(self) -> list[list[Any]]:
-        """`stage_ms` of each stage."""
+    def _of_stages(self, name: str) -> list[Any]:
+        """What is given of every stage, for each of them."""
         check_whole("stages", self.stages, 1, MAX_STAGES)
-        own = [[*each] for each in self.stage_ms if isinstance(each, list | tuple)]
-        if own and len(own) != self.stages:
-            raise ConfigError(
-                f"stage_ms has times of {len(own)} stages, but there are {self.stages}."
-            )
-        return own or [[*self.stage_ms]] * self.stages
-
-    def _of_stages(self, name: str) -> Sequence[float]:
-        value: float | Sequence[float] = getattr(self, name)
-        if isinstance(value, int | float):
-            return [value] * self.stages
+        value = getattr(self, name)
+        if name == "stage_ms":  # points, or a list of them for each stage
+            own = [[*each] for each in value if isinstance(each, list | tuple)]
+            value = own or [[*value]] * self.stages
+        elif isinstance(value, int | float):
+            value = [value] * self.stages
         if len(value) != self.stages:
             raise ConfigError(
-                f"{name} has numbers of {len(value)} stages, but there are {self.stages}."
+                f"{name} is given for {len(value)} stages, but there are {self.stages}."
             )
-        return value
+        return [*value]
 
     def accuracy(self) -> Accuracy | DraftRecord:
         """Raises ConfigError."""
@@ -174,11 +266,3 @@ def _later(entry: str | float, ms: float) -> str:
     """A point of a stage's times, with so many milliseconds more."""
     rows, own = point(str(entry))
     return f"{rows}:{max(own + ms, 0.0):.5g}"
-
-
-def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:
-    """Raises ConfigError."""
-    parsed = tuple(point(str(entry)) for entry in points)
-    for _, ms in parsed:
-        check_number(name, ms, 0, MAX_MS)
-    return TimeCurve(parsed)

@@ -31,7 +31,7 @@ from pipespec.core import (
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import VOCABULARY, SimulatedPipeline
+from pipespec.extras.plan.simulation import VOCABULARY, SimulatedPipeline
 from pipespec.head.head_loop import HeadLoop, HeadSettings
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level

@@ -13,9 +13,9 @@ from pipespec.core import Batch, Request
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
-from pipespec.extras.plan import simulated_pipeline
+from pipespec.extras.plan import simulation
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.extras.plan.simulation import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
 from pipespec.head.refill import NextBatch
@@ -176,7 +176,7 @@ def test_no_more_is_drafted_beside_a_prompt_than_its_step_has_rows_for(
 ):
     """A long prompt is read beside an answer: it takes most rows, and drafting for more of them
     than are left would only delay it."""
-    monkeypatch.setattr(simulated_pipeline, "LEARNED_EVERY", 1 << 62)  # the times are known
+    monkeypatch.setattr(simulation, "LEARNED_EVERY", 1 << 62)  # the times are known
     curve = TimeCurve(((1, 10.0), (4, 10.5), (16, 11.0), (64, 14.0), (256, 30.0)))
     machine = Machine((curve,), draft_ms=2.0, overlap=False)
     pipeline = WithPrompts(BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, 1, 2)

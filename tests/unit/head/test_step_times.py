@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipespec.extras.emulation.machine import TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.pipeline_times import Machine
-from pipespec.extras.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.extras.plan.simulation import SimulatedPipeline
 from pipespec.head.decoding_modes import BESIDE, BETWEEN, PLAIN, LearntSteps, Modes
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy

@@ -41,9 +41,10 @@ def target():
 
 
 def asked(hosts_file, target, *settings, mid=None, **changes):
-    config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
+    stages = f"cluster.stages={hosts_file.num_stages}"
+    config = compose([stages, "model.context=256", *settings])
     info = replace(target, **changes)
-    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), mid, context=256)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), mid)
 
 
 def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):

@@ -31,7 +31,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel.tp_member import TPMember
 from pipespec.errors import ConfigError
-from pipespec.placement.rank_needs import num_slots
+from pipespec.placement.measurements import num_slots
 from tests.helpers import models
 
 

@@ -15,12 +15,12 @@ from pipespec.config.compose import compose
 from pipespec.core import SamplingParams
 from pipespec.extras.bench.figures import BenchResult, RequestResult
 from pipespec.timing.stats import PERIOD
-
-LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
+from tests.helpers.figures import LABELS
+from tests.helpers.figures import request as made_up
 
 
 def request(
-    name: str,
+    benchmark: str,
     token_ms: list[float],
     *,
     started_ms: float = 0.0,
@@ -28,26 +28,8 @@ def request(
     draft_overruns: int = 0,
     **stats: Any,
 ) -> RequestResult:
-    known = {
-        "steps": 10,
-        "tokens_per_step": 0.5,
-        "hit_rate": 0.5,
-        "rows_per_step": 4.0,
-    }
-    return RequestResult(
-        id="q",
-        benchmark=name,
-        prompt_ids=[1, 2, 3],
-        token_ids=[7] * len(token_ms),
-        text="",
-        finish_reason="length",
-        ttft_ms=token_ms[0],
-        token_ms=token_ms,
-        stats=known | stats,
-        started_ms=started_ms,
-        periods=list(periods),
-        draft_overruns=draft_overruns,
-    )
+    how = {"started_ms": started_ms, "periods": periods, "draft_overruns": draft_overruns}
+    return made_up(token_ms, benchmark=benchmark, stats=stats, **how)
 
 
 def period(since: int, elapsed: int, busy: int, steps: int, rows: int = 0) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pipespec.errors import ConfigError
 from pipespec.extras.bench.comparison import Comparison, composed, policies_of
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
-from pipespec.placement.rank_needs import draft_slots
+from pipespec.placement.measurements import draft_slots
 from tests.helpers.figures import result
 
 # --- what is asked ----------------------------------------------------------------------------

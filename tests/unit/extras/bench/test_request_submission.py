@@ -15,9 +15,8 @@ from pipespec.cluster.decide import decide
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.extras.bench import measurement as module
-from pipespec.extras.bench.arrivals import Load
-from pipespec.extras.bench.dataset import Sample
-from pipespec.extras.bench.measurement import measure
+from pipespec.extras.bench.dataset import Load, Sample
+from pipespec.extras.bench.measurement import BenchRun
 from pipespec.timing.stats import PERIOD
 
 SECOND = 10**9
@@ -81,14 +80,9 @@ def run(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "monotonic_ns", lambda: client.now)
         samples = [Sample(str(i), "b", "x") for i in range(len(client._seconds))]
         done: list[tuple[int, int]] = []
-        result, _ = measure(
-            client,
-            RequestSettings.of(compose([])),
-            samples,
-            [PROMPT] * len(samples),
-            Load.of(**load),
-            lambda *of: done.append(of),
-        )
+        settings, prompts = RequestSettings.of(compose([])), [PROMPT] * len(samples)
+        run = BenchRun(client, settings, samples, prompts)
+        result = run.measure(Load.of(**load), lambda *of: done.append(of))
         assert [request.id for request in result.requests] == [sample.id for sample in samples]
         assert done == [(i, len(samples)) for i in range(len(samples) + 1)]
         return result

@@ -18,7 +18,7 @@ from pipespec.engine.low_bit.kept_linear import DequantisedLinear
 from pipespec.extras.device_check import check_device as check
 from pipespec.extras.device_check import correctness
 from pipespec.extras.device_check.check_device import fastest, faults, page
-from pipespec.extras.device_check.speed import time_hops
+from pipespec.extras.device_check.speed import hops
 
 CPU = torch.device("cpu")
 STAGE: dict[str, Any] = {
@@ -56,7 +56,7 @@ def test_the_fastest_way_is_one_sentence():
 def test_page_says_what_did_not_pass():
     assert "Everything that ran passed." in page(findings())
     wrong = {"wrong": ["triton, bfloat16: its error is 1"]}
-    text = page(findings(attention=wrong, compile={"failed": "it was ended after 200 s"}))
+    text = page(findings(attention=wrong, compiled={"failed": "it was ended after 200 s"}))
     assert "- Attention backends, beside attention by its definition: triton, bfloat16: its" in text
     assert "- torch.compile: it was ended after 200 s" in text
 
@@ -96,10 +96,10 @@ def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
 
 def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.MonkeyPatch):
     expected = {"kinds": {"int4": None, "fp8": None}, "wrong": []}
-    assert correctness.check_packed_weights(CPU) == expected
+    assert correctness.packed_weights(CPU) == expected
     right = DequantisedLinear.product
     monkeypatch.setattr(DequantisedLinear, "product", lambda self, x: right(self, x) * 1.1)
-    found = correctness.check_packed_weights(CPU)
+    found = correctness.packed_weights(CPU)
     (wrong,) = faults(found)
     assert wrong.startswith("fp8: its error is ")
 
@@ -108,16 +108,15 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(correctness, "BACKENDS", ("static", "triton"))
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32,))
     monkeypatch.setattr(correctness, "SHAPES", correctness.SHAPES[1:2])
-    found = correctness.check_attention(CPU)
+    found = correctness.attention(CPU)
     assert faults(found) == []
-    assert found["backends"]["triton"] == {
-        "not_available": "it needs a GPU, and the device is a cpu"
-    }
+    missing = {"not_available": "it needs a GPU, and the device is a cpu"}
+    assert found["backends"]["triton"] == {"float32": missing}
     from pipespec.engine.attention.device_plan import TorchBackend
 
     right = TorchBackend.attend
     monkeypatch.setattr(TorchBackend, "attend", lambda *given: right(*given) + 0.01)
-    (wrong,) = faults(correctness.check_attention(CPU))
+    (wrong,) = faults(correctness.attention(CPU))
     assert wrong.startswith("static, float32, 32/8 heads of 64 sinks: its error is ")
 
 
@@ -129,13 +128,13 @@ def test_a_type_that_a_backend_lacks_is_no_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(correctness, "BACKENDS", ("static",))
     monkeypatch.setattr(correctness, "SHAPES", correctness.SHAPES[1:2])
     monkeypatch.setattr(correctness, "DTYPES", (torch.float32, torch.float16))
-    found = correctness.check_attention(CPU)
+    found = correctness.attention(CPU)
     assert found["backends"]["static"]["float16"] == {"not_available": "static lacks float16"}
     assert faults(found) == []
 
 
 def test_hops_are_timed_by_rows():
-    found = time_hops(CPU)
+    found = hops(CPU)
     assert found["devices"] == ["cpu", "cpu"]
     assert all(found["gloo"][rows] > 0 for rows in ("1", "16", "64"))
     assert found["nccl"] == {"not_available": "NCCL needs two GPUs"}

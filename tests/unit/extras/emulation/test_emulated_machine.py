@@ -10,9 +10,7 @@ from pipespec.config.choices import options
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.link import EmulatedLink
-from pipespec.extras.emulation.machine import (
-    EmulatedMachine,
-)
+from pipespec.extras.emulation.machine import EmulatedMachine
 from pipespec.timing.clock import monotonic_ns, wait_until
 
 

@@ -11,17 +11,17 @@ import pytest
 
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
-from pipespec.extras.bench.figures import BenchResult, RequestResult
+from pipespec.extras.bench.figures import BenchResult
 from pipespec.extras.bench.profiling import stage_points, with_wide_hop
 from pipespec.extras.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.advice import DecodingMethod, predict
-from pipespec.extras.plan.pipeline_times import Machine, Profile
-from pipespec.extras.plan.recorded_draft import MISSED, DraftRecord, TextRecord
-from pipespec.extras.plan.simulation import level_equation, simulate, simulate_texts
+from pipespec.extras.plan.pipeline_times import MISSED, DraftRecord, Machine, Profile, TextRecord
+from pipespec.extras.plan.simulation import level_equation, simulate_texts
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.timing.batch_times import BatchTimes
+from tests.helpers.figures import request
 
 MACHINE = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=2.0)
 LEVEL = Level(width=16, children=4)
@@ -109,7 +109,9 @@ def test_record_that_contradicts_itself_is_refused(change: dict[str, Any], messa
 def test_stage_times_join_both_runs_and_never_fall():
     plain = BatchTimes(((1, 5.0), (8, 9.0)))
     wide = BatchTimes(((1, 7.0), (4, 4.5), (16, 6.0)), slot_ms=0.01, slots=100)
-    assert stage_points(plain, wide) == [(1, 5.0), (4, 5.5), (16, 7.0)]
+    points = stage_points(plain, wide)
+    assert points == [(1, 5.0), (4, 5.5), (16, 7.0)]
+    assert TimeCurve.parse([f"{rows}:{ms}" for rows, ms in points]) == TimeCurve(tuple(points))
 
 
 def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
@@ -125,8 +127,7 @@ def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
 def ran(step_ms: float) -> BenchResult:
     """A request of 40 tokens, one a step."""
     times = [step_ms * i for i in range(40)]
-    request = RequestResult("r", "b", [1], [1] * 40, "", "length", 0.0, times, {"step_ms": step_ms})
-    return BenchResult([request], 1.0, 1, {})
+    return BenchResult([request(times, stats={"step_ms": step_ms})], 1.0, 1, {})
 
 
 def profile(tmp_path: Path, **more: Any) -> str:
@@ -150,24 +151,23 @@ def test_slots_may_cost_another_time_on_each_stage(tmp_path: Path):
 
 def test_slot_times_of_another_number_of_stages_are_refused(tmp_path: Path):
     read = Profile.read(profile(tmp_path, slot_ms=[0.001, 0.002, 0.003]))
-    with pytest.raises(ConfigError, match=r"slot_ms has numbers of 3 stages, but there are 2\."):
+    with pytest.raises(ConfigError, match=r"slot_ms is given for 3 stages, but there are 2\."):
         read.at_context(3000)
 
 
-def test_profile_is_a_machine_to_emulate(tmp_path: Path):
-    config = compose([f"emulate={profile(tmp_path)}", "cluster.stages=2", "emulate.scale=2"])
+@pytest.mark.parametrize(
+    ("more", "stage_ms", "draft_ms"),
+    [({}, [16, 12], 4), ({"stage_ms": ["1:5", "16:8"], "draft_ms": 3.0}, [16, 16], 3)],
+)
+def test_profile_is_a_machine_to_emulate(
+    tmp_path: Path, more: dict[str, Any], stage_ms: list[int], draft_ms: int
+):
+    file = profile(tmp_path, **more)
+    config = compose([f"emulate={file}", "cluster.stages=2", "emulate.scale=2"])
     clock = config.emulate
     assert isinstance(clock, EmulatedMachine)
-    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2)] == [16, 12]
-    assert clock.draft.ms(8) == 4 and config.time_scale == 2
-
-
-def test_profile_with_one_time_for_all_stages_is_a_machine_to_emulate(tmp_path: Path):
-    file = profile(tmp_path, stage_ms=["1:5", "16:8"], draft_ms=3.0)
-    clock = compose([f"emulate={file}", "cluster.stages=3"]).emulate
-    assert isinstance(clock, EmulatedMachine)
-    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2, 3)] == [8, 8, 8]
-    assert clock.draft.ms(8) == 3
+    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2)] == stage_ms
+    assert clock.draft.ms(8) == draft_ms and config.time_scale == 2
 
 
 def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path: Path):
@@ -178,12 +178,3 @@ def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path
         compose([f"emulate={tmp_path / 'other.json'}"])
     with pytest.raises(ConfigError, match=r"emulate.stage_ms: 'soon' is no time of a stage"):
         compose([f"emulate={profile(tmp_path, stage_ms=['soon'])}"])
-
-
-def test_dearer_rounds_slow_the_simulated_head():
-    by_nodes = Machine(MACHINE.stages, draft_ms=TimeCurve(((1, 2.0), (16, 40.0))))
-    accuracy = Accuracy({1: 0.8, 4: 0.95})
-    cheap, dear = (
-        simulate(LEVEL, each, accuracy, rounds=1, num_tokens=100) for each in (MACHINE, by_nodes)
-    )
-    assert dear.tbt_ms > 1.5 * cheap.tbt_ms

@@ -16,15 +16,16 @@ from pipespec.extras.emulation.machine import TimeCurve, with_experts
 from pipespec.extras.emulation.synthetic_proposer import Accuracy
 from pipespec.extras.plan.advice import (
     DecodingMethod,
+    Division,
     PlannedLayout,
     choices,
+    divisions,
     predict,
     predict_all,
     recommend,
 )
 from pipespec.extras.plan.pipeline_times import Machine, Profile
-from pipespec.extras.plan.simulated_pipeline import TokenArrival
-from pipespec.extras.plan.simulation import level_equation, simulate
+from pipespec.extras.plan.simulation import TokenArrival, level_equation, simulate
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
@@ -96,15 +97,8 @@ def test_a_quick_draft_has_nodes_to_expand_for_the_whole_step_of_a_lone_stage():
     assert ran.ms / ran.steps < 26.0 + 4.0
 
 
-def test_a_profile_of_a_shared_device_is_a_machine_whose_draft_waits():
-    assert Profile().machine().overlap
-    shared = Profile(stages=2, stage_ms=(10.0,), overlap=False)
-    assert not shared.machine().overlap
-
-
 @pytest.mark.parametrize(
-    ("stage_ms", "draft", "requests"),
-    some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16]),
+    ("stage_ms", "draft", "requests"), some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16])
 )
 def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, requests):
     dear = Machine((TimeCurve.parse(stage_ms),) * 8, draft_ms=10.0)
@@ -148,9 +142,8 @@ def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
 
 def test_a_prediction_repeats_itself():
     (method,) = methods("best_first", rounds=[2])
-    first = predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
-    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
-    assert first != predict(method, machine(4), PUBLISHED, num_tokens=50, seed=4)
+    first = predict(method, machine(4), PUBLISHED, num_tokens=50)
+    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50)
 
 
 def test_times_follow_the_rows():
@@ -174,17 +167,6 @@ def test_a_mixture_reads_the_experts_of_its_rows():
     alike = replace(dense, experts=[256, 8, 0.9, 0.5]).machine().stages[1]
     assert 10 < alike.ms(64) < replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64)
     assert replace(dense, experts=[256, 8, 0.9, 1]).machine().stages[1].ms(64) == 10
-    malformed = (
-        [256, 8],
-        [256, 8.5, 0.9],
-        [8, 9, 0.9],
-        [8, 2, 1.1],
-        [8, 2, 0.9, 1.1],
-        [8, 2, 1, 0, 0],
-    )
-    for experts in malformed:
-        with pytest.raises(ConfigError):
-            replace(dense, experts=experts).machine()
 
 
 def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
@@ -269,6 +251,38 @@ def test_ways_that_do_not_differ_are_predicted_once():
         methods("nothing")
 
 
+# --- devices of one host: draft or target ---------------------------------------------------------
+
+FLAT = {1: 2.0, 2: 2.0, 3: 2.0}
+HALVED = {1: 40.0, 2: 20.0, 3: 15.0}
+
+
+def test_every_division_uses_all_devices_once() -> None:
+    assert [*divisions(4)] == [
+        Division(1, 3, 1),
+        Division(1, 1, 3),
+        Division(2, 2, 1),
+        Division(2, 1, 2),
+        Division(3, 1, 1),
+    ]
+    assert all(sum(each.sizes) == 6 for each in divisions(6))
+
+
+@pytest.mark.parametrize(("target_ms", "draft_ms", "best"), [(HALVED, FLAT, 1), (FLAT, HALVED, 3)])
+def test_devices_go_where_they_shorten_the_time_most(
+    target_ms: dict[int, float], draft_ms: dict[int, float], best: int
+) -> None:
+    layouts = [
+        each.layout(machine(1, target_ms[each.members], draft_ms=draft_ms[each.draft]))
+        for each in divisions(4)
+        if each.stages == 1
+    ]
+    method = DecodingMethod("best_first", BestFirst(8, 8), "auto")
+    predicted = predict_all(layouts, [method], PUBLISHED, num_tokens=200)
+    assert len(predicted) == 3
+    assert predicted[0].layout.startswith(f"{best} + 1 x ")
+
+
 # --- the command ------------------------------------------------------------------------------
 
 
@@ -337,7 +351,7 @@ def test_a_draft_that_shared_the_only_stage_works_beside_several(tmp_path: Path,
         ("{", "is not JSON"),
         ("[]", "must be a JSON object of stages, stage_ms"),
         ('{"stage": 2}', "must be a JSON object of stages, stage_ms"),
-        ('{"stages": 3, "stage_ms": [[1], [2]]}', "times of 2 stages"),
+        ('{"stages": 3, "stage_ms": [[1], [2]]}', "stage_ms is given for 2 stages"),
         ('{"hop_ms": "1"}', "hop_ms is '1'"),
         ('{"stages": true}', "stages is True"),
         ('{"curve": 3}', "curve is 3"),
