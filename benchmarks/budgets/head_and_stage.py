@@ -76,7 +76,7 @@ def head(repeats: int) -> float:
 
     def run(state: object) -> None:
         assert isinstance(state, Tree)
-        state.advance(token)
+        state.advance([token])
         state.rows(1, policy.select_to_schedule(state, STATE))
 
     return median_ms(lambda: copy.deepcopy(tree), run, repeats)

@@ -195,24 +195,21 @@ class Scheduler:
         if sequence is None:
             return None
         assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
-        reason = verdict.failed
-        count = 0
-        for token in verdict.tokens:
-            count += 1
-            if self._scorer is not None:
-                self._scorer.token_decided(sequence.tree, token)
-            over = sequence.accept(token, now)
-            self.totals.hits[min(sequence.tree.root_fed_depth, DEEPEST)] += 1
-            if over:
-                reason = over
-                break
+        depths, reason = sequence.accept(verdict.tokens, now)
+        reason = reason or verdict.failed
+        for depth in depths:
+            self.totals.hits[min(depth, DEEPEST)] += 1
+        if self._scorer is not None:
+            self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
+        count = len(depths)
         self._decided += count
         self._draft_has_no_room = False  # the draft may have room again
         if not sequence.tree.fed[ROOT]:
             sequence.root_waits_since = self.step
-        accepted = replace(
-            verdict, tokens=verdict.tokens[:count], logprobs=verdict.logprobs[:count]
-        )
+        accepted = verdict
+        if count < len(verdict.tokens):
+            tokens, logprobs = verdict.tokens[:count], verdict.logprobs[:count]
+            accepted = replace(verdict, tokens=tokens, logprobs=logprobs)
         if reason:
             self.admission.finish(sequence)
         return SequenceUpdate(sequence, accepted, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,20 +180,27 @@ class Sequence:
             return self.prefilled
         return len(self.context.tokens) - 1 + bool(self.tree.fed[ROOT])
 
-    def accept(self, token: int, now: int) -> str | None:
-        """Move the root to a decided token; returns why the request ends with it, or None."""
-        if not self.first_token:
+    def accept(self, tokens: Iterable[int], now: int) -> tuple[list[int], str | None]:
+        """Move the root along decided tokens, up to the one that ends the request.
+
+        Returns at which depth each was fed as a draft token (0: it must be fed now), and why the
+        request ends with the last one, or None.
+        """
+        first, reason = len(self.context.tokens), None
+        for token in tokens:
+            self.context.tokens.append(token)
+            if self.guide is not None:
+                self.guide.accept(token)
+            if reason := self.finish_reason(token):
+                break
+        ids, depths = self.tree.advance(self.context.tokens[first:])
+        if ids and not self.first_token:
             self.first_token = dict(self.counts)
-        self.tree.advance(token)
-        if self.guide is not None:
-            self.guide.accept(token)
-        # A hit was fed before it was decided; a miss must be fed now.
-        self.hits += bool(self.tree.fed[ROOT])
-        self.context.tokens.append(token)
-        self.context.nodes.append(int(self.tree.id[ROOT]))
-        self.generated += 1
-        self.token_ns.append(now)
-        return self.finish_reason(token)
+        self.context.nodes += ids
+        self.generated += len(ids)
+        self.hits += sum(depth > 0 for depth in depths)
+        self.token_ns += [now] * len(ids)
+        return depths, reason
 
     def finish_reason(self, token: int) -> str | None:
         """Why the request ends with this token of the answer; None: it does not."""

@@ -67,11 +67,6 @@ class Tree:
         return self.position - self.position[ROOT]
 
     @property
-    def root_fed_depth(self) -> int:
-        """The depth of this root when it was fed as a draft token; 0: it was not."""
-        return int(self.position[ROOT] - self.fed_root_position[ROOT]) if self.fed[ROOT] else 0
-
-    @property
     def num_fed(self) -> int:
         """How many nodes are fed; cached, as it is read more often than it changes."""
         if self._num_fed is None:
@@ -217,20 +212,27 @@ class Tree:
             setattr(other, name, getattr(self, name).copy())
         return other
 
-    def advance(self, token: int) -> bool:
-        """The verdict's next token: its node becomes the root, all else is pruned.
+    def advance(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Move the root along decided tokens; what is not below the last of them is pruned. A token
+        that is not in the tree becomes a tree of its own.
 
-        Returns whether the token was in the tree. If it was not, the tree is that token alone.
+        Returns the ids of the tokens' nodes, and at which depth each was fed as a draft token; 0:
+        it was not.
         """
-        child = self.child(ROOT, token)
-        if child is None:
-            self._reset(
-                self._next_id, int(self.id[ROOT]), token, int(self.position[ROOT]) + 1, fed=False
-            )
-            self._next_id += 1
-            return False
-        self.prune(child)
-        return True
+        path, ids, depths = [ROOT], [], []
+        for token in tokens:
+            child = self.child(path[-1], token)
+            if child is None:
+                above, position = int(self.id[path[-1]]), int(self.position[path[-1]]) + 1
+                self._reset(self._next_id, above, token, position, fed=False)
+                self._next_id += 1
+                path, child = [], ROOT
+            path.append(child)
+            ids.append(int(self.id[child]))
+            depth = int(self.position[child] - self.fed_root_position[child])
+            depths.append(depth if self.fed[child] else 0)
+        self.prune(path)
+        return ids, depths
 
     def child(self, parent: int, token: int) -> int | None:
         """The index of `parent`'s child with that token, or None."""
@@ -245,11 +247,16 @@ class Tree:
         ends = np.searchsorted(above, parents, "right")
         return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
-    def prune(self, root: int) -> None:
-        """Keep only the subtree of `root`."""
-        self._select(self.descends_from(root).nonzero()[0])
+    def prune(self, path: Sequence[int]) -> None:
+        """Keep only the subtree of the last node of a path, which begins at the root."""
+        if len(path) == 1:
+            return
+        above = self.cum[path[1:]]
+        self._select(self.descends_from(path[-1]).nonzero()[0])
         self.parent[ROOT] = ROOT
-        self.cum -= self.cum[ROOT]
+        for i in range(len(above)):  # one by one, so that rounding is that of verdicts one by one
+            self.cum -= above[i]
+            above -= above[i]
 
     def trim(self, capacity: int) -> None:
         """Drop the least probable nodes that were neither fed nor expanded until `capacity` nodes

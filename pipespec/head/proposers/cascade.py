@@ -28,7 +28,7 @@ from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.node_records import drop_pruned
 from pipespec.head.row_budget import RequestCandidates, split_expansion
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from pipespec.head.tree import MIN_PROBABILITY, Tree
 from pipespec.limits import MAX_ROWS
 from pipespec.settings import setting
 
@@ -192,13 +192,14 @@ class CascadeProposer:
             small = ChildLogprobs(tree.token[mine], tree.logp[mine])
             held[node] = small, ChildLogprobs(tokens[i], logps[i])
 
-    def token_decided(self, tree: Tree, token: int) -> None:
-        """Compare the models by the token that was decided after the root of a tree."""
-        children = self._stated.get(tree, {}).pop(int(tree.id[ROOT]), None)
-        if children is not None:
-            small, mid = (each.logp(token) for each in children)
-            change = min(max(mid - small, -MAX_CHANGE), MAX_CHANGE)
-            self._advantage = MEMORY * self._advantage + change
+    def tokens_decided(self, tree: Tree, text: Context, first: int) -> None:
+        """Compare the models by the tokens that were decided, from the position `first` on."""
+        held = self._stated.get(tree, {})
+        for above, token in zip(text.nodes[first - 1 :], text.tokens[first:], strict=False):
+            if (children := held.pop(above, None)) is not None:
+                small, mid = (each.logp(token) for each in children)
+                change = min(max(mid - small, -MAX_CHANGE), MAX_CHANGE)
+                self._advantage = MEMORY * self._advantage + change
 
     def close(self) -> None:
         self._mid.close()

@@ -108,7 +108,7 @@ class Pipeline:
             token = int(self.rng.integers(VOCABULARY))
             if len(children) and self.rng.random() < self.luck:
                 token = int(self.tree.token[self.rng.choice(children)])
-            self.tree.advance(token)
+            self.tree.advance([token])
             self.decided += 1
 
 
@@ -213,7 +213,7 @@ def test_level_is_cut_before_or_after_the_verdict(cut, fed):
         growth.nodes, np.array([[3, 4], [5, 6]]), np.log([[0.5, 0.4], [0.5, 0.4]]), growth.limit
     )
     assert not len(policy.select_to_expand(tree, STATE).nodes), "one level ahead"
-    tree.advance(2)
+    tree.advance([2])
     assert tree.token[chosen(policy, tree, STATE)].tolist() == fed
 
 
