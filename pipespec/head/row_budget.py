@@ -294,8 +294,9 @@ def token_ms(state: PipelineState) -> float:
     if state.target is not None and not state.is_alone:
         return state.target.ms_per_token
     plain_ms = float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
-    cost = state.speculative_cost if state.was_speculating else state.plain_cost
-    return min(cost.ms_per_token, plain_ms) if state.is_alone and cost is not None else plain_ms
+    if not state.is_alone or state.token_ms is None:
+        return plain_ms
+    return min(state.token_ms, plain_ms)
 
 
 def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import reduce
+from operator import sub
 
 import numpy as np
 
@@ -229,8 +231,8 @@ class Tree:
                 path, child = [], ROOT
             path.append(child)
             ids.append(int(self.id[child]))
-            depth = int(self.position[child] - self.fed_root_position[child])
-            depths.append(depth if self.fed[child] else 0)
+            root = self.fed_root_position[child]
+            depths.append(int(self.position[child] - root) if self.fed[child] else 0)
         self.prune(path)
         return ids, depths
 
@@ -251,12 +253,13 @@ class Tree:
         """Keep only the subtree of the last node of a path, which begins at the root."""
         if len(path) == 1:
             return
-        above = self.cum[path[1:]]
+        logps: list[float] = []  # of each, rounded as if the root moved node by node
+        for node in path[1:]:
+            logps.append(reduce(sub, logps, float(self.cum[node])))
         self._select(self.descends_from(path[-1]).nonzero()[0])
         self.parent[ROOT] = ROOT
-        for i in range(len(above)):  # one by one, so that rounding is that of verdicts one by one
-            self.cum -= above[i]
-            above -= above[i]
+        for logp in logps:
+            self.cum -= logp
 
     def trim(self, capacity: int) -> None:
         """Drop the least probable nodes that were neither fed nor expanded until `capacity` nodes
