@@ -326,11 +326,12 @@ def lost_by_waiting(state: PipelineState) -> float:
     return min(math.sqrt(state.requests ** (1 / 3) / state.num_stages), 1.0)
 
 
-def split_expansion(candidates: Sequence[RequestCandidates], budget: int) -> list[np.ndarray]:
-    nodes = [each.nodes for each in candidates]
+def split_expansion(offers: Sequence[tuple[Tree, np.ndarray]], budget: int) -> list[np.ndarray]:
+    """The most probable of the nodes of some trees, `budget` of all at most."""
+    nodes = [each for _, each in offers]
     if sum(map(len, nodes)) <= budget:
         return nodes
-    cum = np.concatenate([each.tree.cum[each.nodes] for each in candidates])
+    cum = np.concatenate([tree.cum[each] for tree, each in offers])
     return _split(nodes, _top_indices(cum, budget))
 
 

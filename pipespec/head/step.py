@@ -69,7 +69,7 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     # The draft expands the trees while the stages compute.
     scheduler.refine()
     while work := scheduler.next_expansion(pipeline.elapsed_ms()):
-        scheduler.add_proposals(work, *pipeline.propose(work))
+        expand(scheduler, pipeline, work)
         scheduler.refine()
 
     drafted_ms = pipeline.elapsed_ms()
@@ -80,12 +80,20 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
         pipeline.end_sequence(sequence)
 
     scheduler.take_scores()
-    while work := (plan := scheduler.plan_batch(pipeline.elapsed_ms())).refill:
+    while work := scheduler.next_refill(plan := scheduler.plan_batch(pipeline.elapsed_ms())):
         # The stages wait for this draft round: without it there is nothing to send, or less than
         # the wait is worth.
-        scheduler.add_proposals(work, *pipeline.propose(work))
+        expand(scheduler, pipeline, work)
     batch = scheduler.next_batch(plan)
     pipeline.send(batch)
     pipeline.after_send()
     scheduler.end_step(pipeline.elapsed_ms())
     return batch
+
+
+def expand(scheduler: Scheduler, pipeline: Pipeline, work: ProposalBatch) -> None:
+    """Add the tokens of a draft round to the trees: those that grammars determine, and below them
+    those of the proposer."""
+    work = scheduler.add_determined(work)
+    if work.parts:
+        scheduler.add_proposals(work, *pipeline.propose(work))

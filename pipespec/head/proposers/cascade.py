@@ -26,7 +26,7 @@ from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.node_records import drop_pruned
-from pipespec.head.row_budget import RequestCandidates, split_expansion
+from pipespec.head.row_budget import split_expansion
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import MIN_PROBABILITY, Tree
 from pipespec.limits import MAX_ROWS
@@ -129,7 +129,7 @@ class CascadeProposer:
         if not policy.keeps_unfed or policy.whole:
             return
         among = [sequence for sequence in sequences if sequence.guide is None]
-        offers = [RequestCandidates(each.tree, self._unscored(each)) for each in among]
+        offers = [(each.tree, self._unscored(each)) for each in among]
         for sequence, nodes in zip(among, split_expansion(offers, self._rows), strict=True):
             if len(nodes):
                 tree = sequence.tree

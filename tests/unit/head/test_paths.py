@@ -170,9 +170,9 @@ def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     scheduler.begin_step()
     work = scheduler.next_expansion(0.0)
     assert work is not None
-    (part,) = work.parts
-    assert part.request.max_path_tokens == (2 if deep else 0)
-    found = Proposal(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
+    (asked,) = work.requests
+    assert asked.max_path_tokens == (2 if deep else 0)
+    found = Proposal(asked.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
     paths = DraftPaths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
     scheduler.add_proposals(work, [replace(found, paths=paths)], 1.0)
     tree = sequence.tree
