@@ -13,12 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipespec.head.policies.policy import (
-    Expansion,
-    PipelineState,
-    SpeculationPolicy,
-    may_delay_batch,
-)
+from pipespec.head.policies.policy import AUTO, Expansion, PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import lost_by_waiting, step_ms_of, token_ms
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.sequence import Sequence
@@ -34,7 +29,9 @@ def worthwhile_refill(
     """What a draft round expands of each request that is worth the time for which it delays the
     batch of `plan`; none: nothing is. `rounds` is how many a step may have, or "auto"."""
     state, limit = plan.state, plan.max_nodes
-    if not policy.refills or not state.step_ms or not may_delay_batch(rounds, state):
+    if not policy.refills or not state.step_ms:
+        return []
+    if rounds != AUTO and state.rounds >= int(rounds):  # a number counts those that delay too
         return []
     if not state.is_alone:
         if state.target is None:

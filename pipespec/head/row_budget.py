@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,7 +25,7 @@ ABOUT_AS_FAST = 0.995
 CONTEXT_SLACK = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestCandidates:
     """The nodes of one sequence's tree that could be fed, parents first.
 
@@ -42,7 +43,7 @@ class RequestCandidates:
 
     def __post_init__(self) -> None:
         has_root = int(len(self.nodes) > 0 and self.nodes[0] == ROOT)
-        object.__setattr__(self, "num_certain", len(self.nodes) if self.whole else has_root)
+        self.num_certain = len(self.nodes) if self.whole else has_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,5 +348,5 @@ def _split(parts: Sequence[np.ndarray], indices: np.ndarray) -> list[np.ndarray]
     """The elements of each part, in its order, that are at `indices` of the concatenated parts."""
     chosen = np.zeros(sum(map(len, parts)), bool)
     chosen[indices] = True
-    masks = np.split(chosen, np.cumsum([len(part) for part in parts])[:-1])
-    return [part[mask] for part, mask in zip(parts, masks, strict=True)]
+    ends = accumulate(map(len, parts))
+    return [part[chosen[end - len(part) : end]] for part, end in zip(parts, ends, strict=True)]

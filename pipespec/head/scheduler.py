@@ -179,16 +179,12 @@ class Scheduler:
 
     def take_scores(self) -> None:
         """Add the scores that have arrived to the trees, in place of the draft's own."""
-
-        def is_open(sequence: Sequence) -> bool:
-            return self.admission.sequences.get(sequence.number) is sequence
-
-        if self._scorer is None:
-            return
-        scored = self._scorer.take_scores(is_open, self._policy.max_nodes)
-        if scored is not None:
-            self.totals.mid_passes += 1
-            self.totals.scored += scored
+        if self._scorer is not None:
+            running, capacity = self.admission.sequences, self._policy.max_nodes
+            scored = self._scorer.take_scores(running, capacity)
+            if scored is not None:
+                self.totals.mid_passes += 1
+                self.totals.scored += scored
 
     def apply(self, verdict: Verdict, now: int) -> SequenceUpdate | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.

@@ -18,15 +18,12 @@ class Pipeline(Protocol):
 
     def begin_step(self) -> None:
         """A step begins; `elapsed_ms` counts from here."""
-        ...
 
     def elapsed_ms(self) -> float:
         """Milliseconds since the step began."""
-        ...
 
     def start_sequence(self, sequence: Sequence) -> None:
         """A sequence has entered the pipeline; the proposer must know it before it proposes."""
-        ...
 
     def propose(
         self, work: ProposalBatch
@@ -35,28 +32,22 @@ class Pipeline(Protocol):
 
         The proposer must know every token that was accepted before.
         """
-        ...
 
     def receive_verdicts(self) -> None:
         """Wait until the batch of this step is due; apply every verdict that arrives until then
         (`Scheduler.apply`)."""
-        ...
 
     def drop_cancelled(self) -> None:
         """End the requests that their clients have cancelled."""
-        ...
 
     def end_sequence(self, sequence: Sequence) -> None:
         """A preempted sequence has left the pipeline; the proposer must forget it."""
-        ...
 
     def send(self, batch: Batch) -> None:
         """Send a batch to the first stage."""
-        ...
 
     def after_send(self) -> None:
         """Do what must not delay the batch, such as logging the accepted tokens."""
-        ...
 
 
 def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:

@@ -239,7 +239,8 @@ class Tree:
     def child(self, parent: int, token: int) -> int | None:
         """The index of `parent`'s child with that token, or None."""
         found = ((self.parent == parent) & (self.token == token)).nonzero()[0]
-        return next((int(child) for child in found if child != ROOT), None)
+        # The root is its own parent, and comes first.
+        return int(found[-1]) if len(found) and found[-1] != ROOT else None
 
     def children(self, parents: np.ndarray) -> list[np.ndarray]:
         """The indices of the children of each of `parents`."""
@@ -286,9 +287,10 @@ class Tree:
         reached = np.zeros(len(self), bool)
         reached[root] = True
         jump = self.parent
-        for _ in range(int(self.position[-1] - self.position[root]).bit_length()):
+        for doubling in range(int(self.position[-1] - self.position[root]).bit_length()):
+            if doubling:
+                jump = jump.take(jump)
             reached |= reached.take(jump)
-            jump = jump.take(jump)
         return reached
 
     def path(self, node: int) -> list[int]:

@@ -248,11 +248,6 @@ def check_rounds(rounds: int | str) -> None:
         check_whole("proposer.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
 
 
-def may_delay_batch(rounds: int | str, state: PipelineState) -> bool:
-    """Whether a round that delays the next batch is allowed: a number of rounds counts it too."""
-    return rounds == AUTO or state.rounds < int(rounds)
-
-
 def has_time_for_round(rounds: int | str, state: PipelineState) -> bool:
     """Whether this step has time for another draft round.
 

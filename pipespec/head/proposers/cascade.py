@@ -12,7 +12,7 @@ scores of the mid-size model replace those of the small draft as long as it does
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -146,12 +146,13 @@ class CascadeProposer:
             sequence.drop_past_end(tree.nodes_before(self._end, ~tree.scored)), self._rows
         )
 
-    def take_scores(self, is_open: Callable[[Sequence], bool], capacity: int) -> int | None:
+    def take_scores(self, running: Mapping[int, Sequence], capacity: int) -> int | None:
         """Add the scores that have arrived to the trees, of at most `capacity` nodes each, if the
         mid-size model predicts better; returns how many nodes got one, None: none have arrived.
 
-        A sequence that has left the pipeline is left out, also if it has entered it again. Nodes
-        without scores (None: the prompt is still being read) may be requested again.
+        A sequence that is not among the `running`, by number, is left out, also if it has entered
+        the pipeline again. Nodes without scores (None: the prompt is still being read) may be
+        requested again.
         """
         result = self._mid.poll()
         if result is None:
@@ -160,7 +161,7 @@ class CascadeProposer:
         count = 0
         for (sequence, tree, request), answer in zip(parts, result.proposals, strict=True):
             sequence.counts["overruns"] += not result.paced
-            if sequence.tree is not tree or not is_open(sequence):
+            if sequence.tree is not tree or running.get(sequence.number) is not sequence:
                 continue
             ids = request.tree.id
             scored_ids = np.zeros(0, np.int64) if answer is None else ids[answer.parents]

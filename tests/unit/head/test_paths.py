@@ -145,13 +145,6 @@ def test_draft_token_below_padding_is_padding():
     assert [*texts_of(tree)] == [(), (1,), (1, 6)]
 
 
-def test_levels_lists_paths_by_depth():
-    paths = DraftPaths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
-    assert [level.tolist() for level in paths.levels(3)] == [[0, 2], [1], [3]]
-    with pytest.raises(AssertionError, match="comes before"):
-        [*DraftPaths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
-
-
 @pytest.mark.parametrize(
     ("policy", "deep"),
     [
