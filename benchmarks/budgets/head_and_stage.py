@@ -76,7 +76,7 @@ def head(repeats: int) -> float:
 
     def run(state: object) -> None:
         assert isinstance(state, Tree)
-        state.advance(token)
+        state.advance([token])
         state.rows(1, policy.select_to_schedule(state, STATE))
 
     return median_ms(lambda: copy.deepcopy(tree), run, repeats)
@@ -142,7 +142,7 @@ def head_of_many(steps: int, requests: int) -> float:
 
     scheduler: Any = simulated.scheduler
     scheduler.admission.preempt = timed(scheduler.admission.preempt)
-    for name in ("apply", "end_verdicts", "plan_batch", "next_batch"):
+    for name in ("apply", "end_verdicts", "plan_batch", "next_refill", "next_batch"):
         setattr(scheduler, name, timed(getattr(scheduler, name)))
     times = []
     for _ in range(2 * STATE.num_stages + steps):

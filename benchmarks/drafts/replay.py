@@ -90,7 +90,7 @@ class Replay:
             scheduler.end_verdicts(0.0, 0.0)
             if not scheduler.admission.sequences:
                 break
-            while work := (plan := scheduler.plan_batch(0.0)).refill:
+            while work := scheduler.next_refill(plan := scheduler.plan_batch(0.0)):
                 self._draft(scheduler, work)
             batch = scheduler.next_batch(plan)
             self._enter(sequence, batch)

@@ -1,5 +1,9 @@
-"""Which way of decoding is the fastest, learnt from steps as they ran; docs/policies.md has the
-rules. Everything is pure: durations are arguments, and the same steps give the same choices."""
+"""Which way of decoding is the fastest, and whether that is with draft tokens; docs/policies.md has
+the rules. Durations are arguments, and the same steps give the same choices.
+
+`Modes` learns it from whole steps as they ran, `SpeculationTrials` from their costs beside the
+times that stages state.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 
 from pipespec.head.policies.policy import AUTO
 from pipespec.head.step_times import LearntTimes, SizeTrials
-from pipespec.timing.batch_times import Points, size_bucket
+from pipespec.timing.batch_times import Ema, Points, size_bucket
 
 # Draft rounds beside the stages, as many as fit, or one; as many, but one batch of a whole tree at
 # a time in the pipeline; only while the stages wait; none.
@@ -34,6 +38,75 @@ CLEARLY, SURELY = 1.4, 0.7
 # loses, which takes some 2 % of the time; after no fewer and no more than these; twice as many each
 # time that it loses again.
 PATIENCE, LEAST_WAIT, MOST_WAIT = 400, 16, 2048
+# Pipeline lengths after which `SpeculationTrials` tries the other way.
+RETRIED_AFTER = 64
+
+
+class StepCost:
+    """Averages over steps: milliseconds and tokens."""
+
+    def __init__(self) -> None:
+        self._ms, self.tokens = Ema(), Ema()
+
+    def add(self, ms: float, tokens: float) -> None:
+        self._ms.add(ms)
+        self.tokens.add(tokens)
+
+    @property
+    def per_token(self) -> float | None:
+        if self._ms.value is None or not self.tokens.value:
+            return None
+        return self._ms.value / self.tokens.value
+
+
+class SpeculationTrials:
+    """Whether to speculate: as long as a token takes no longer than the stages alone need for one
+    without draft tokens.
+
+    Otherwise both are measured, each anew when the head switches to it, as neither predicts the
+    other, and the cheaper one is used. After RETRIED_AFTER pipeline lengths the other one is tried
+    again, as the text may have changed: speculation for TRIAL pipeline lengths, plain decoding for
+    one token.
+    """
+
+    def __init__(self, num_stages: int):
+        self.num_stages = num_stages
+        self.plain, self.speculative = StepCost(), StepCost()
+        self.speculating = False  # the last step had draft tokens in the pipeline or proposed some
+        self._streak = 0  # how many steps in a row, the last one included, agree in that
+
+    def add(self, ms: float, tokens: float, *, speculating: bool) -> None:
+        """A step lasted `ms` and decided `tokens`. Those in which a speculating pipeline fills are
+        left out."""
+        if speculating != self.speculating or not self._streak:
+            self.speculating, self._streak = speculating, 0
+            if speculating:
+                self.speculative = StepCost()
+            else:
+                self.plain = StepCost()
+        self._streak += 1
+        if not speculating:
+            self.plain.add(ms, tokens)
+        elif self._streak > self.num_stages:
+            self.speculative.add(ms, tokens)
+
+    @property
+    def token_ms(self) -> float | None:
+        """What a token takes in the way of the last step; None: it has not been measured."""
+        return (self.speculative if self.speculating else self.plain).per_token
+
+    def speculates(self, least_plain_ms: float | None) -> bool:
+        """Whether the next step does; `least_plain_ms`: what the stages alone need for a token."""
+        if least_plain_ms is None:
+            return True
+        lengths, cost = self._streak / self.num_stages, self.speculative.per_token
+        plain = self.plain.per_token
+        pays = cost is not None and plain is not None and cost <= plain
+        if self.speculating or not self._streak:
+            if cost is None or cost <= least_plain_ms or lengths < TRIAL:
+                return True
+            return lengths < RETRIED_AFTER and pays
+        return lengths >= 1 and (lengths >= RETRIED_AFTER or pays)
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ class KeptStates:
 
     def longest(self, sequence: int, most: int) -> int:
         """Behind how many of the first `most` tokens of a sequence a state is kept; 0: none."""
-        return max((at for at in self._of.get(sequence, ()) if at <= most), default=0)
+        return max(self.places(sequence, most), default=0)
 
     def next_due(self, sequence: int, start: int, most: int, known: int) -> int:
         """The last place among the first `most` tokens where one will be kept of a text that was

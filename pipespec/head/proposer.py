@@ -148,7 +148,6 @@ Encode = Callable[[str], Sequence[int]]
 class Proposer(Protocol):
     def start_sequence(self, context: Context) -> None:
         """A sequence enters the pipeline; `context` grows as its tokens are decided."""
-        ...
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         """Propose at most `children` children for each requested node.
@@ -156,15 +155,12 @@ class Proposer(Protocol):
         Returns one proposal per request. None: the proposer still reads the sequence's prompt, and
         should be called again.
         """
-        ...
 
     def accept_verdict(self, verdict: Verdict) -> None:
         """The target decided these tokens; the context contains them already."""
-        ...
 
     def end_sequence(self, sequence: int) -> None:
         """The sequence has left the pipeline."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,11 @@ docs/policies.md derives the rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from pipespec.head.expansion import Select
-from pipespec.head.policies.policy import (
-    Expansion,
-    PipelineState,
-    SpeculationPolicy,
-    may_delay_batch,
-)
+from pipespec.head.policies.policy import AUTO, Expansion, PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import lost_by_waiting, step_ms_of, token_ms
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.sequence import Sequence
@@ -29,29 +24,31 @@ TINY = 1e-9  # a probability
 
 
 def worthwhile_refill(
-    plan: RowPlan, policy: SpeculationPolicy, state: PipelineState, rounds: int | str
-) -> Select | None:
+    plan: RowPlan, policy: SpeculationPolicy, rounds: int | str
+) -> list[tuple[Sequence, Expansion]]:
     """What a draft round expands of each request that is worth the time for which it delays the
-    batch of `plan`; None: there is none. `rounds` is how many a step may have, or "auto"."""
-    if not policy.refills or not state.step_ms or not may_delay_batch(rounds, state):
-        return None
-    limit = plan.max_nodes
+    batch of `plan`; none: nothing is. `rounds` is how many a step may have, or "auto"."""
+    state, limit = plan.state, plan.max_nodes
+    if not policy.refills or not state.step_ms:
+        return []
+    if rounds != AUTO and state.rounds >= int(rounds):  # a number counts those that delay too
+        return []
     if not state.is_alone:
         if state.target is None:
-            return None
+            return []
         limit = min(limit, state.target.rows)
     offered = plan.selection.probabilities if state.is_alone else None
     batch = NextBatch(_probabilities(plan.nodes), limit, state, offered, plan.num_prompt_rows)
     if batch.least >= 0:  # nothing is more probable than its rows, such as roots under load
-        return None
-
-    def select(sequence: Sequence) -> Expansion:
+        return []
+    wanted = []
+    for sequence, _ in plan.nodes:
         tree = sequence.tree
         nodes = policy.select_to_refill(tree, sequence.policy_state(state))
-        return Expansion(tree.most_probable(nodes[tree.cum[nodes] > batch.least], limit))
-
-    parents = _probabilities([(each, select(each).nodes) for each, _ in plan.nodes])
-    return select if batch.is_round_worth(parents) else None
+        wanted.append((sequence, tree.most_probable(nodes[tree.cum[nodes] > batch.least], limit)))
+    if not batch.is_round_worth(_probabilities(wanted)):
+        return []
+    return [(sequence, Expansion(nodes)) for sequence, nodes in wanted]
 
 
 def _probabilities(nodes: list[tuple[Sequence, np.ndarray]]) -> np.ndarray:
@@ -79,7 +76,7 @@ class NextBatch:
     offered: np.ndarray | None = None
     prompt_rows: int = 0
 
-    @property
+    @cached_property
     def least(self) -> float:
         """The log-probability above which a node's best child enters the batch, and saves more
         than the draft takes for the node."""

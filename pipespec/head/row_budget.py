@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,7 +25,7 @@ ABOUT_AS_FAST = 0.995
 CONTEXT_SLACK = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestCandidates:
     """The nodes of one sequence's tree that could be fed, parents first.
 
@@ -42,7 +43,7 @@ class RequestCandidates:
 
     def __post_init__(self) -> None:
         has_root = int(len(self.nodes) > 0 and self.nodes[0] == ROOT)
-        object.__setattr__(self, "num_certain", len(self.nodes) if self.whole else has_root)
+        self.num_certain = len(self.nodes) if self.whole else has_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +295,9 @@ def token_ms(state: PipelineState) -> float:
     if state.target is not None and not state.is_alone:
         return state.target.ms_per_token
     plain_ms = float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
-    cost = state.speculative_cost if state.was_speculating else state.plain_cost
-    return min(cost.ms_per_token, plain_ms) if state.is_alone and cost is not None else plain_ms
+    if not state.is_alone or state.token_ms is None:
+        return plain_ms
+    return min(state.token_ms, plain_ms)
 
 
 def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:
@@ -325,11 +327,12 @@ def lost_by_waiting(state: PipelineState) -> float:
     return min(math.sqrt(state.requests ** (1 / 3) / state.num_stages), 1.0)
 
 
-def split_expansion(candidates: Sequence[RequestCandidates], budget: int) -> list[np.ndarray]:
-    nodes = [each.nodes for each in candidates]
+def split_expansion(offers: Sequence[tuple[Tree, np.ndarray]], budget: int) -> list[np.ndarray]:
+    """The most probable of the nodes of some trees, `budget` of all at most."""
+    nodes = [each for _, each in offers]
     if sum(map(len, nodes)) <= budget:
         return nodes
-    cum = np.concatenate([each.tree.cum[each.nodes] for each in candidates])
+    cum = np.concatenate([tree.cum[each] for tree, each in offers])
     return _split(nodes, _top_indices(cum, budget))
 
 
@@ -345,5 +348,5 @@ def _split(parts: Sequence[np.ndarray], indices: np.ndarray) -> list[np.ndarray]
     """The elements of each part, in its order, that are at `indices` of the concatenated parts."""
     chosen = np.zeros(sum(map(len, parts)), bool)
     chosen[indices] = True
-    masks = np.split(chosen, np.cumsum([len(part) for part in parts])[:-1])
-    return [part[mask] for part, mask in zip(parts, masks, strict=True)]
+    ends = accumulate(map(len, parts))
+    return [part[chosen[end - len(part) : end]] for part, end in zip(parts, ends, strict=True)]

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipespec.core import NUM_COLUMNS
 from pipespec.head.admission import Admission
 from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
 from pipespec.head.row_budget import RequestCandidates, Selection, select_rows, total_certain
-from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
+from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import Sequence
 from pipespec.head.step_stats import StepStats
+from pipespec.head.tree import ROOT
 
 # How many times as long a step may last with rows of prompts, while answers are running.
 MAX_PREFILL_SLOWDOWN = 1.5
@@ -35,22 +37,34 @@ class RowPlan:
         selection: the choice among all nodes that were offered.
         max_nodes: rows of trees that the step could have beside its prompts, if more of them were
             worth it.
-        refill: a draft round that is made before this step's rows are planned again.
+        state: of the pipeline when it was made.
     """
 
     nodes: list[tuple[Sequence, np.ndarray]]
     prompts: list[tuple[Sequence, int]]
     selection: Selection
     max_nodes: int
-    refill: ProposalBatch | None = None
+    state: PipelineState
 
     @property
     def num_prompt_rows(self) -> int:
         return sum(end - each.prefilled for each, end in self.prompts)
 
     @property
-    def has_nodes(self) -> bool:
-        return any(len(nodes) for _, nodes in self.nodes)
+    def is_empty(self) -> bool:
+        return not self.prompts and not any(len(nodes) for _, nodes in self.nodes)
+
+    @property
+    def unfed_roots(self) -> list[Sequence]:
+        """The sequences that have read their prompt and whose root has not been fed."""
+        return [each for each, _ in self.nodes if not each.tree.fed[ROOT]]
+
+    def rows(self) -> np.ndarray:
+        """As rows of a batch, `[rows, 6]`: those of prompts, then those of trees."""
+        rows = [np.empty((0, NUM_COLUMNS), np.int64)]
+        rows += [each.context.rows(each.prefilled, end) for each, end in self.prompts]
+        rows += [each.tree.rows(each.number, nodes) for each, nodes in self.nodes if len(nodes)]
+        return np.concatenate(rows)
 
 
 def plan_rows(
@@ -98,7 +112,7 @@ def plan_rows(
     selection = select(batch_rows - prompt_rows, prompt_rows)
     max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
     nodes = list(zip(sequences, selection.nodes, strict=True))
-    return RowPlan(nodes, prompts, selection, max_nodes)
+    return RowPlan(nodes, prompts, selection, max_nodes, state)
 
 
 def _prompts(

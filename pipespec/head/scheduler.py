@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.core import DRAFT, KIND, POSITION, Batch, Verdict
+from pipespec.core import POSITION, Batch, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
-from pipespec.head.expansion import Select, add_determined, plan_expansion
+from pipespec.head.expansion import add_determined, plan_expansion
 from pipespec.head.policies.policy import (
     AUTO,
-    Expansion,
     PipelineState,
     TargetBatch,
     has_time_for_round,
@@ -134,12 +133,17 @@ class Scheduler:
         rounds = 1 if self.stats.mode == ONE_BESIDE else self.config.rounds
         if self._draft_has_no_room or not has_time_for_round(rounds, state):
             return None
-        sequences = list(self.admission.sequences.values())
+        sequences = self.admission.sequences.values()
         if self._policy.refills and not self.stats.overlap:
             # The draft reads prompts while the stages do, and waits for the verdict otherwise.
-            sequences = [each for each in sequences if not each.decoding]
-        work, _ = self._draft_round(sequences, self._to_expand(state))
-        return work
+            return self._expansion([each for each in sequences if not each.decoding], state)
+        return self._expansion(sequences, state)
+
+    def add_determined(self, work: ProposalBatch) -> ProposalBatch:
+        """Add the tokens that grammars determine below the nodes of a draft round to the trees;
+        returns what is left of the round for the proposer."""
+        left = (add_determined(part) for part in work.parts)
+        return replace(work, parts=tuple(part for part in left if part is not None))
 
     def add_proposals(
         self, work: ProposalBatch, candidates: collections.abc.Sequence[Proposal | None], ms: float
@@ -154,16 +158,16 @@ class Scheduler:
         self._draft_reads_prompts = any(each is None for each in candidates)
         drafted = any(each is not None and len(each.parents) for each in candidates)
         self.totals.rounds += 1
-        nodes = sum(len(part.nodes) for part in work.parts)
+        nodes = sum(len(each.nodes) for each in work.requests)
         self.stats.add_round(ms, nodes, measured=drafted)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:
                 self.stats.add_proposal(answer.logps)
-                tree = part.sequence.tree
-                if part.allowed is not None:
-                    answer = masked_proposal(answer, part.nodes, part.allowed)
-                paths = answer.paths if part.max_path_tokens else None
+                request, tree = part.request, part.sequence.tree
+                if request.allowed is not None:
+                    answer = masked_proposal(answer, request.nodes, request.allowed)
+                paths = answer.paths if request.max_path_tokens else None
                 tree.add_children(answer.parents, answer.tokens, answer.logps, part.limit, paths)
                 tree.trim(self._policy.max_nodes)
 
@@ -175,16 +179,12 @@ class Scheduler:
 
     def take_scores(self) -> None:
         """Add the scores that have arrived to the trees, in place of the draft's own."""
-
-        def is_open(sequence: Sequence) -> bool:
-            return self.admission.sequences.get(sequence.number) is sequence
-
-        if self._scorer is None:
-            return
-        scored = self._scorer.take_scores(is_open, self._policy.max_nodes)
-        if scored is not None:
-            self.totals.mid_passes += 1
-            self.totals.scored += scored
+        if self._scorer is not None:
+            running, capacity = self.admission.sequences, self._policy.max_nodes
+            scored = self._scorer.take_scores(running, capacity)
+            if scored is not None:
+                self.totals.mid_passes += 1
+                self.totals.scored += scored
 
     def apply(self, verdict: Verdict, now: int) -> SequenceUpdate | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.
@@ -195,24 +195,21 @@ class Scheduler:
         if sequence is None:
             return None
         assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
-        reason = verdict.failed
-        count = 0
-        for token in verdict.tokens:
-            count += 1
-            if self._scorer is not None:
-                self._scorer.token_decided(sequence.tree, token)
-            over = sequence.accept(token, now)
-            self.totals.hits[min(sequence.tree.root_fed_depth, DEEPEST)] += 1
-            if over:
-                reason = over
-                break
+        depths, reason = sequence.accept(verdict.tokens, now)
+        reason = reason or verdict.failed
+        for depth in depths:
+            self.totals.hits[min(depth, DEEPEST)] += 1
+        if self._scorer is not None:
+            self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
+        count = len(depths)
         self._decided += count
         self._draft_has_no_room = False  # the draft may have room again
         if not sequence.tree.fed[ROOT]:
             sequence.root_waits_since = self.step
-        accepted = replace(
-            verdict, tokens=verdict.tokens[:count], logprobs=verdict.logprobs[:count]
-        )
+        accepted = verdict
+        if count < len(verdict.tokens):
+            tokens, logprobs = verdict.tokens[:count], verdict.logprobs[:count]
+            accepted = replace(verdict, tokens=tokens, logprobs=logprobs)
         if reason:
             self.admission.finish(sequence)
         return SequenceUpdate(sequence, accepted, reason)
@@ -229,47 +226,66 @@ class Scheduler:
         """Whether a batch of this step would have rows or changes."""
         if self.admission.has_unsent_departures:
             return True
-        if any(
-            each.prompt_left or not each.tree.fed[ROOT]
-            for each in self.admission.sequences.values()
-        ):
+        running = self.admission.sequences.values()
+        if any(each.prompt_left or not each.tree.fed[ROOT] for each in running):
             return True
-        return self._plan(self._state(elapsed_ms)).has_nodes
+        return not self._plan(self._state(elapsed_ms)).is_empty
 
     def plan_batch(self, elapsed_ms: float) -> RowPlan:
-        """The rows of this step, or a draft round before them (`RowPlan.refill`), without which
-        there are no rows to feed or which is worth the delay; plan again after that round."""
-        state = self._state(elapsed_ms)
-        plan = self._plan(state)
-        if not (self._draft_has_no_room or self._draft_reads_prompts):
-            select = worthwhile_refill(plan, self._policy, state, self.config.rounds)
-            if select is not None:
-                work, _ = self._draft_round([each for each, _ in plan.nodes], select)
-                if work is not None:
-                    return replace(plan, refill=work)
-                plan = self._plan(state)  # grammars have determined tokens
-        if not plan.prompts and not plan.has_nodes:
-            stuck = [each for each, _ in plan.nodes if not each.tree.fed[ROOT]]
-            work, urgent = self._draft_round(stuck, self._to_expand(state))
-            if work is not None and urgent:
-                if not self._draft_has_no_room:
-                    return replace(plan, refill=work)
-                count = min(self.admission.free_slots, self._budget(len(stuck)))
-                roots = [(each, np.array([ROOT])) for each in stuck[:count]]
-                plan = replace(plan, nodes=roots)
+        """The rows that this step could send now."""
+        plan = self._plan(self._state(elapsed_ms))
+        if self._draft_has_no_room and plan.is_empty and self._urgent_expansion(plan) is not None:
+            roots = plan.unfed_roots  # without the draft tokens for which they wait
+            roots = roots[: min(self.admission.free_slots, self._budget(len(roots)))]
+            plan = replace(plan, nodes=[(each, np.array([ROOT])) for each in roots])
         return plan
+
+    def next_refill(self, plan: RowPlan) -> ProposalBatch | None:
+        """A draft round before the batch of `plan`, without which there are no rows to feed or
+        which is worth the delay; plan again after it. None: there is none."""
+        if self._draft_has_no_room:
+            return None
+        if not self._draft_reads_prompts:
+            wanted = worthwhile_refill(plan, self._policy, self.config.rounds)
+            if work := plan_expansion(wanted, self._policy, self._budget):
+                return work
+        return self._urgent_expansion(plan) if plan.is_empty else None
 
     def next_batch(self, plan: RowPlan) -> Batch:
         """The batch with the rows of a plan, which count as fed from now on."""
-        if plan.nodes and self._policy.row_cost is None:
-            self.stats.add_candidates(plan.selection)
-        batch = Batch(self.step, self._take_rows(plan))
+        batch = Batch(self.step, plan.rows())
+        self._count(plan, batch)
+        self._mark_fed(plan)
         self.admission.attach_changes(batch)
         if len(batch) or batch.finished or batch.preempted:
             self._busy_until = self.step + self.config.num_steps
-        self.stats.add_batch(len(batch), int(np.count_nonzero(batch.rows[:, KIND] != DRAFT)))
         self.step += 1
         return batch
+
+    def _count(self, plan: RowPlan, batch: Batch) -> None:
+        """Count the rows of a batch, before they count as fed."""
+        trees = [(each.tree, nodes) for each, nodes in plan.nodes if len(nodes)]
+        roots = np.array([tree.position[ROOT] for tree, _ in trees], np.int64)
+        num_prompt_rows = plan.num_prompt_rows
+        depths = batch.rows[num_prompt_rows:, POSITION]
+        depths = depths - np.repeat(roots, [len(nodes) for _, nodes in trees])
+        probabilities = np.exp(np.concatenate([tree.cum[nodes] for tree, nodes in trees] or [[]]))
+        self.totals.add_step(len(batch), num_prompt_rows, depths, probabilities, self._decided)
+        if plan.nodes and self._policy.row_cost is None:
+            self.stats.add_candidates(plan.selection)
+        self.stats.add_batch(len(batch), num_prompt_rows)
+
+    def _mark_fed(self, plan: RowPlan) -> None:
+        for sequence, end in plan.prompts:
+            self.admission.cache.read(sequence.number, end)
+            sequence.counts["rows"] += end - sequence.prefilled
+            sequence.prefilled = end
+        for sequence, nodes in plan.nodes:
+            if len(nodes):
+                sequence.counts["rows"] += len(nodes)
+                sequence.tree.mark_fed(nodes)
+                if not self._policy.keeps_unfed:
+                    sequence.tree.drop_unfed()
 
     def end_step(self, ms: float) -> None:
         if self._decoding and self.admission.sequences:
@@ -302,48 +318,15 @@ class Scheduler:
             self.config, self.admission, self._policy, self.stats, state, mixes=self._decoding > 0
         )
 
-    def _to_expand(self, state: PipelineState) -> Select:
-        def select(sequence: Sequence) -> Expansion:
-            return self._policy.select_to_expand(sequence.tree, sequence.policy_state(state))
+    def _expansion(
+        self, sequences: Iterable[Sequence], state: PipelineState
+    ) -> ProposalBatch | None:
+        """The draft round that the policy wants of these."""
+        select = self._policy.select_to_expand
+        wanted = [(each, select(each.tree, each.policy_state(state))) for each in sequences]
+        return plan_expansion(wanted, self._policy, self._budget)
 
-        return select
-
-    def _draft_round(
-        self, sequences: Iterable[Sequence], select: Select
-    ) -> tuple[ProposalBatch | None, bool]:
-        """The draft round of what `select` chooses, and whether the pipeline idles until it is
-        done. Tokens that a grammar determines are added to the trees without the proposer."""
-        among = list(sequences)
-        while True:
-            parts, urgent = plan_expansion(among, self._policy, select, self._budget)
-            left = [each for part in parts if (each := add_determined(part)) is not None]
-            if left or not parts:  # else the grammars determined all of these; look further
-                work = ProposalBatch(tuple(left), self._policy.children) if left else None
-                return work, urgent
-
-    def _take_rows(self, plan: RowPlan) -> np.ndarray:
-        found = [Batch(self.step).rows]
-        for sequence, end in plan.prompts:
-            rows = sequence.context.rows(sequence.prefilled, end)
-            self.admission.cache.read(sequence.number, end)
-            sequence.prefilled = end
-            sequence.counts["rows"] += len(rows)
-            found.append(rows)
-        prompt_rows = sum(map(len, found))
-        cums = [np.empty(0)]
-        roots: list[int] = []  # the position of the root above each row that follows
-        for sequence, nodes in plan.nodes:
-            if len(nodes):
-                tree = sequence.tree
-                found.append(tree.rows(sequence.number, nodes))
-                roots += [int(tree.position[ROOT])] * len(nodes)
-                cums.append(tree.cum[nodes])
-                tree.mark_fed(nodes)
-                if not self._policy.keeps_unfed:
-                    tree.drop_unfed()
-                sequence.counts["rows"] += len(nodes)
-        rows = np.concatenate(found)
-        depths = rows[prompt_rows:, POSITION] - np.array(roots, np.int64)
-        probabilities = np.exp(np.concatenate(cums))
-        self.totals.add_step(len(rows), prompt_rows, depths, probabilities, self._decided)
-        return rows
+    def _urgent_expansion(self, plan: RowPlan) -> ProposalBatch | None:
+        """The draft round for which the roots that are not in the plan wait."""
+        work = self._expansion(plan.unfed_roots, plan.state)
+        return work if work is not None and work.urgent else None

@@ -80,31 +80,23 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ProposalPart:
-    """A draft round's part for one sequence: the best `limit` children of its `nodes` are kept
-    (None: all), of those `allowed`, with `max_path_tokens` draft tokens below them
-    (`ProposalRequest`). `ahead` is what a grammar determines below its nodes."""
+    """A draft round's part for one sequence, of whose candidates the best `limit` are kept (None:
+    all). `ahead` is what a grammar determines below the requested nodes."""
 
     sequence: Sequence
-    nodes: np.ndarray
+    request: ProposalRequest
     limit: int | None
-    allowed: np.ndarray | None = None
-    max_path_tokens: int = 0
     ahead: tuple[LookAhead, ...] = ()
-
-    @property
-    def request(self) -> ProposalRequest:
-        sequence = self.sequence
-        return ProposalRequest(
-            sequence.context, sequence.tree, self.nodes, self.allowed, self.max_path_tokens
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class ProposalBatch:
-    """One draft round: `children` children for the nodes of each part."""
+    """One draft round: `children` children for the nodes of each part. `urgent`: the pipeline idles
+    until it is done."""
 
     parts: tuple[ProposalPart, ...]
     children: int
+    urgent: bool = False
 
     @property
     def requests(self) -> list[ProposalRequest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,8 +50,8 @@ class Sequence:
         prefilled: tokens that were fed before decoding, shared ones included.
         root_waits_since: the step since which there has been an unfed root.
         hits: decided tokens that had been fed as draft tokens.
-        started_ns, admitted_ns: when it was added, and when it first entered the pipeline
-            (`HeadLoop` sets it).
+        admitted_ns: when it first entered the pipeline (`HeadLoop` sets it).
+        token_ns: when each token of the answer was decided.
         ended: why it was over before it started.
         guide: of a request with a grammar.
     """
@@ -69,12 +69,10 @@ class Sequence:
     cached: int | None = None
     prefilled: int = 0
     root_waits_since: int = 0
-    generated: int = 0
     hits: int = 0
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
     )
-    started_ns: int = 0
     admitted_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
@@ -110,8 +108,6 @@ class Sequence:
                 NOT_IN_PIPELINE, request.id, len(request.prompt), len(tokens), terms
             ),
             replayed=len(answer),
-            generated=len(answer),
-            started_ns=now,
             token_ns=[now] * len(answer),
             guide=guide,
         )
@@ -180,20 +176,26 @@ class Sequence:
             return self.prefilled
         return len(self.context.tokens) - 1 + bool(self.tree.fed[ROOT])
 
-    def accept(self, token: int, now: int) -> str | None:
-        """Move the root to a decided token; returns why the request ends with it, or None."""
-        if not self.first_token:
+    def accept(self, tokens: Iterable[int], now: int) -> tuple[list[int], str | None]:
+        """Move the root along decided tokens, up to the one that ends the request.
+
+        Returns at which depth each was fed as a draft token (0: it must be fed now), and why the
+        request ends with the last one, or None.
+        """
+        first, reason = len(self.context.tokens), None
+        for token in tokens:
+            self.context.tokens.append(token)
+            if self.guide is not None:
+                self.guide.accept(token)
+            if reason := self.finish_reason(token):
+                break
+        ids, depths = self.tree.advance(self.context.tokens[first:])
+        if ids and not self.first_token:
             self.first_token = dict(self.counts)
-        self.tree.advance(token)
-        if self.guide is not None:
-            self.guide.accept(token)
-        # A hit was fed before it was decided; a miss must be fed now.
-        self.hits += bool(self.tree.fed[ROOT])
-        self.context.tokens.append(token)
-        self.context.nodes.append(int(self.tree.id[ROOT]))
-        self.generated += 1
-        self.token_ns.append(now)
-        return self.finish_reason(token)
+        self.context.nodes += ids
+        self.hits += sum(depth > 0 for depth in depths)
+        self.token_ns += [now] * len(ids)
+        return depths, reason
 
     def finish_reason(self, token: int) -> str | None:
         """Why the request ends with this token of the answer; None: it does not."""
@@ -212,7 +214,7 @@ class Sequence:
     @property
     def misses_per_step(self) -> float:
         """Tokens per step that had to be fed after they were decided."""
-        return (self.generated - self.replayed - self.hits) / max(self.counts["steps"], 1)
+        return (len(self.token_ns) - self.replayed - self.hits) / max(self.counts["steps"], 1)
 
     @property
     def _near_end(self) -> bool:
@@ -240,12 +242,9 @@ class Sequence:
     def statistics(self) -> dict[str, Any]:
         """Counts of the whole request, and those at its first token."""
         return {
-            "prompt_tokens": len(self.request.prompt),
-            "completion_tokens": self.generated,
             "cached_tokens": self.cached or 0,
             "replayed": self.replayed,
             "hits": self.hits,
-            "started_ns": self.started_ns,
             "token_ns": self.token_ns,
             "counts": self.counts,
             "first_token": self.first_token,

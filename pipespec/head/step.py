@@ -18,15 +18,12 @@ class Pipeline(Protocol):
 
     def begin_step(self) -> None:
         """A step begins; `elapsed_ms` counts from here."""
-        ...
 
     def elapsed_ms(self) -> float:
         """Milliseconds since the step began."""
-        ...
 
     def start_sequence(self, sequence: Sequence) -> None:
         """A sequence has entered the pipeline; the proposer must know it before it proposes."""
-        ...
 
     def propose(
         self, work: ProposalBatch
@@ -35,28 +32,22 @@ class Pipeline(Protocol):
 
         The proposer must know every token that was accepted before.
         """
-        ...
 
     def receive_verdicts(self) -> None:
         """Wait until the batch of this step is due; apply every verdict that arrives until then
         (`Scheduler.apply`)."""
-        ...
 
     def drop_cancelled(self) -> None:
         """End the requests that their clients have cancelled."""
-        ...
 
     def end_sequence(self, sequence: Sequence) -> None:
         """A preempted sequence has left the pipeline; the proposer must forget it."""
-        ...
 
     def send(self, batch: Batch) -> None:
         """Send a batch to the first stage."""
-        ...
 
     def after_send(self) -> None:
         """Do what must not delay the batch, such as logging the accepted tokens."""
-        ...
 
 
 def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
@@ -69,7 +60,7 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
     # The draft expands the trees while the stages compute.
     scheduler.refine()
     while work := scheduler.next_expansion(pipeline.elapsed_ms()):
-        scheduler.add_proposals(work, *pipeline.propose(work))
+        expand(scheduler, pipeline, work)
         scheduler.refine()
 
     drafted_ms = pipeline.elapsed_ms()
@@ -80,12 +71,20 @@ def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
         pipeline.end_sequence(sequence)
 
     scheduler.take_scores()
-    while work := (plan := scheduler.plan_batch(pipeline.elapsed_ms())).refill:
+    while work := scheduler.next_refill(plan := scheduler.plan_batch(pipeline.elapsed_ms())):
         # The stages wait for this draft round: without it there is nothing to send, or less than
         # the wait is worth.
-        scheduler.add_proposals(work, *pipeline.propose(work))
+        expand(scheduler, pipeline, work)
     batch = scheduler.next_batch(plan)
     pipeline.send(batch)
     pipeline.after_send()
     scheduler.end_step(pipeline.elapsed_ms())
     return batch
+
+
+def expand(scheduler: Scheduler, pipeline: Pipeline, work: ProposalBatch) -> None:
+    """Add the tokens of a draft round to the trees: those that grammars determine, and below them
+    those of the proposer."""
+    work = scheduler.add_determined(work)
+    if work.parts:
+        scheduler.add_proposals(work, *pipeline.propose(work))

@@ -8,13 +8,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipespec.head.decoding_modes import BESIDE, BETWEEN, ONE_TREE, PLAIN, LearntSteps
+from pipespec.head.decoding_modes import (
+    BESIDE,
+    BETWEEN,
+    ONE_TREE,
+    PLAIN,
+    LearntSteps,
+    SpeculationTrials,
+)
 from pipespec.head.policies.policy import (
     NO_PROBABILITIES,
     OfferedRows,
     PipelineState,
     TargetBatch,
-    TokenCost,
 )
 from pipespec.head.row_budget import Selection
 from pipespec.timing.batch_times import (
@@ -55,24 +61,9 @@ class _ThisStep:
         self.prompt_rows = max((prompt_rows for _, prompt_rows in self.computed), default=0)
 
 
-@dataclass(slots=True)
-class _StepCost:
-    ms: Ema = field(default_factory=Ema)
-    tokens: Ema = field(default_factory=Ema)
-
-    @property
-    def of_token(self) -> TokenCost | None:
-        if self.ms.value is None or not self.tokens.value:
-            return None
-        return TokenCost(self.ms.value / self.tokens.value, self.ms.samples)
-
-
 class StepStats:
     """Averages over the steps of a pipeline, fed by what happens in each. Holds no clock: durations
     are arguments.
-
-    Decoding with and without draft tokens are measured separately, each anew when the head switches
-    to it. A speculating pipeline takes `num_stages` steps to fill, which are left out.
 
     Args:
         rounds: draft rounds that every step has, however long they take.
@@ -93,7 +84,7 @@ class StepStats:
         self._learnt = learnt
         self._now = _ThisStep()
         self.mode = BESIDE if overlap else BETWEEN  # how this step decodes
-        self._speculates: bool | None = None
+        self._speculates: bool | None = None  # as learnt
         self._trial_rows: int | None = None
         self._target_rows = 1
         # Of `OfferedRows`: probabilities, certain rows, KV slots and presence, each by row.
@@ -111,11 +102,9 @@ class StepStats:
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beside its stages
-        self._plain, self._speculative = _StepCost(), _StepCost()  # by whether steps speculate
+        self._trials = SpeculationTrials(num_stages)
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
         self._proposals = 0
-        self._was_speculating = False
-        self._streak = 0
 
     def begin_step(self) -> None:
         """A step begins; the stages compute the batches in the pipeline."""
@@ -198,21 +187,12 @@ class StepStats:
     def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
         """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
         decided `tokens`. `speculating`: the draft worked, or draft tokens were in the pipeline."""
-        if speculating != self._was_speculating or not self._streak:
-            self._was_speculating, self._streak = speculating, 0
-            if speculating:
-                self._speculative = _StepCost()
-            else:
-                self._plain = _StepCost()
-        self._streak += 1
-        if not speculating:
-            self._plain.ms.add(ms)
-            # A request decides one token in each pass, unless batches are chosen for themselves.
-            alone = self.num_stages == 1 and not self.overlap
-            self._plain.tokens.add(tokens if alone else requests / self.num_stages)
-        elif self._streak > self.num_stages:
-            self._speculative.ms.add(ms)
-            self._speculative.tokens.add(tokens)
+        # Without draft tokens a request decides one token in each pass, unless batches are chosen
+        # for themselves.
+        counted = speculating or (self.num_stages == 1 and not self.overlap)
+        self._trials.add(
+            ms, tokens if counted else requests / self.num_stages, speculating=speculating
+        )
         now = self._now
         if not now.prompt_rows:
             self._without_prompts.add(ms)
@@ -287,7 +267,11 @@ class StepStats:
         if one_tree:
             points = tuple((rows, ms * self.num_stages) for rows, ms in points)
         rows = requests / self.num_stages
-        stage_ms = _stage_ms(self._stages, max(rows, 1)) if self._stages.points else None
+        speculates = self._speculates
+        if speculates is None:
+            known = bool(self._stages.points)
+            least_ms = _stage_ms(self._stages, max(rows, 1)) / rows if known else None
+            speculates = self._trials.speculates(least_ms)
         return PipelineState(
             num_stages=self.num_stages // steps_at_a_time,
             one_tree=one_tree,
@@ -301,20 +285,16 @@ class StepStats:
             draft_nodes=self._draft.count,
             draft_node_ms=self._draft.each_ms,
             verdict_ms=self._verdict_ms(),
-            tokens_per_step=self._speculative.tokens.value,
+            tokens_per_step=self._trials.speculative.tokens.value,
             step_ms=points,
             by_mean=self._learnt is not None and self._learnt.times.by_mean,
             trial_rows=self._trial_rows,
-            speculates=self._speculates,
+            speculates=speculates,
             slot_ms=self._stages.slot_ms * steps_at_a_time,
             offered=offered,
             drafting_ms=self._drafting.value or 0.0,
             target=target,
-            plain_cost=self._plain.of_token,
-            speculative_cost=self._speculative.of_token,
-            least_plain_ms=None if stage_ms is None else stage_ms / rows,
-            was_speculating=self._was_speculating,
-            streak=self._streak,
+            token_ms=self._trials.token_ms,
             child_probabilities=self._children,
         )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import reduce
+from operator import sub
 
 import numpy as np
 
@@ -65,11 +67,6 @@ class Tree:
     @property
     def depth(self) -> np.ndarray:
         return self.position - self.position[ROOT]
-
-    @property
-    def root_fed_depth(self) -> int:
-        """The depth of this root when it was fed as a draft token; 0: it was not."""
-        return int(self.position[ROOT] - self.fed_root_position[ROOT]) if self.fed[ROOT] else 0
 
     @property
     def num_fed(self) -> int:
@@ -217,25 +214,33 @@ class Tree:
             setattr(other, name, getattr(self, name).copy())
         return other
 
-    def advance(self, token: int) -> bool:
-        """The verdict's next token: its node becomes the root, all else is pruned.
+    def advance(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Move the root along decided tokens; what is not below the last of them is pruned. A token
+        that is not in the tree becomes a tree of its own.
 
-        Returns whether the token was in the tree. If it was not, the tree is that token alone.
+        Returns the ids of the tokens' nodes, and at which depth each was fed as a draft token; 0:
+        it was not.
         """
-        child = self.child(ROOT, token)
-        if child is None:
-            self._reset(
-                self._next_id, int(self.id[ROOT]), token, int(self.position[ROOT]) + 1, fed=False
-            )
-            self._next_id += 1
-            return False
-        self.prune(child)
-        return True
+        path, ids, depths = [ROOT], [], []
+        for token in tokens:
+            child = self.child(path[-1], token)
+            if child is None:
+                above, position = int(self.id[path[-1]]), int(self.position[path[-1]]) + 1
+                self._reset(self._next_id, above, token, position, fed=False)
+                self._next_id += 1
+                path, child = [], ROOT
+            path.append(child)
+            ids.append(int(self.id[child]))
+            root = self.fed_root_position[child]
+            depths.append(int(self.position[child] - root) if self.fed[child] else 0)
+        self.prune(path)
+        return ids, depths
 
     def child(self, parent: int, token: int) -> int | None:
         """The index of `parent`'s child with that token, or None."""
         found = ((self.parent == parent) & (self.token == token)).nonzero()[0]
-        return next((int(child) for child in found if child != ROOT), None)
+        # The root is its own parent, and comes first.
+        return int(found[-1]) if len(found) and found[-1] != ROOT else None
 
     def children(self, parents: np.ndarray) -> list[np.ndarray]:
         """The indices of the children of each of `parents`."""
@@ -245,11 +250,17 @@ class Tree:
         ends = np.searchsorted(above, parents, "right")
         return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
-    def prune(self, root: int) -> None:
-        """Keep only the subtree of `root`."""
-        self._select(self.descends_from(root).nonzero()[0])
+    def prune(self, path: Sequence[int]) -> None:
+        """Keep only the subtree of the last node of a path, which begins at the root."""
+        if len(path) == 1:
+            return
+        logps: list[float] = []  # of each, rounded as if the root moved node by node
+        for node in path[1:]:
+            logps.append(reduce(sub, logps, float(self.cum[node])))
+        self._select(self.descends_from(path[-1]).nonzero()[0])
         self.parent[ROOT] = ROOT
-        self.cum -= self.cum[ROOT]
+        for logp in logps:
+            self.cum -= logp
 
     def trim(self, capacity: int) -> None:
         """Drop the least probable nodes that were neither fed nor expanded until `capacity` nodes
@@ -276,9 +287,10 @@ class Tree:
         reached = np.zeros(len(self), bool)
         reached[root] = True
         jump = self.parent
-        for _ in range(int(self.position[-1] - self.position[root]).bit_length()):
+        for doubling in range(int(self.position[-1] - self.position[root]).bit_length()):
+            if doubling:
+                jump = jump.take(jump)
             reached |= reached.take(jump)
-            jump = jump.take(jump)
         return reached
 
     def path(self, node: int) -> list[int]:

@@ -30,15 +30,12 @@ class Matcher(Protocol):
         Tokens that end the text are allowed where the grammar allows it to end; none follows them.
         Raises GrammarFailed.
         """
-        ...
 
     def consume(self, tokens: Sequence[int]) -> int:
         """Append the longest prefix of `tokens` that the grammar allows; returns its length."""
-        ...
 
     def rollback(self, count: int) -> None:
         """Remove the newest tokens."""
-        ...
 
 
 # Begins to compile a grammar in the background. The future may raise GrammarFailed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -18,6 +19,22 @@ MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens, as in OpenAI's interface; they travel with the request's first rows
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # as of int64, which clients have
 MAX_LOGPROBS = 20
+_ABOVE_0, _FINITE = math.nextafter(0.0, 1.0), sys.float_info.max
+_PENALTIES = -MAX_PENALTY, MAX_PENALTY, f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+# The least and the largest value of numbers, and what they must be.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, _FINITE, "0 (greedy) or more"),
+    "top_k": (0, math.inf, "a whole number from 1 up, or 0 for all tokens"),
+    "top_p": (_ABOVE_0, 1.0, "more than 0 and at most 1"),
+    "min_p": (0.0, 1.0, "from 0 to 1"),
+    "repetition_penalty": (
+        *(MIN_REPETITION, MAX_REPETITION),
+        f"from {MIN_REPETITION:g} to {MAX_REPETITION:g} (1 changes nothing)",
+    ),
+    "presence_penalty": _PENALTIES,
+    "frequency_penalty": _PENALTIES,
+    "seed": (MIN_SEED, MAX_SEED, f"from {MIN_SEED} to {MAX_SEED}"),
+}
 
 
 @dataclass(frozen=True)
@@ -111,20 +128,9 @@ def check_sampling(sampling: SamplingParams, section: str = "sampling") -> None:
     def refuse(name: str, value: object, must: str) -> None:
         raise ConfigError(f"{prefix}{name} is {value}, but must be {must}.")
 
-    if not (math.isfinite(s.temperature) and s.temperature >= 0):
-        refuse("temperature", s.temperature, "0 (greedy) or more")
-    if s.top_k < 0:
-        refuse("top_k", s.top_k, "a whole number from 1 up, or 0 for all tokens")
-    if not 0 < s.top_p <= 1:
-        refuse("top_p", s.top_p, "more than 0 and at most 1")
-    if not 0 <= s.min_p <= 1:
-        refuse("min_p", s.min_p, "from 0 to 1")
-    if not MIN_REPETITION <= s.repetition_penalty <= MAX_REPETITION:
-        limits = f"from {MIN_REPETITION:g} to {MAX_REPETITION:g} (1 changes nothing)"
-        refuse("repetition_penalty", s.repetition_penalty, limits)
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -MAX_PENALTY <= getattr(s, name) <= MAX_PENALTY:
-            refuse(name, getattr(s, name), f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    for name, (least, most, must) in _RANGES.items():
+        if not least <= getattr(s, name) <= most:
+            refuse(name, getattr(s, name), must)
     if len(s.logit_bias) > MAX_BIASED:
         refuse("logit_bias", f"of {len(s.logit_bias)} tokens", f"of {MAX_BIASED} at most")
     for token, bias in s.logit_bias:
@@ -136,8 +142,6 @@ def check_sampling(sampling: SamplingParams, section: str = "sampling") -> None:
             f"{prefix}acceptance=strict accepts the draft tokens that top_k, top_p or min_p "
             f"leaves, but none of them is set; set one, for example {prefix}top_p=0.9."
         )
-    if not MIN_SEED <= s.seed <= MAX_SEED:
-        refuse("seed", s.seed, f"from {MIN_SEED} to {MAX_SEED}")
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(s, name)
         if count is not None and not 0 <= count <= MAX_LOGPROBS:

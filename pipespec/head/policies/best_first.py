@@ -31,9 +31,6 @@ PASSES_AHEAD, PASSES_HELD = 2, 4
 # A shorter pipeline counts as one of so many stages there: beside a step of few stages there are
 # several rounds of nodes, and the verdict rules out most of them.
 LEAST_STAGES = 4
-# For how many passes through the pipeline speculation is tried, and after how many the other one,
-# with or without it, is tried again.
-TRIAL, PATIENCE = 4, 64
 
 PLAIN = Root()
 
@@ -54,9 +51,8 @@ class BestFirst(SpeculationPolicy):
     several draft rounds per step would displace each other before they can be computed. What a
     draft adds beyond PASSES_AHEAD passes through the pipeline is hardly ever computed.
 
-    With measured times nothing is drafted while that decodes faster (`should_speculate`), and a
-    batch waits for the verdict of the one before it where one tree a pass decodes faster
-    (`pipespec.head.decoding_modes.Modes`).
+    With measured times nothing is drafted while that decodes faster, and a batch waits for the
+    verdict of the one before it where one tree a pass does (`pipespec.head.decoding_modes`).
     """
 
     shared = True
@@ -105,7 +101,7 @@ class BestFirst(SpeculationPolicy):
         return min(self.max_nodes, PASSES_HELD * _at_least(num_stages) * self.max_rows)
 
     def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
-        if not self.should_speculate(state):
+        if not self._speculates(state):
             return PLAIN.select_to_expand(tree, state)
         room = self._room(tree, state)
         rows = self.max_rows if state.target is None else min(self.max_rows, state.target.rows)
@@ -118,7 +114,7 @@ class BestFirst(SpeculationPolicy):
         return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
 
     def select_to_refill(self, tree: Tree, state: PipelineState) -> np.ndarray:
-        if not self.should_speculate(state) or self._waits(tree, state):
+        if not self._speculates(state) or self._waits(tree, state):
             return NO_NODES
         unexpanded = tree.nodes_before(state.end, ~tree.expanded)
         return tree.most_probable(unexpanded, self._room(tree, state))
@@ -129,7 +125,7 @@ class BestFirst(SpeculationPolicy):
         return max(self.max_held(state.num_stages) - held, 0)
 
     def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
-        if not self.should_speculate(state):
+        if not self._speculates(state):
             return PLAIN.select_to_schedule(tree, state)
         if self._waits(tree, state):
             return NO_NODES
@@ -140,33 +136,9 @@ class BestFirst(SpeculationPolicy):
         """Whether the tree waits for the verdict of its batch in the pipeline."""
         return state.one_tree and bool(tree.fed[ROOT])
 
-    def should_speculate(self, state: PipelineState) -> bool:
-        """Whether the next step speculates: as long as a token takes no longer than the stages
-        alone need for one without draft tokens.
-
-        Otherwise both are measured, as neither predicts the other, and the cheaper one is used.
-        After PATIENCE pipeline lengths the other one is tried again, as the text may have changed:
-        speculation for TRIAL pipeline lengths, plain decoding for one token.
-        """
-        if self.row_cost is None and state.speculates is not None:
-            return state.speculates
-        if self.row_cost is not None or state.least_plain_ms is None:
-            return True
-        lengths, cost = state.streak / state.num_stages, state.speculative_cost
-        if state.was_speculating or not state.streak:
-            if cost is None or cost.ms_per_token <= state.least_plain_ms or lengths < TRIAL:
-                return True
-            return lengths < PATIENCE and self._speculation_pays(state)
-        if lengths < 1:
-            return False
-        return lengths >= PATIENCE or self._speculation_pays(state)
-
-    @staticmethod
-    def _speculation_pays(state: PipelineState) -> bool:
-        """Whether speculation has been worth its time; False until both costs are measured."""
-        if state.speculative_cost is None or state.plain_cost is None:
-            return False
-        return state.speculative_cost.ms_per_token <= state.plain_cost.ms_per_token
+    def _speculates(self, state: PipelineState) -> bool:
+        """Whether this step does; with a `row_cost` that is stated it goes by no measurement."""
+        return self.row_cost is not None or state.speculates
 
 
 def _at_least(num_stages: int) -> int:

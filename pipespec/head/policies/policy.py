@@ -32,14 +32,6 @@ WIDTH = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCost:
-    """The measured cost of decoding, `ms_per_token` over `steps` steps."""
-
-    ms_per_token: float
-    steps: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class OfferedRows:
     """The rows that could have entered a batch, the most probable first, averaged over steps.
@@ -90,8 +82,7 @@ class PipelineState:
         one_tree: a request has one batch at a time in the pipeline, of its whole tree; a pass then
             counts as a step through one stage.
         overlap: draft rounds are made beside the stages.
-        speculates: whether speculation is measured as the faster way, or is to be measured; None:
-            the policy compares `plain_cost` and `speculative_cost`.
+        speculates: whether speculation is measured as the faster way, or is to be measured.
         trial_rows: the size that is tried in this step; None: none.
 
     and these are counted and measured in steps:
@@ -106,10 +97,7 @@ class PipelineState:
         by_mean: `step_ms` is by the mean of the batches in the pipeline, as ranks share cores.
         slot_ms: what each KV slot that is read adds to a step.
         offered: the rows that could have entered batches so far; None: unknown.
-        plain_cost, speculative_cost: of a token without speculation and with it.
-        least_plain_ms: what the stages alone need for a token without speculation.
-        was_speculating: the last step had draft tokens in the pipeline or proposed some.
-        streak: how many steps in a row, the last one included, agree in `was_speculating`.
+        token_ms: a token at present, speculating or not.
         child_probabilities: of the first, second, ... candidate for a node on the accepted path,
             averaged over the proposals; empty if unknown.
     """
@@ -130,16 +118,12 @@ class PipelineState:
     step_ms: Points = ()
     by_mean: bool = False
     trial_rows: int | None = None
-    speculates: bool | None = None
+    speculates: bool = True
     slot_ms: float = 0.0
     offered: OfferedRows | None = field(default=None, compare=False)
     drafting_ms: float = 0.0
     target: TargetBatch | None = None
-    plain_cost: TokenCost | None = None
-    speculative_cost: TokenCost | None = None
-    least_plain_ms: float | None = None
-    was_speculating: bool = False
-    streak: int = 0
+    token_ms: float | None = None
     child_probabilities: np.ndarray = field(default_factory=lambda: NO_PROBABILITIES, compare=False)
 
     @property
@@ -262,11 +246,6 @@ def check_rounds(rounds: int | str) -> None:
     """Raise ConfigError unless `rounds` is "auto" or a whole number within its limits."""
     if rounds != AUTO:
         check_whole("proposer.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
-
-
-def may_delay_batch(rounds: int | str, state: PipelineState) -> bool:
-    """Whether a round that delays the next batch is allowed: a number of rounds counts it too."""
-    return rounds == AUTO or state.rounds < int(rounds)
 
 
 def has_time_for_round(rounds: int | str, state: PipelineState) -> bool:

@@ -12,7 +12,7 @@ scores of the mid-size model replace those of the small draft as long as it does
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -26,9 +26,9 @@ from pipespec.head.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.node_records import drop_pruned
-from pipespec.head.row_budget import RequestCandidates, split_expansion
+from pipespec.head.row_budget import split_expansion
 from pipespec.head.sequence import Sequence
-from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from pipespec.head.tree import MIN_PROBABILITY, Tree
 from pipespec.limits import MAX_ROWS
 from pipespec.settings import setting
 
@@ -129,7 +129,7 @@ class CascadeProposer:
         if not policy.keeps_unfed or policy.whole:
             return
         among = [sequence for sequence in sequences if sequence.guide is None]
-        offers = [RequestCandidates(each.tree, self._unscored(each)) for each in among]
+        offers = [(each.tree, self._unscored(each)) for each in among]
         for sequence, nodes in zip(among, split_expansion(offers, self._rows), strict=True):
             if len(nodes):
                 tree = sequence.tree
@@ -146,12 +146,13 @@ class CascadeProposer:
             sequence.drop_past_end(tree.nodes_before(self._end, ~tree.scored)), self._rows
         )
 
-    def take_scores(self, is_open: Callable[[Sequence], bool], capacity: int) -> int | None:
+    def take_scores(self, running: Mapping[int, Sequence], capacity: int) -> int | None:
         """Add the scores that have arrived to the trees, of at most `capacity` nodes each, if the
         mid-size model predicts better; returns how many nodes got one, None: none have arrived.
 
-        A sequence that has left the pipeline is left out, also if it has entered it again. Nodes
-        without scores (None: the prompt is still being read) may be requested again.
+        A sequence that is not among the `running`, by number, is left out, also if it has entered
+        the pipeline again. Nodes without scores (None: the prompt is still being read) may be
+        requested again.
         """
         result = self._mid.poll()
         if result is None:
@@ -160,7 +161,7 @@ class CascadeProposer:
         count = 0
         for (sequence, tree, request), answer in zip(parts, result.proposals, strict=True):
             sequence.counts["overruns"] += not result.paced
-            if sequence.tree is not tree or not is_open(sequence):
+            if sequence.tree is not tree or running.get(sequence.number) is not sequence:
                 continue
             ids = request.tree.id
             scored_ids = np.zeros(0, np.int64) if answer is None else ids[answer.parents]
@@ -192,13 +193,14 @@ class CascadeProposer:
             small = ChildLogprobs(tree.token[mine], tree.logp[mine])
             held[node] = small, ChildLogprobs(tokens[i], logps[i])
 
-    def token_decided(self, tree: Tree, token: int) -> None:
-        """Compare the models by the token that was decided after the root of a tree."""
-        children = self._stated.get(tree, {}).pop(int(tree.id[ROOT]), None)
-        if children is not None:
-            small, mid = (each.logp(token) for each in children)
-            change = min(max(mid - small, -MAX_CHANGE), MAX_CHANGE)
-            self._advantage = MEMORY * self._advantage + change
+    def tokens_decided(self, tree: Tree, text: Context, first: int) -> None:
+        """Compare the models by the tokens that were decided, from the position `first` on."""
+        held = self._stated.get(tree, {})
+        for above, token in zip(text.nodes[first - 1 :], text.tokens[first:], strict=False):
+            if (children := held.pop(above, None)) is not None:
+                small, mid = (each.logp(token) for each in children)
+                change = min(max(mid - small, -MAX_CHANGE), MAX_CHANGE)
+                self._advantage = MEMORY * self._advantage + change
 
     def close(self) -> None:
         self._mid.close()

@@ -55,10 +55,10 @@ def name(policy: SpeculationPolicy) -> str:
 def candidates(work: ProposalBatch, rng: np.random.Generator) -> list[Proposal | None]:
     """Tokens 1, 2, .. below every node; now and then a prompt is still being read."""
     found: list[Proposal | None] = []
-    for part in work.parts:
-        tokens = np.tile(np.arange(1, work.children + 1), (len(part.nodes), 1))
-        logps = np.log(rng.dirichlet(np.ones(work.children), len(part.nodes)))
-        found.append(Proposal(part.nodes, tokens, logps) if rng.random() < 0.9 else None)
+    for each in work.requests:
+        tokens = np.tile(np.arange(1, work.children + 1), (len(each.nodes), 1))
+        logps = np.log(rng.dirichlet(np.ones(work.children), len(each.nodes)))
+        found.append(Proposal(each.nodes, tokens, logps) if rng.random() < 0.9 else None)
     return found
 
 
@@ -163,7 +163,7 @@ def test_every_request_ends_and_no_row_is_fed_twice_while_requests_come_and_go(
             key=lambda each: each.root_waits_since,
             default=None,
         )
-        while work := (plan := on.plan_batch(0.0)).refill:
+        while work := on.next_refill(plan := on.plan_batch(0.0)):
             on.add_proposals(work, candidates(work, rng), 1.0)
         batch = on.next_batch(plan)
         on.end_step(1.0)
@@ -293,7 +293,7 @@ def test_long_prompt_lengthens_no_step_and_leaves_rows_for_draft_tokens(
         ms = max(map(curve.ms, in_flight))
         assert ms <= 37.8
         on.end_verdicts(0.0, ms)
-        while work := (plan := on.plan_batch(ms)).refill:
+        while work := on.next_refill(plan := on.plan_batch(ms)):
             on.add_proposals(work, candidates(work, rng), 1.0)
         batch = on.next_batch(plan)
         in_flight = [*in_flight[1:], len(batch)]

@@ -145,13 +145,6 @@ def test_draft_token_below_padding_is_padding():
     assert [*texts_of(tree)] == [(), (1,), (1, 6)]
 
 
-def test_levels_lists_paths_by_depth():
-    paths = DraftPaths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
-    assert [level.tolist() for level in paths.levels(3)] == [[0, 2], [1], [3]]
-    with pytest.raises(AssertionError, match="comes before"):
-        [*DraftPaths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
-
-
 @pytest.mark.parametrize(
     ("policy", "deep"),
     [
@@ -170,9 +163,9 @@ def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     scheduler.begin_step()
     work = scheduler.next_expansion(0.0)
     assert work is not None
-    (part,) = work.parts
-    assert part.request.max_path_tokens == (2 if deep else 0)
-    found = Proposal(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
+    (asked,) = work.requests
+    assert asked.max_path_tokens == (2 if deep else 0)
+    found = Proposal(asked.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
     paths = DraftPaths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
     scheduler.add_proposals(work, [replace(found, paths=paths)], 1.0)
     tree = sequence.tree

@@ -17,7 +17,7 @@ from pipespec.extras.plan import simulation
 from pipespec.extras.plan.pipeline_times import Machine
 from pipespec.extras.plan.simulation import SimulatedPipeline
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
+from pipespec.head.policies.policy import PipelineState, TargetBatch
 from pipespec.head.refill import NextBatch
 from pipespec.head.row_budget import lone_batch
 from pipespec.head.scheduler import Scheduler
@@ -38,8 +38,7 @@ def state(num_stages: int = 1, target_rows: int = 8, **more: object) -> Pipeline
         step=1,
         step_ms=((1, STEP_MS), (64, 1.1 * STEP_MS)),
         target=target,
-        was_speculating=True,
-        speculative_cost=TokenCost(STEP_MS / 2, 10),
+        token_ms=STEP_MS / 2,
         **{"child_probabilities": np.array([0.7, 0.2]), **more},
     )
 
@@ -91,9 +90,7 @@ def test_nodes_below_the_least_bring_nothing_to_a_full_batch(rows: list[float]):
 
 def test_a_batch_chosen_for_itself_has_the_rows_that_save_more_than_they_take():
     """Each row takes 4 ms and a token 10, so rows of .4 and more are worth it."""
-    dear = replace(
-        state(), step_ms=((1, STEP_MS), (64, 4 * 64 + 6)), speculative_cost=TokenCost(10.0, 10)
-    )
+    dear = replace(state(), step_ms=((1, STEP_MS), (64, 4 * 64 + 6)), token_ms=10.0)
     probabilities = np.array([1.0, 0.9, 0.5, 0.45, 0.3, 0.2])
     found = lone_batch(probabilities, np.zeros(6), dear)
     assert found is not None and found.rows == 4
@@ -107,7 +104,7 @@ def test_many_rows_may_be_worth_their_time_where_few_are_not():
     steep = replace(
         state(),
         step_ms=((1, STEP_MS), (2, 18.0), (64, 18.0)),
-        speculative_cost=TokenCost(6.0, 10),
+        token_ms=6.0,
         child_probabilities=np.array([0.95]),
         draft_ms=1.0,
     )

@@ -110,7 +110,7 @@ def test_whole_candidates_are_selected_completely_or_not_at_all(seed, count, bud
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 60))
 def test_draft_round_expands_the_most_probable_nodes_of_all_requests(seed, count, budget):
     offers = offers_of(np.random.default_rng(seed), count)
-    shares = split_expansion(offers, budget)
+    shares = split_expansion([(each.tree, each.nodes) for each in offers], budget)
     wanted = sum(len(offer.nodes) for offer in offers)
     assert sum(map(len, shares)) == min(budget, wanted)
     cum = [offer.tree.cum[nodes] for offer, nodes in zip(offers, shares, strict=True)]

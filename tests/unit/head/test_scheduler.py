@@ -28,7 +28,8 @@ from pipespec.head.policies.root import Root
 from pipespec.head.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
-from pipespec.head.sequence import Sequence
+from pipespec.head.structured_output import GrammarGuide
+from tests.helpers.grammar import OneOf
 from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3
@@ -52,9 +53,9 @@ def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, 
 def candidates(work: ProposalBatch) -> list[Proposal]:
     """Every node's guesses are the tokens 1, 2, ..., each half as likely as the one before."""
     found = []
-    for part in work.parts:
-        tokens = np.tile(np.arange(1, work.children + 1), (len(part.nodes), 1))
-        found.append(Proposal(part.nodes, tokens, np.log(0.5) * tokens))
+    for each in work.requests:
+        tokens = np.tile(np.arange(1, work.children + 1), (len(each.nodes), 1))
+        found.append(Proposal(each.nodes, tokens, np.log(0.5) * tokens))
     return found
 
 
@@ -75,7 +76,7 @@ def step(on: Scheduler, *tokens: int):
         base = len(on.admission.sequences[0].context.tokens)
         progress = on.apply(Verdict(0, base, tokens), now=on.step)
     on.end_verdicts(0.0, 1.0)
-    while work := (plan := on.plan_batch(0.0)).refill:
+    while work := on.next_refill(plan := on.plan_batch(0.0)):
         on.add_proposals(work, candidates(work), 1.0)
     batch = on.next_batch(plan)
     on.end_step(1.0)
@@ -96,35 +97,21 @@ def test_prompt_enters_in_chunks_and_draft_tokens_follow_it():
     assert [on.step, on.draining] == [4, True]
 
 
-def test_rows_are_those_of_the_tree_after_grammars_have_changed_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Looking for a round that would delay the batch may add tokens that a grammar determines."""
+def test_what_a_grammar_determines_is_planned_first_and_fed_without_a_proposal():
     on = scheduler(BestFirst(8, 2))
-    sequence = opened(on)
-    step(on)
-
-    round_of = on._draft_round
-
-    def determined(sequences: list[Sequence], select: object):
-        if select != "refill":
-            return round_of(sequences, select)
-        leaves = np.flatnonzero(~sequence.tree.expanded)
-        sequence.tree.append_path(int(leaves[0]), [5, 6, 7])
-        return None, False
-
-    monkeypatch.setattr("pipespec.head.scheduler.worthwhile_refill", lambda *_: "refill")
-    monkeypatch.setattr(on, "_draft_round", determined)
-    seen: set[int] = set()
-    for _ in range(6):
-        batch, _ = step(on)
-        tree = sequence.tree
-        for row in batch.rows[batch.rows[:, KIND] == DRAFT]:
-            assert int(row[NODE]) not in seen
-            seen.add(int(row[NODE]))
-            place = tree.id.tolist().index(int(row[NODE]))
-            assert tree.fed[place] and tree.fed[tree.parent[place]]
-            assert row[TOKEN] == tree.token[place]
+    guide = GrammarGuide(OneOf([[5, 6, 7]], eos=9), (9,))
+    request = Request(7, (0,), 50, eos=(9,))
+    sequence = on.admission.add(request, lambda token: False, 0, guide=guide)
+    assert list(on.admit()) == [sequence]
+    step_of_prompt = on.next_batch(on.plan_batch(0.0))
+    assert len(step_of_prompt) == 1
+    on.begin_step()
+    work = on.next_expansion(0.0)
+    assert work is not None and len(sequence.tree) == 1, "planning changes no tree"
+    assert not on.add_determined(work).parts
+    assert on.next_expansion(0.0) is None, "nothing but the end may follow"
+    batch = on.next_batch(on.plan_batch(0.0))
+    assert batch.rows[:, TOKEN].tolist() == [5, 6, 7]
 
 
 def test_hit_feeds_nothing_again_and_miss_feeds_the_token_at_once():

@@ -80,7 +80,7 @@ def test_accept_moves_the_matcher_after_any_look_ahead(texts, data):
         extend(guide, tree, np.flatnonzero(~tree.expanded))
         token = data.draw(st.sampled_from(tokens))
         language.consume([token])
-        tree.advance(token)
+        tree.advance([token])
         guide.accept(token)
         (allowed,) = guide.allowed(tree, np.array([ROOT]))
         assert set(np.flatnonzero(unpack_mask(allowed, 256))) == language.next()

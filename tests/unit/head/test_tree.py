@@ -59,7 +59,7 @@ def test_pruning_keeps_exactly_the_subtree(tree, data):
     root = data.draw(st.integers(0, len(tree) - 1))
     root_id, probability = int(tree.id[root]), float(tree.cum[root])
     before = {int(i): float(c) for i, c in zip(tree.id, tree.cum, strict=True)}
-    tree.prune(root)
+    tree.prune(tree.path(root))
     check_tree(tree)
     assert set(tree.id.tolist()) == {n for n, chain in ancestors.items() if root_id in chain}
     for node, cum in zip(tree.id.tolist(), tree.cum.tolist(), strict=True):
@@ -71,7 +71,7 @@ def test_advance_moves_to_the_child_or_starts_anew(tree, token):
     child = tree.child(ROOT, token)
     old_root, old_ids = int(tree.id[ROOT]), set(tree.id.tolist())
     expected = None if child is None else int(tree.id[child])
-    assert tree.advance(token) == (child is not None)
+    assert tree.advance([token]) == ([tree.id[ROOT]], [0])
     check_tree(tree)
     assert tree.token[ROOT] == token and tree.position[ROOT] == 11
     assert tree.parent_id[ROOT] == old_root
@@ -79,6 +79,19 @@ def test_advance_moves_to_the_child_or_starts_anew(tree, token):
         assert len(tree) == 1 and tree.id[ROOT] not in old_ids and not tree.fed[ROOT]
     else:
         assert tree.id[ROOT] == expected
+
+
+@given(trees, st.lists(st.integers(0, VOCABULARY), max_size=4), st.randoms(use_true_random=False))
+def test_advancing_by_several_tokens_is_advancing_by_each(tree, tokens, random):
+    for i in range(1, len(tree)):
+        if tree.fed[tree.parent[i]] and random.random() < 0.5:
+            tree.mark_fed(np.array([i]))
+    one_by_one = tree.copy()
+    found = [one_by_one.advance([token]) for token in tokens]
+    assert tree.advance(tokens) == ([i for (i,), _ in found], [depth for _, (depth,) in found])
+    check_tree(tree)
+    for name in ("id", "parent", "token", "fed", "cum"):
+        assert getattr(tree, name).tolist() == getattr(one_by_one, name).tolist()
 
 
 @given(trees, st.integers(1, 40), st.randoms(use_true_random=False))

@@ -30,7 +30,7 @@ def trees(draw: st.DrawFn) -> Tree:
         if tree.fed[ROOT] and len(unfed):
             tree.mark_fed(tree.most_probable(unfed, 10))
         if draw(st.booleans()):
-            tree.advance(draw(st.integers(0, 9)))
+            tree.advance([draw(st.integers(0, 9))])
     return tree
 
 

@@ -237,19 +237,6 @@ def test_packed_draft_tokens_round_trip_even_if_there_are_none():
             assert getattr(read, name).tolist() == getattr(draft_tokens, name).tolist()
 
 
-def test_only_relaxed_and_strict_are_lossy():
-    lossy = [
-        spec.params(0).lossy
-        for spec in (
-            SamplingConfig(),
-            SamplingConfig(temperature=1),
-            SamplingConfig(acceptance="relaxed"),
-            SamplingConfig(acceptance="strict", top_p=0.9),
-        )
-    ]
-    assert lossy == [False, False, True, True]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_does_not_end_before_min_tokens(temperature: float) -> None:
     """Also after a resumed answer."""

@@ -67,7 +67,7 @@ class Pipeline:
     def hear(self) -> None:
         if self.heard:
             for token in self.heard.popleft().tokens:
-                self.tree.advance(token)
+                self.tree.advance([token])
                 self.path.append(int(self.tree.id[ROOT]))
 
     def tell(self, stage: int) -> None:

@@ -61,7 +61,7 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
                 hit = len(children) and rng.random() < 0.7
                 token = int(tree.token[rng.choice(children)]) if hit else 60
                 stage.apply([Verdict(request, len(context.tokens), (token,))])
-                tree.advance(token)
+                tree.advance([token])
                 context.tokens.append(token)
                 accepted += 1
                 alive = stage.prune(batch)

@@ -19,7 +19,6 @@ from pipespec.head.policies.policy import (
     PipelineState,
     SpeculationPolicy,
     TargetBatch,
-    TokenCost,
     has_time_for_round,
 )
 from pipespec.head.policies.root import Root
@@ -108,7 +107,7 @@ class Pipeline:
             token = int(self.rng.integers(VOCABULARY))
             if len(children) and self.rng.random() < self.luck:
                 token = int(self.tree.token[self.rng.choice(children)])
-            self.tree.advance(token)
+            self.tree.advance([token])
             self.decided += 1
 
 
@@ -213,7 +212,7 @@ def test_level_is_cut_before_or_after_the_verdict(cut, fed):
         growth.nodes, np.array([[3, 4], [5, 6]]), np.log([[0.5, 0.4], [0.5, 0.4]]), growth.limit
     )
     assert not len(policy.select_to_expand(tree, STATE).nodes), "one level ahead"
-    tree.advance(2)
+    tree.advance([2])
     assert tree.token[chosen(policy, tree, STATE)].tolist() == fed
 
 
@@ -550,22 +549,19 @@ def test_costs_with_and_without_speculation_are_measured_apart_once_the_pipeline
 
     for _ in range(4):
         meter.add_step(10.0, 0, speculating=False)
-    assert state().plain_cost == TokenCost(20.0, 4) and state().speculative_cost is None
+    assert state().token_ms == 20.0 and state().tokens_per_step is None
     for tokens in (0, 0, 1, 2, 1, 2):
         meter.add_step(15.0, tokens, speculating=True)
-    assert state().speculative_cost == TokenCost(10.0, 4) and state().tokens_per_step == 1.5
-    assert (state().was_speculating, state().streak) == (True, 6)
+    assert state().token_ms == 10.0 and state().tokens_per_step == 1.5
     meter.add_step(30.0, 1, speculating=False)
-    assert state().plain_cost == TokenCost(60.0, 1), "measured anew"
-    assert state().speculative_cost == TokenCost(10.0, 4), "cached_call"
+    assert state().token_ms == 60.0, "measured anew"
 
 
 def test_plain_token_costs_less_with_more_requests():
     meter = StepStats(num_stages=4)
     for _ in range(8):
         meter.add_step(10.0, 1, speculating=False, requests=4)
-    plain = meter.state(0, end=9, elapsed_ms=0.0).plain_cost
-    assert plain is not None and plain.ms_per_token == 10.0  # 40 for one request
+    assert meter.state(0, end=9, elapsed_ms=0.0).token_ms == 10.0  # 40 for one request
 
 
 def test_row_is_worth_less_with_more_requests():
@@ -619,7 +615,7 @@ class Text:
         """In which steps it speculated."""
         out = []
         for step in range(steps):
-            speculates = BestFirst().should_speculate(self.meter.state(step, end=9, elapsed_ms=0.0))
+            speculates = self.meter.state(step, end=9, elapsed_ms=0.0).speculates
             self.owed += tokens if speculates else 1 / 4
             self.meter.add_step(
                 speculating_ms if speculates else plain_ms, int(self.owed), speculating=speculates
@@ -656,18 +652,10 @@ def test_whether_it_speculates_follows_changes_of_the_text():
 
 
 def test_without_speculation_it_schedules_what_root_does():
-    losing = replace(
-        STATE,
-        plain_cost=TokenCost(40.0, 9),
-        speculative_cost=TokenCost(50.0, 9),
-        least_plain_ms=35.0,
-        streak=9,
-    )
-    assert not BestFirst().should_speculate(losing)
-    assert BestFirst(row_cost=0.0).should_speculate(losing), "it goes by no measurement"
+    losing = replace(STATE, speculates=False)
     for fed in (True, False):
         tree = one_level([0.5, 0.3], fed=fed)
         assert chosen(BestFirst(), tree, losing).tolist() == chosen(Root(), tree, losing).tolist()
         assert not len(BestFirst().select_to_expand(tree, losing).nodes)
-    winning = replace(losing, speculative_cost=TokenCost(30.0, 9))
-    assert chosen(BestFirst(), one_level([0.5, 0.3]), winning).tolist() == [1, 2]
+    stated = BestFirst(row_cost=0.0)
+    assert chosen(stated, one_level([0.5, 0.3]), losing).tolist() == [1, 2], "it is not measured"

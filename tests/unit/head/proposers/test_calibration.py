@@ -94,7 +94,7 @@ def test_tokens_of_paths_are_calibrated_too():
         )
         tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
         for token in (1, 2, 3, 9):  # the last token of the path never hits
-            tree.advance(token)
+            tree.advance([token])
             context.tokens.append(token)
             context.nodes.append(int(tree.id[ROOT]))
         proposer.accept_verdict(Verdict(number, 1, (1, 2, 3, 9)))

@@ -39,7 +39,7 @@ def started(proposer, tokens: Sequence[int]) -> tuple[Context, Tree]:
 def decide(proposer, context: Context, tree: Tree, token: int) -> None:
     """What the head does with a verdict of one token."""
     base = len(context.tokens)
-    tree.advance(token)
+    tree.advance([token])
     context.tokens.append(token)
     context.nodes.append(int(tree.id[ROOT]))
     proposer.accept_verdict(Verdict(0, base, (token,)))

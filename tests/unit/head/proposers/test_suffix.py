@@ -101,7 +101,7 @@ def ask(proposer: SuffixProposer, context: Context, tree: Tree, deeper: int = 0)
 def say(proposer: SuffixProposer, context: Context, tree: Tree, tokens: list[int]) -> None:
     base = len(context.tokens)
     for token in tokens:
-        tree.advance(token)
+        tree.advance([token])
         context.tokens.append(token)
         context.nodes.append(int(tree.id[ROOT]))
     proposer.accept_verdict(Verdict(context.sequence, base, tuple(tokens)))
