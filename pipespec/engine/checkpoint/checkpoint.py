@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.checkpoint.model_path import resolve
-from pipespec.engine.formats.gguf import GgufFiles, is_gguf
-from pipespec.engine.formats.safetensors_folder import SafetensorsFolder, view
+from pipespec.engine.checkpoint.partial_checkpoint import StoredFiles, stored_files
+from pipespec.engine.formats.safetensors_folder import view
 
 if TYPE_CHECKING:  # headers are read without it
     import torch
-
-StoredFiles = GgufFiles | SafetensorsFolder
 
 
 class Checkpoint:
@@ -27,7 +25,7 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = path
-        self.files: StoredFiles = GgufFiles(path) if is_gguf(path) else SafetensorsFolder(path)
+        self.files: StoredFiles = stored_files(path)
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:

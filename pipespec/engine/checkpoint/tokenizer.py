@@ -15,7 +15,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.partial_checkpoint import StoredFiles
 from pipespec.errors import ModelError
 from pipespec.system.result_cache import cached_call
 from pipespec.system.validation import Unreadable, reason

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.checkpoint.checkpoint import Checkpoint, StoredFiles
+from pipespec.engine.checkpoint.checkpoint import Checkpoint
+from pipespec.engine.checkpoint.partial_checkpoint import StoredFiles
 from pipespec.engine.formats.slice_tensors import LAYER
 from pipespec.engine.formats.tp_cuts import CutUnits
 from pipespec.system.result_cache import cached_call
