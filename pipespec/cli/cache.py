@@ -44,7 +44,7 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("`pipespec cache fetch` takes no --all; it fetches what is computed.")
 
     from pipespec.cluster.decide import decide
-    from pipespec.cluster.weights.local import require_weights
+    from pipespec.cluster.weights.locations import require_weights
     from pipespec.config.compose import compose
 
     moved: dict[str, tuple[int, int, int]] = {}

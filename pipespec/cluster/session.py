@@ -29,9 +29,12 @@ from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.cluster.recovery.cluster_state import ClusterState
 from pipespec.cluster.recovery.recovery import Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
-from pipespec.cluster.weights.distribution import distribute_weights, shared_names
-from pipespec.cluster.weights.local import require_weights
-from pipespec.cluster.weights.moves import WeightMoves
+from pipespec.cluster.weights.distribution import (
+    WeightMoves,
+    distribute_weights,
+    shared_names,
+)
+from pipespec.cluster.weights.locations import require_weights
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog

@@ -64,6 +64,11 @@ class Host:
         return self.ssh == LOCAL
 
     @property
+    def shares_caches(self) -> bool:
+        """Whether it is this machine, with the folders of this process."""
+        return self.local and not self.env
+
+    @property
     def by_hand(self) -> bool:
         """Whether its workers are started by others (`launch/torchrun.sh`)."""
         return self.ssh == BY_HAND

@@ -14,6 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Larger files are stored as huggingface.co stores them: with a SHA-256, behind a signed URL.
 LARGE_BYTES = 2**14
@@ -82,6 +85,18 @@ def serving(hub: Hub, address: str = "127.0.0.1") -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def used(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """huggingface_hub asks this hub, here and in processes that are started, and has this cache."""
+    with serving(hub) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        yield
 
 
 class _Server(ThreadingHTTPServer):

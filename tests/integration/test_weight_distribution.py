@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ import psutil
 import pytest
 import yaml
 from gguf import GGMLQuantizationType
-from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
@@ -31,10 +32,10 @@ from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint.parts import parts_file
 from pipespec.engine.checkpoint.parts.folder import Repository
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, ranges_of
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.system.folders import resource_dir
-from tests.helpers.hub import COMMIT, Hub, serving
+from tests.helpers.hub import COMMIT, Hub, used
 from tests.helpers.shards import shard
 from tools.rig.cluster import reference
 from tools.rig.gguf_files import write
@@ -48,6 +49,7 @@ ASK = [
     *("model.context=64", "model.dtype=float32"),
 ]
 TOKEN = "the-token"
+UP = "model.layers.{}.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +93,9 @@ def hub(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'helpers' / 'small_blocks'}:{ROOT}")
     monkeypatch.setattr(parts_file, "BLOCK_BYTES", 2**14)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alpha"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with serving(hub) as endpoint:
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with used(hub, tmp_path / "hub", monkeypatch):
         yield hub
-
-
-def size_of(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def hosts_file(
@@ -123,19 +116,46 @@ def hosts_file(
     return f"cluster={file}"
 
 
-def fetched(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, dict[str, int]]:
-    assert main(["cache", "fetch", "--json", *settings]) == 0
-    found: dict[str, dict[str, int]] = json.loads(capsys.readouterr().out)["hosts"]
-    return found
+@dataclass
+class Rig:
+    """Hosts that lack the hub's model. Of each, `tensors` names those that it has got."""
+
+    hub: Hub
+    served: Path
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def settings(self, split: list[int], **changes: dict[str, Any]) -> list[str]:
+        return [hosts_file(self.folder, split, **changes), "model.target=org/model"]
+
+    def fetched(self, *settings: str) -> dict[str, dict[str, int]]:
+        """The bytes of each host that lacked some."""
+        assert main(["cache", "fetch", "--json", *settings]) == 0
+        found: dict[str, dict[str, int]] = json.loads(self.capsys.readouterr().out)["hosts"]
+        return found
+
+    def files(self, host: str) -> dict[str, PartsFile]:
+        files = (self.folder / host).glob("pipespec/weights/*/*/*.safetensors")
+        return {file.name: PartsFile(file) for file in files}
+
+    def tensors(self, host: str) -> set[str]:
+        return {name for file in self.files(host).values() for name in tensors_in(file)}
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.served.glob("*.safetensors"))
+
+    def require_sent_once(self) -> None:
+        assert self.hub.weight_bytes <= 1.02 * self.size
 
 
-def here(cache: Path) -> dict[str, PartsFile]:
-    files = cache.glob("pipespec/weights/*/*/*.safetensors")
-    return {file.name: PartsFile(file) for file in files}
+def tensors_in(file: PartsFile) -> set[str]:
+    return {name for name, place in ranges_of(file.path).items() if not file.absent([place])}
 
 
-def tensors(cache: Path) -> set[str]:
-    return {name for file in here(cache).values() for name in file.tensors}
+@pytest.fixture
+def rig(hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Rig:
+    return Rig(hub, served, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
@@ -146,126 +166,113 @@ def tensors(cache: Path) -> set[str]:
     ],
     ids=len,
 )
-def test_the_hub_sends_every_byte_once_however_many_hosts(
-    split: list[int], hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [hosts_file(tmp_path, split), "model.target=org/model"]
-    found = fetched(capsys, *settings)
-    assert found.keys() <= set(NAMES)
-    assert hub.weight_bytes <= 1.02 * size_of(served)
-    assert hub.tokens_at_cdn == []
+def test_the_hub_sends_every_byte_once_however_many_hosts(split: list[int], rig: Rig) -> None:
+    assert rig.fetched(*rig.settings(split)).keys() <= set(NAMES)
+    rig.require_sent_once()
+    assert rig.hub.tokens_at_cdn == []
     first = 0
-    for name, count in zip(NAMES, split, strict=False):
-        layers = {
-            int(each.split(".")[2]) for each in tensors(tmp_path / name) if ".layers." in each
-        }
-        assert layers >= set(range(first, first + count))
+    for name, layers_of in zip(NAMES, split, strict=False):
+        layers = {int(each.split(".")[2]) for each in rig.tensors(name) if ".layers." in each}
+        assert layers >= set(range(first, first + layers_of))
         assert len(layers) < 16 or len(split) == 1
-        first += count
+        first += layers_of
     # The embedding is the output head too, so it is on the first and on the last host.
     for name in (NAMES[0], NAMES[len(split) - 1]):
-        assert "model.embed_tokens.weight" in tensors(tmp_path / name)
-    sent = hub.weight_bytes
-    assert fetched(capsys, *settings) == {}
-    assert hub.weight_bytes == sent
+        assert "model.embed_tokens.weight" in rig.tensors(name)
+    sent = rig.hub.weight_bytes
+    assert rig.fetched(*rig.settings(split)) == {}
+    assert rig.hub.weight_bytes == sent
 
 
 @pytest.mark.long
-def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
-    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """beta and gamma; a host that waited for what another one fetches would wait for good."""
-    shared = {"env": {"XDG_CACHE_HOME": str(tmp_path / "beta"), "HF_TOKEN": ""}}
-    settings = [
-        hosts_file(tmp_path, [4, 4, 8], beta=shared, gamma=shared),
-        "model.target=org/model",
-    ]
-    found = fetched(capsys, *settings)
-    assert len(found.keys() & {"beta", "gamma"}) == 1
-    assert hub.weight_bytes <= 1.02 * size_of(served)
-    layers = {f"model.layers.{number}.mlp.up_proj.weight" for number in range(4, 16)}
-    assert tensors(tmp_path / "beta") >= layers | {"model.embed_tokens.weight"}
-    assert fetched(capsys, *settings) == {}
-
-
-@pytest.mark.long
-def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(
-    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(rig: Rig) -> None:
     """An entry with variables is a host of its own. In the second layout the launcher reads for it
     from beta, though nobody reads from the launcher at an address."""
     for split in ([8, 8], [12, 4]):
-        setting = hosts_file(tmp_path, split)
-        file = Path(setting.partition("=")[2])
+        setting = rig.settings(split)
+        file = Path(setting[0].partition("=")[2])
         content = yaml.safe_load(file.read_text())
         content["hosts"][0]["env"] = {"OMP_NUM_THREADS": "1"}
         file.write_text(yaml.safe_dump(content))
-        fetched(capsys, setting, "model.target=org/model")
-        assert hub.weight_bytes <= 1.02 * size_of(served)
-        assert f"model.layers.{split[0] - 1}.mlp.up_proj.weight" in tensors(tmp_path / "alpha")
+        rig.fetched(*setting)
+        rig.require_sent_once()
+        assert UP.format(split[0] - 1) in rig.tensors("alpha")
 
 
 @pytest.mark.long
-def test_two_starts_at_once_fetch_every_byte_once(hub: Hub, served: Path, tmp_path: Path) -> None:
+def test_two_starts_at_once_fetch_every_byte_once(rig: Rig) -> None:
     """The second one waits for the first."""
-    settings = [hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model"]
-    line = [sys.executable, "-m", "pipespec", "cache", "fetch", "--json", *settings]
+    line = [sys.executable, "-m", "pipespec", "cache", "fetch", "--json", *rig.settings([4, 8, 4])]
     starts = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
     found = [start.communicate(timeout=120) for start in starts]
     assert [start.returncode for start in starts] == [0, 0], found
     assert sorted(len(json.loads(out)["hosts"]) for out, _ in found) == [0, 3]
-    assert hub.weight_bytes <= 1.02 * size_of(served)
+    rig.require_sent_once()
 
 
 @pytest.mark.slow
 def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
-    hub: Hub,
-    served: Path,
-    expected: list[int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    expected: list[int], rig: Rig
 ) -> None:
-    settings = [hosts_file(tmp_path, [5, 6, 5]), "model.target=org/model"]
-    assert main(["generate", *ASK, *settings]) == 0
-    assert json.loads(capsys.readouterr().out)["token_ids"] == expected
-    assert hub.weight_bytes <= 1.02 * size_of(served)
+    assert main(["generate", *ASK, *rig.settings([5, 6, 5])]) == 0
+    assert json.loads(rig.capsys.readouterr().out)["token_ids"] == expected
+    rig.require_sent_once()
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
-    hub: Hub, served: Path, long: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "host", ["the launcher", pytest.param("beta", marks=pytest.mark.long)], ids=str
+)
+def test_a_process_that_is_killed_leaves_none_and_the_next_start_goes_on(
+    host: str, long: bool, rig: Rig
 ) -> None:
-    settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
-    kills, headers = 0, len(list(served.glob("*.safetensors")))
+    """Killed at several moments; nothing is fetched twice but what was under way."""
+    assert inspect("org/model").path == Repository("org/model", COMMIT).folder
+    kills, settings = 0, rig.settings([4, 12])
     for moment in (1, 3, 5) if long else (3,):
         command = [sys.executable, "-m", "pipespec", "cache", "fetch", *settings]
-        seen: list[int] = []
-        with subprocess.Popen(command, stdout=-1, stderr=-1) as process:
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
             children: list[psutil.Process] = []
 
             def kill(
-                moment: int = moment + (0 if kills else headers),
-                seen: list[int] = seen,
-                process: subprocess.Popen[bytes] = process,
-                children: list[psutil.Process] = children,
+                process: subprocess.Popen[str] = process, children: list[psutil.Process] = children
             ) -> None:
-                seen.append(1)
-                if len(seen) == moment:
-                    with suppress(psutil.NoSuchProcess):
-                        children += psutil.Process(process.pid).children(recursive=True)
-                        os.kill(process.pid, signal.SIGKILL)
+                with suppress(psutil.NoSuchProcess):
+                    children += psutil.Process(process.pid).children(recursive=True)
+                    if host == "the launcher":
+                        process.kill()
+                kill_all(rig.folder / host)
 
-            hub.on_range = kill
-            process.communicate(timeout=60)
+            rig.hub.on_range = at(moment, kill)
+            _, err = process.communicate(timeout=60)
         _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive
-        kills += process.returncode == -signal.SIGKILL
+        if process.returncode == 0:
+            break
+        kills += 1
+        if host == "beta":
+            assert len(err.splitlines()) == 1, err
+            assert err.startswith("pipespec: beta: ") and "signal 9" in err
     assert kills
-    hub.on_range = lambda: None
-    fetched(capsys, *settings)
-    assert "model.layers.15.mlp.up_proj.weight" in tensors(tmp_path / "beta")
-    again = sum(hub.ranges.count(each) - 1 for each in set(hub.ranges))
+    rig.hub.on_range = lambda: None
+    rig.fetched(*settings)
+    assert UP.format(15) in rig.tensors("beta")
+    again = sum(rig.hub.ranges.count(each) - 1 for each in set(rig.hub.ranges))
     assert again <= 16 * kills
+
+
+def at(moment: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Called again and again; acts at the moment-th time."""
+    calls = count(1)
+    return lambda: act() if next(calls) == moment else None
+
+
+def kill_all(cache: Path) -> None:
+    """Kill the processes of a host, which its cache identifies."""
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if each.environ().get("XDG_CACHE_HOME") == str(cache):
+                each.kill()
 
 
 def in_view(folder: Path, path: Path, python: str = sys.executable, *, hide: bool = True) -> str:
@@ -287,47 +294,36 @@ needs_root = pytest.mark.skipif(
 
 @needs_root
 @pytest.mark.slow
-def test_a_folder_that_only_the_launcher_has_is_enough(
-    hub: Hub,
-    served: Path,
-    expected: list[int],
-    long: bool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = Path(shutil.copytree(served, tmp_path / "only" / "model"))
-    python = {"python": in_view(tmp_path, tmp_path / "only")}
-    hosts = hosts_file(tmp_path, [5, 6, 5], beta=python, gamma=python)
+def test_a_folder_that_only_the_launcher_has_is_enough(rig: Rig) -> None:
+    model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
+    python = {"python": in_view(rig.folder, rig.folder / "only")}
+    hosts = hosts_file(rig.folder, [5, 6, 5], beta=python, gamma=python)
     settings = [hosts, f"model.target={model}"]
-    found = fetched(capsys, *settings)
+    found = rig.fetched(*settings)
     assert found.keys() == {"beta", "gamma"}
     own = sum(each["fetched_bytes"] for each in found.values())
-    assert own < 0.9 * size_of(served)  # not alpha's layers
-    assert not hub.requests
-    if not long:  # a cluster that loses a host (below) decodes from such a folder
-        return
-    assert main(["generate", *ASK, *settings]) == 0
-    assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+    assert own < 0.9 * rig.size  # not alpha's layers
+    assert not rig.hub.requests
 
 
 @needs_root
 @pytest.mark.long
 @pytest.mark.parametrize("named", ["the host's entry", "model.target", "a GGUF file"])
 def test_a_folder_that_only_another_host_has_is_enough(
-    named: str, hub: Hub, served: Path, expected: list[int], tmp_path: Path
+    named: str, expected: list[int], rig: Rig
 ) -> None:
-    only = tmp_path / "only"
-    model = Path(shutil.copytree(served, only / "model"))
+    only = rig.folder / "only"
+    model = Path(shutil.copytree(rig.served, only / "model"))
     if named.startswith("a GGUF"):
         model = only / "m.gguf"
         kinds = {"tokenizer": DEMO / "target"}
         write(DEMO / "target", model, "llama", lambda _: GGMLQuantizationType.F16, **kinds)
-    beta: dict[str, Any] = {"python": in_view(tmp_path, only, hide=False)}
+    beta: dict[str, Any] = {"python": in_view(rig.folder, only, hide=False)}
     name = str(model)
     if named.startswith("the host's"):
         beta["target"], name = name, "/models/nowhere"
-    launcher = in_view(tmp_path, only, hide=True)
-    settings = [hosts_file(tmp_path, [5, 6, 5], beta=beta), f"model.target={name}"]
+    launcher = in_view(rig.folder, only, hide=True)
+    settings = [hosts_file(rig.folder, [5, 6, 5], beta=beta), f"model.target={name}"]
 
     def pipespec(*arguments: str) -> dict[str, Any]:
         line = [launcher, "-m", "pipespec", *arguments, "--json", *settings]
@@ -338,12 +334,12 @@ def test_a_folder_that_only_another_host_has_is_enough(
 
     found = pipespec("cache", "fetch")["hosts"]
     assert found.keys() == {"alpha", "gamma"}
-    size = model.stat().st_size if model.suffix else size_of(model)
+    size = model.stat().st_size if model.suffix else rig.size
     # Of a file of a few blocks, each has those that hold its own layers and not the others.
     assert all(each["fetched_bytes"] < 0.8 * size for each in found.values())
-    assert not list((tmp_path / "beta").glob("pipespec/weights/*"))
+    assert not list((rig.folder / "beta").glob("pipespec/weights/*"))
     assert pipespec("cache", "fetch")["hosts"] == {}
-    assert not hub.requests
+    assert not rig.hub.requests
     if not named.startswith("model.target"):
         return
     assert pipespec("generate", *ASK[1:])["token_ids"] == expected
@@ -351,15 +347,14 @@ def test_a_folder_that_only_another_host_has_is_enough(
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.usefixtures("hub")
-def test_a_folder_of_another_host_that_lacks_files_is_named(served: Path, tmp_path: Path) -> None:
-    only = tmp_path / "only"
-    model = Path(shutil.copytree(served, only / "model"))
+def test_a_folder_of_another_host_that_lacks_files_is_named(rig: Rig) -> None:
+    only = rig.folder / "only"
+    model = Path(shutil.copytree(rig.served, only / "model"))
     gone = sorted(model.glob("*.safetensors"))[1]
     gone.unlink()
-    beta = {"python": in_view(tmp_path, only, hide=False)}
-    launcher = in_view(tmp_path, only, hide=True)
-    settings = [hosts_file(tmp_path, [8, 8], beta=beta), f"model.target={model}"]
+    beta = {"python": in_view(rig.folder, only, hide=False)}
+    launcher = in_view(rig.folder, only, hide=True)
+    settings = [hosts_file(rig.folder, [8, 8], beta=beta), f"model.target={model}"]
     line = [launcher, "-m", "pipespec", "cache", "fetch", *settings]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
@@ -367,49 +362,32 @@ def test_a_folder_of_another_host_that_lacks_files_is_named(served: Path, tmp_pa
         f"pipespec: beta: {model} lacks {gone.name}, so other hosts cannot get their layers from "
         "here; copy it there, or give each host its files\n"
     )
-
-
-@needs_root
-@pytest.mark.slow
-@pytest.mark.usefixtures("hub")
-def test_a_folder_that_no_host_has_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [hosts_file(tmp_path, [8, 8]), "model.target=/models/nowhere"]
+    settings = [hosts_file(rig.folder, [8, 8]), "model.target=/models/nowhere"]
     assert main(["cache", "fetch", *settings]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pipespec: there is no model folder /models/nowhere; give an existing")
-
-
-def processes_of(cache: Path) -> list[psutil.Process]:
-    """The processes of a host, which its cache identifies."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if each.environ().get("XDG_CACHE_HOME") == str(cache):
-                found.append(each)
-    return found
+    (text,) = rig.capsys.readouterr().err.splitlines()
+    assert text.startswith("pipespec: there is no model folder /models/nowhere; give an existing")
 
 
 @needs_root
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.usefixtures("hub")
-def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_path: Path) -> None:
+def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
     """From the launcher, which alone has the folder; the text goes on."""
-    model = Path(shutil.copytree(served, tmp_path / "only" / "model"))
-    python, away = tmp_path / "python-beta", tmp_path / "away"
-    python.write_text(
-        f'#!/bin/sh\n[ -e {away} ] && exit 7\nexec {in_view(tmp_path, tmp_path / "only")} "$@"\n'
-    )
+    model = Path(shutil.copytree(rig.served, rig.folder / "only" / "model"))
+    python, away = rig.folder / "python-beta", rig.folder / "away"
+    hidden = in_view(rig.folder, rig.folder / "only")
+    python.write_text(f'#!/bin/sh\n[ -e {away} ] && exit 7\nexec {hidden} "$@"\n')
     python.chmod(0o755)
-    others = {"beta": {"python": str(python)}, "gamma": {"python": str(tmp_path / "python-hidden")}}
-    hosts = hosts_file(tmp_path, [8, 8, 0], spares=1, **others)
+    others = {
+        "beta": {"python": str(python)},
+        "gamma": {"python": str(rig.folder / "python-hidden")},
+    }
+    hosts = hosts_file(rig.folder, [8, 8, 0], spares=1, **others)
     settings = ["cluster.patience_s=3", "model.context=256", "policy=root", "proposer=suffix"]
     deployment = decide(compose([hosts, f"model.target={model}", *settings]))
     with running(deployment) as (cluster, client):
         ids = client.served.encode("Once upon a time")
-        assert "model.layers.9.mlp.up_proj.weight" not in tensors(tmp_path / "gamma")
+        assert UP.format(9) not in rig.tensors("gamma")
         request = client.submit(ids, SamplingParams(), max_new_tokens=100)
         tokens: list[int] = []
         for event in client.events(request):
@@ -417,128 +395,82 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_pat
                 tokens += event.tokens
                 if len(tokens) > 5 and not away.exists():
                     away.touch()
-                    for process in processes_of(tmp_path / "beta"):
-                        with suppress(psutil.NoSuchProcess):
-                            process.kill()
+                    kill_all(rig.folder / "beta")
         assert cluster.state.assignment.workers == ("alpha/0", "alpha/1", "gamma/0")
-    assert "model.layers.9.mlp.up_proj.weight" in tensors(tmp_path / "gamma")
+    assert UP.format(9) in rig.tensors("gamma")
     (expected,) = reference(DEMO / "target", [ids], 100)
     assert tokens and tokens == expected[: len(tokens)]
 
 
-def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(
-    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fetched(capsys, hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model")
-    sent = hub.weight_bytes
-    found = fetched(capsys, hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model")
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig: Rig) -> None:
+    rig.fetched(*rig.settings([4, 8, 4]))
+    sent = rig.hub.weight_bytes
+    found = rig.fetched(*rig.settings([4, 4, 8]))
     assert found.keys() == {"gamma"}  # beta has had layers 8 to 11
-    assert hub.weight_bytes == sent <= 1.02 * size_of(served)
-    assert "model.layers.9.mlp.up_proj.weight" in tensors(tmp_path / "gamma")
+    assert rig.hub.weight_bytes == sent <= 1.02 * rig.size
+    assert UP.format(9) in rig.tensors("gamma")
 
 
-def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fetched(capsys, hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model")
-    wrong = "model.layers.9.mlp.up_proj.weight"
-    (file,) = (each for each in here(tmp_path / "beta").values() if wrong in each.tensors)
+def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(rig: Rig) -> None:
+    rig.fetched(*rig.settings([4, 8, 4]))
+    wrong = UP.format(9)
+    (file,) = (each for each in rig.files("beta").values() if wrong in tensors_in(each))
     with file.path.open("r+b") as stream:
-        stream.seek(file.ranges[wrong][0])
+        stream.seek(ranges_of(file.path)[wrong][0])
         stream.write(b"wrong")
-    sent = hub.weight_bytes
-    assert main(["cache", "fetch", hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model"]) == 0
-    out, err = capsys.readouterr()
+    sent = rig.hub.weight_bytes
+    assert main(["cache", "fetch", *rig.settings([4, 4, 8])]) == 0
+    out, err = rig.capsys.readouterr()
     assert err.startswith("beta sends wrong bytes of the target (to gamma), so it is left out;")
     assert "gamma: fetched" in out
-    assert hub.weight_bytes > sent  # that tensor is the hub's again
-    own = here(tmp_path / "gamma")[file.path.name]
-    for each in blocks_of([own.ranges[wrong]]):
-        assert own.hash(own.place(each)) == own.digest(each) == file.digest(each)
+    assert rig.hub.weight_bytes > sent  # that tensor is the hub's again
+    own = rig.files("gamma")[file.path.name]
+    data = own.path.read_bytes()
+    for each in blocks_of([ranges_of(own.path)[wrong]]):
+        found = sha256(data[slice(*own.place(each))]).digest()
+        assert found == own.digest(each) == file.digest(each)
     for each in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8, 16)):
-        assert each in tensors(tmp_path / "gamma")
-    assert fetched(capsys, hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model") == {}
+        assert each in rig.tensors("gamma")
+    assert rig.fetched(*rig.settings([4, 4, 8])) == {}
 
 
 @pytest.mark.parametrize(
     "why", ["a mirror that sends files to the token alone", "no hub from there"]
 )
-def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(
-    why: str, hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(why: str, rig: Rig) -> None:
     changes = {}
     if why.startswith("no hub"):
-        env = {"XDG_CACHE_HOME": str(tmp_path / "beta"), "HF_HUB_OFFLINE": "1"}
+        env = {"XDG_CACHE_HOME": str(rig.folder / "beta"), "HF_HUB_OFFLINE": "1"}
         changes["beta"] = {"env": env}
     else:
-        hub.signs = False
-    fetched(capsys, hosts_file(tmp_path, [8, 8], **changes), "model.target=org/model")
-    assert "model.layers.9.mlp.up_proj.weight" in tensors(tmp_path / "beta")
-    assert hub.weight_bytes <= 1.02 * size_of(served)
+        rig.hub.signs = False
+    rig.fetched(*rig.settings([8, 8], **changes))
+    assert UP.format(9) in rig.tensors("beta")
+    rig.require_sent_once()
 
 
-def test_a_host_that_cannot_write_its_cache_is_named(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert hub.token
-    (tmp_path / "beta").touch()
-    assert main(["cache", "fetch", hosts_file(tmp_path, [8, 8]), "model.target=org/model"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_a_host_that_cannot_write_its_cache_is_named(rig: Rig) -> None:
+    (rig.folder / "beta").touch()
+    assert main(["cache", "fetch", *rig.settings([8, 8])]) == 2
+    (line,) = rig.capsys.readouterr().err.splitlines()
     assert line.startswith("pipespec: beta: ")
     assert "cannot be written (Not a directory); make room or set XDG_CACHE_HOME" in line
 
 
-@pytest.mark.long
-def test_a_host_that_is_killed_while_it_fetches_goes_on_at_the_next_start(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Killed at several moments; nothing is fetched twice but what was under way."""
-    settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
-    assert inspect("org/model").path == Repository("org/model", COMMIT).folder
-    kills = 0
-    for moment in (1, 3, 5):
-        seen: list[int] = []
-
-        def kill(moment: int = moment, seen: list[int] = seen) -> None:
-            seen.append(1)
-            if len(seen) == moment:
-                for process in processes_of(tmp_path / "beta"):
-                    with suppress(psutil.NoSuchProcess):
-                        os.kill(process.pid, signal.SIGKILL)
-
-        hub.on_range = kill
-        code = main(["cache", "fetch", *settings])
-        err = capsys.readouterr().err
-        if code == 0:
-            break
-        kills += 1
-        assert len(err.splitlines()) == 1, err
-        assert err.startswith("pipespec: beta: ") and "signal 9" in err
-    assert kills
-    hub.on_range = lambda: None
-    fetched(capsys, *settings)
-    assert "model.layers.15.mlp.up_proj.weight" in tensors(tmp_path / "beta")
-    again = sum(hub.ranges.count(each) - 1 for each in set(hub.ranges))
-    assert again <= 8 * kills
-
-
-@pytest.mark.usefixtures("hub")
-def test_what_was_fetched_is_listed_and_removed(
-    served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fetched(capsys, hosts_file(tmp_path, [16]), "model.target=org/model")
+def test_what_was_fetched_is_listed_and_removed(rig: Rig) -> None:
+    rig.fetched(*rig.settings([16]))
     assert main(["cache", "list", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)
+    (entry,) = json.loads(rig.capsys.readouterr().out)
     assert (entry["model"], entry["commit"], entry["current"]) == ("org/model", COMMIT, True)
-    assert size_of(served) <= entry["whole_bytes"] <= entry["disk_bytes"]
+    assert rig.size <= entry["whole_bytes"] <= entry["disk_bytes"]
     assert main(["cache", "prune"]) == 0  # it is in use
-    assert capsys.readouterr().out == "Removed 0 folders, 0.0 MiB.\n"
+    assert rig.capsys.readouterr().out == "Removed 0 folders, 0.0 MiB.\n"
     old = Path(entry["folder"]).with_name("f" * 40)
     shutil.copytree(entry["folder"], old)
     assert main(["cache", "prune"]) == 0
-    assert capsys.readouterr().out.startswith("Removed 1 folder, ")
+    assert rig.capsys.readouterr().out.startswith("Removed 1 folder, ")
     assert not old.exists()
     assert main(["cache", "prune", "org/other"]) == 2
-    assert "holds no model 'org/other'" in capsys.readouterr().err
+    assert "holds no model 'org/other'" in rig.capsys.readouterr().err
     assert main(["cache", "prune", "org/model"]) == 0
     assert not Path(entry["folder"]).parent.exists()

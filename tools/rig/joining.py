@@ -33,7 +33,7 @@ from pipespec.client.sync_client import attach
 from pipespec.config.compose import compose
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.log_records import Accepted
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from tools.rig import relay
 from tools.rig.testbed import Testbed
 
@@ -167,7 +167,8 @@ class JoinableCluster:
         """The tensors of the target that host b has got."""
         found: set[str] = set()
         for file in (self._home("b") / "CACHE").glob("pipespec/weights/*/*/*.safetensors"):
-            found |= PartsFile(file).tensors
+            own, ranges = PartsFile(file), ranges_of(file)
+            found |= {name for name, place in ranges.items() if not own.absent([place])}
         return found
 
     def status(self) -> ClusterStatus:

@@ -31,7 +31,7 @@ from pipespec.placement.measurements import model_sizes
 from pipespec.system.device_copy import make_current
 from pipespec.system.devices import num_cuda
 from pipespec.system.result_cache import load_cached, store_cached
-from pipespec.system.validation import Unreadable, typed
+from pipespec.system.validation import Unreadable, from_fields, typed
 from pipespec.system.versions import package_version
 from pipespec.timing.clock import monotonic_ns
 from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
@@ -50,9 +50,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     PipespecError."""
     own = None
     if request.shared is not None:
-        own = own_path(
-            Path(request.target), None, Repository.from_json(request.shared), request.parts
-        )
+        shared = from_fields(Repository, request.shared)
+        own = own_path(Path(request.target), shared, request.parts)
     target = inspect(own or request.target)
     draft = None if request.draft is None else inspect(request.draft)
     settings = ("model.quantization", "model.draft_quantization")

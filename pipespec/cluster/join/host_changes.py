@@ -21,8 +21,12 @@ from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
 from pipespec.cluster.recovery.recovery import Recovery
-from pipespec.cluster.weights.distribution import Distribute, distribute_weights, shared_names
-from pipespec.cluster.weights.moves import WeightMoves
+from pipespec.cluster.weights.distribution import (
+    Distribute,
+    WeightMoves,
+    distribute_weights,
+    shared_names,
+)
 from pipespec.config.hosts import Host
 from pipespec.engine.formats.slice_tensors import described
 from pipespec.errors import ConfigError, HostFailed, RankFailed, print_error

@@ -24,7 +24,7 @@ from pipespec.cluster.ranks import rank_components
 from pipespec.cluster.ranks.heartbeat import Heartbeat
 from pipespec.cluster.ranks.held_rank import LOOK_S, HeldRank, meeting_store, tp_group
 from pipespec.cluster.ranks.rank_components import Weights
-from pipespec.cluster.weights.local import on_this_host
+from pipespec.cluster.weights.locations import on_this_host
 from pipespec.cluster.weights.plan import parts_of_rank
 from pipespec.config.hosts import Host
 from pipespec.controller.lua_scripts import ScriptsLost

@@ -13,21 +13,22 @@ from itertools import groupby
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.hosts import Host
+from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.formats.slice_tensors import parts_of
-from pipespec.engine.inspection.inspection import CheckpointInfo
 from pipespec.errors import ModelError
 
 # Model, file and number of a block.
 Block = tuple[str, str, int]
+# The parts (`slice_tensors`) of each model, by its name in `model.`.
+Needs = Mapping[str, set[str]]
 # Among the names of sources, of which hosts' have no blanks.
 HUB = "the hub"
 # Of neighbours that the same hosts lack and have, which one source sends.
 RUN_BLOCKS = 16
 
 
-def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
-    """The parts (`slice_tensors`) of each model, by its name in `model.`, that the ranks of a host
-    compute in the first epoch."""
+def parts_needed(deployment: Deployment, host: Host) -> Needs:
+    """What the ranks of a host compute in the first epoch."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for rank, worker in enumerate(deployment.workers):
         if worker in host.workers:
@@ -36,15 +37,23 @@ def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
     return found
 
 
-def parts_of_rank(deployment: Deployment, rank: int) -> Mapping[str, set[str]]:
-    """The same for a rank, in the epoch whose layers the deployment has."""
-    if rank:
-        return {"target": _parts(deployment.target, deployment.layers[rank - 1])}
-    return {kind: _parts(info, range(info.num_layers)) for kind, info in deployment.models[1:]}
+def parts_of_rank(deployment: Deployment, rank: int) -> Needs:
+    """What a rank computes in the epoch whose layers the deployment has."""
+    computed = [("target", deployment.target, deployment.layers[rank - 1])]
+    if not rank:
+        computed = [(kind, of, range(of.num_layers)) for kind, of in deployment.models[1:]]
+    return {kind: parts_of(own, of.num_layers, tied=of.tied) for kind, of, own in computed}
 
 
-def _parts(info: CheckpointInfo, layers: range) -> set[str]:
-    return parts_of(layers, info.num_layers, tied=info.tied)
+def parts_asked(deployment: Deployment, host: Host, shared: Mapping[str, Repository]) -> Needs:
+    """What a host is asked about of the models that hosts can get from one another or the hub."""
+    needs, found = parts_needed(deployment, host), dict[str, set[str]]()
+    for kind, of in shared.items():
+        if (given := getattr(host, kind)) is not None:  # the model is there, and may be sent
+            found |= {kind: set()} if given == of.path else {}
+        elif kind in needs or kind == "target" or not of.on_hub:  # all read the target's config
+            found[kind] = needs.get(kind, set())
+    return found
 
 
 def plan_round(
@@ -53,20 +62,15 @@ def plan_round(
     on_hub: Collection[str],
 ) -> dict[tuple[str, str, str], list[Block]]:
     """The blocks that each host gets from each source in the next round: `[host, source, model]`.
-
-    Args:
-        lacks, holders: the blocks that hosts lack, and have.
-        on_hub: the models of which the hub has every block.
-
-    Raises ModelError if no host has a block, and the hub cannot be asked for it.
-    """
+    `on_hub`: the models of which the hub has every block. Raises ModelError if no host has one,
+    and the hub cannot be asked for it."""
     having, needing = _by_block(holders), _by_block(lacks)
     sent, got = Counter[str](), Counter[str]()
     found: defaultdict[tuple[str, str, str], list[Block]] = defaultdict(list)
 
     def alike(block: Block) -> tuple[int, list[str], list[str], str, str, int]:
         kind, file, number = block
-        has = having.get(block, [])
+        has = having[block]
         # What can be sent by one host alone comes first; the others' work is divided accordingly.
         return len(has), has, needing[block], kind, file, number // RUN_BLOCKS
 
@@ -86,10 +90,10 @@ def plan_round(
     return found
 
 
-def _by_block(blocks: Mapping[str, Collection[Block]]) -> dict[Block, list[str]]:
+def _by_block(blocks: Mapping[str, Collection[Block]]) -> defaultdict[Block, list[str]]:
     """The hosts of each block."""
     found: defaultdict[Block, list[str]] = defaultdict(list)
     for host, each in blocks.items():
         for block in each:
             found[block].append(host)
-    return dict(found)
+    return found

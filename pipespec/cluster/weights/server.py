@@ -20,7 +20,6 @@ from urllib.parse import quote, unquote
 
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ModelError
-from pipespec.system.network_interfaces import interfaces, resolve
 
 # Seconds to prove the key, and for a client that neither asks nor reads.
 HANDSHAKE_S, IDLE_S = 5.0, 60.0
@@ -37,14 +36,6 @@ def tls_context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
     context.load_verify_locations(cadata=certificate.cert)
     certificate.load_into(context)
     return context
-
-
-def own_address(address: str, interface: str | None) -> str:
-    """The IP address of this host at which others reach it: `address`, or that of an interface,
-    if it is named and has another. Raises OSError."""
-    ip = resolve(address)
-    found = next((each.addresses for each in interfaces() if each.name == interface), ())
-    return ip if ip in found or not found else found[0]
 
 
 def url_of(url: str, kind: str, file: str) -> str:
@@ -72,8 +63,7 @@ class WeightServer(ThreadingTCPServer):
         """A connection, whose handshake its own thread makes."""
         plain, client = super().get_request()
         plain.settimeout(HANDSHAKE_S)
-        secured = self._context.wrap_socket(plain, True, do_handshake_on_connect=False)
-        return secured, client
+        return self._context.wrap_socket(plain, True, do_handshake_on_connect=False), client
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether a connection gets a thread, in which it has to prove the key."""
@@ -91,8 +81,6 @@ class WeightServer(ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     server: WeightServer
     protocol_version = "HTTP/1.1"
 

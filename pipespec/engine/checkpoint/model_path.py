@@ -6,11 +6,11 @@ import os
 import re
 from pathlib import Path
 
-from pipespec.engine.checkpoint.parts.folder import cached_file, known_folder
-from pipespec.engine.checkpoint.parts.opening import open_repository
-from pipespec.engine.checkpoint.parts.range_source import MAX_TRIES, HubSource, Unavailable
+from pipespec.engine.checkpoint.partial_checkpoint import open_repository
+from pipespec.engine.checkpoint.parts.folder import cached_model, known_folder
+from pipespec.engine.checkpoint.parts.sources import MAX_TRIES, HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.formats.gguf_file import part_names, parts_of
+from pipespec.engine.formats.gguf_file import parts_of
 from pipespec.engine.formats.gguf_tokenizer import require_tokenizer
 from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ModelError
@@ -111,9 +111,6 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
     cached = cached_model(hub_id, revision.commit, file)
     if cached is not None:
         return cached
-    for name in () if file is None else part_names(file):
-        if name not in revision.files:
-            raise ModelError(f"{hub_id} on the hub holds no {name}; check the name")
     folder = open_repository(source, revision, file)
     return folder if file is None else parts_of(folder / file)[0]
 
@@ -122,18 +119,3 @@ def _here(hub_id: str, file: str | None) -> Path | None:
     cached = cached_model(hub_id, "main", file)
     folder = known_folder(hub_id, file) if cached is None else None
     return cached if folder is None else folder if file is None else parts_of(folder / file)[0]
-
-
-def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:
-    """A model that the cache of huggingface_hub holds whole, None if it does not."""
-    if file is not None:
-        names = part_names(file)
-        found = [cached_file(hub_id, revision, name) for name in names]
-        return None if None in found else Path(str(found[0]))
-    from huggingface_hub import try_to_load_from_cache
-
-    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent
-    return folder if is_whole(folder) else None

@@ -1,44 +1,59 @@
-"""What a checkpoint lacks on this host, which may have only the weights that it computes, and how
-it comes here from the hub."""
+"""What a checkpoint consists of, what of it is on this host, which may have only the weights that
+it computes, and how it comes here."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import open_files
-from pipespec.engine.checkpoint.model_path import cached_model
-from pipespec.engine.checkpoint.parts.fetching import fetch_all
 from pipespec.engine.checkpoint.parts.folder import (
     Repository,
+    StoredFile,
+    cached_model,
     folder_of_checkpoint,
     is_begun,
     is_checkpoint,
+    make_files,
     read_repository,
     sole_fetcher,
+    write_repository,
 )
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is_partial, ranges_of
-from pipespec.engine.checkpoint.parts.range_source import HubSource
+from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, fetch_all
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.formats.gguf_file import header_ends, part_names
+from pipespec.engine.formats.safetensors_headers import (
+    CONFIG,
+    WEIGHTS,
+    header_length,
+    stored_index,
+)
 from pipespec.engine.formats.slice_tensors import described, part_of
 from pipespec.errors import ModelError
+
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
+MOST_FILE_BYTES = 64 * 2**20  # of one of them, such as a tokenizer
+
+
+# --- what is here -----------------------------------------------------------------------------
 
 
 def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
     """The tensors of these parts (`slice_tensors`) that a checkpoint lacks here, by file. Raises
     ModelError."""
     files = open_files(path)
-    if all(os.path.isfile(file) and not is_partial(file) for file in files.weight_files()):
+    if all(file.is_file() and not is_partial(file) for file in files.weight_files()):
         return {}
-    found: dict[str, list[str]] = {}
+    found = {}
     for file, names in files.names_by_file(parts).items():
-        if not os.path.isfile(file):
-            lacking = list(names)
-        elif is_partial(file):
-            own = PartsFile(file)
-            lacking = [name for name, stored in names.items() if own.absent([own.ranges[stored]])]
-        else:
-            continue
+        lacking = list(names) if not file.is_file() else []
+        if is_partial(file):
+            own, ranges = PartsFile(file), ranges_of(file)
+            lacking = [name for name, stored in names.items() if own.absent([ranges[stored]])]
         if lacking:
             found[file.name] = lacking
     return found
@@ -56,72 +71,22 @@ def blocks_needed(path: Path, parts: Collection[str]) -> dict[Path, list[int]]:
     return found
 
 
-def fetch_parts(path: Path, parts: Collection[str]) -> int:
-    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
-    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
-    be fetched."""
-    lacking = missing(path, parts)
-    if not lacking:
-        return 0
-    folder = folder_of_checkpoint(path)
-    repository = read_repository(folder)
-    if repository is None or not repository.on_hub:
-        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
-
-    with sole_fetcher(folder):
-        needed = blocks_needed(path, parts)
-        files = {PartsFile(each): of for each, of in needed.items() if is_partial(each)}
-        wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
-        fetch_all(HubSource(repository.repo, repository.commit), wanted)
-        for each in files:
-            each.compare(repository.files[each.path.name].sha256)
-    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
-
-
 def layers_here(path: Path, num_layers: int) -> range:
     """The longest run of layers that a checkpoint holds here. Raises ModelError if there is
     none."""
     best = run = range(0)
     for layer in range(num_layers):
-        if missing(path, {str(layer)}):
-            continue
-        run = range(run.start if run.stop == layer else layer, layer + 1)
-        best = max(best, run, key=len)
+        if not missing(path, {str(layer)}):
+            run = range(run.start if run.stop == layer else layer, layer + 1)
+            best = max(best, run, key=len)
     if not best:
         raise ModelError(f"{path} holds no whole layer; copy its files there")
     return best
 
 
-def own_path(
-    path: Path, given: str | None, shared: Repository | None, parts: Collection[str]
-) -> Path | None:
-    """Where a host has a checkpoint of the launcher's; None: nowhere. Called on that host.
-
-    Args:
-        path: where the launcher has it.
-        given: what the hosts file says for this host.
-        shared: what other hosts call it.
-        parts: what the host computes of it.
-    """
-    if given:
-        return Path(given).expanduser()
-    found = [path] if shared is None else []
-    if shared is not None:
-        found += [] if shared.path is None else [Path(shared.path)]
-        file = None if folder_of_checkpoint(path) == path else path.name
-        if shared.on_hub:
-            cached = cached_model(shared.repo, shared.commit, file)
-            found += [] if cached is None else [cached]
-        if is_begun(shared.folder, file):
-            found.append(shared.folder / (file or ""))
-    here = list(filter(is_checkpoint, found))
-    return next((each for each in here if not missing(each, parts)), here[0] if here else None)
-
-
 def require_parts(path: Path, parts: Collection[str]) -> None:
     """Raise ModelError, which names what is missing, unless a checkpoint holds these parts here."""
-    lacking = missing(path, parts)
-    if lacking:
+    if lacking := missing(path, parts):
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
 
 
@@ -131,3 +96,129 @@ def clause(lacking: Mapping[str, Collection[str]]) -> str:
     more = f" and {len(files) - 1} more file{'s' if len(files) > 2 else ''}" if files[1:] else ""
     parts = {part_of(name) for names in lacking.values() for name in names}
     return f"lacks {described(parts)} (in {files[0]}{more})"
+
+
+def own_path(path: Path, shared: Repository | None, parts: Collection[str]) -> Path | None:
+    """Where this host has a checkpoint that the launcher has at `path`, and that other hosts call
+    `shared`: a place with these parts, if there is one; None: nowhere."""
+    found = [path] if shared is None else []
+    if shared is not None:
+        file = None if folder_of_checkpoint(path) == path else path.name
+        elsewhere = shared.path or cached_model(shared.repo, shared.commit, file)
+        found += [Path(elsewhere)] if elsewhere else []
+        if is_begun(shared.folder, file):
+            found.append(shared.folder / (file or ""))
+    here = list(filter(is_checkpoint, found))
+    return next((each for each in here if not missing(each, parts)), here[0] if here else None)
+
+
+def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
+    """What a checkpoint here is of: a commit on the hub, unless it is to be described `as_folder`,
+    or this host's folder. No header is read. Raises ModelError if it lacks files, so that other
+    hosts cannot get theirs from here."""
+    folder, files = folder_of_checkpoint(path), open_files(path).weight_files()
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise ModelError(
+            f"{path} lacks {absent[0]}, so other hosts cannot get their layers from here; copy it "
+            "there, or give each host its files"
+        )
+    small = [] if is_gguf(path) else [e for e in sorted(folder.iterdir()) if _is_small(e.name)]
+    found = None if as_folder else read_repository(folder) or _cached_commit(folder)
+    if found is None:  # its name for other hosts changes with the files
+        stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+        text = repr((str(path.absolute()), stats)).encode()
+        commit = hashlib.sha256(text).hexdigest()[:40]
+        found = Repository(folder.absolute().name, commit, str(path.absolute()))
+    here = filter(Path.is_file, (*small, *files))
+    sizes = {e.name: found.files.get(e.name, StoredFile(e.stat().st_size)) for e in here}
+    return replace(found, files=sizes)
+
+
+def _cached_commit(folder: Path) -> Repository | None:
+    """What a folder of the cache of huggingface_hub is of; None: it is another folder."""
+    if (snapshots := folder.absolute().parent).name == "snapshots":
+        from huggingface_hub import constants  # takes its time, so not for other folders
+
+        kind, *repo = snapshots.parent.name.split("--")
+        if kind == "models" and snapshots.parents[1] == Path(constants.HF_HUB_CACHE).absolute():
+            return Repository("/".join(repo), folder.name)
+    return None
+
+
+# --- how it comes here ------------------------------------------------------------------------
+
+
+def fetch_parts(path: Path, parts: Collection[str]) -> int:
+    """Fetch the parts (`slice_tensors`) that a checkpoint lacks here from the hub; the bytes
+    fetched. Raises ModelError if it lacks some and is of no repository of the hub, or they cannot
+    be fetched."""
+    if not (lacking := missing(path, parts)):
+        return 0
+    folder = folder_of_checkpoint(path)
+    repository = read_repository(folder)
+    if repository is None or not repository.on_hub:
+        raise ModelError(f"{path} {clause(lacking)}; copy the files there")
+    with sole_fetcher(folder):
+        files = {PartsFile(each): of for each, of in blocks_needed(path, parts).items()}
+        wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
+        fetch_all(HubSource(repository.repo, repository.commit), wanted)
+        for each in files:
+            each.compare(repository.files[each.path.name].sha256)
+    return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
+
+
+def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:
+    """The folder of a repository with the small files and headers of a checkpoint, or of a GGUF
+    `file`, which are fetched unless they are there. `found` has all files of the repository. Raises
+    ModelError."""
+    folder = found.folder
+    if is_begun(folder, file) and (known := read_repository(folder)) is not None:
+        write_repository(known)
+        return folder
+    small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
+    if large := [name for name in small if found.files[name].size > MOST_FILE_BYTES]:
+        raise ModelError(
+            f"{large[0]} of {found.repo} has {found.files[large[0]].size} bytes, where at most "
+            f"{MOST_FILE_BYTES} are expected; take another checkpoint"
+        )
+    with sole_fetcher(folder):
+        files = make_files(found, small).values()
+        fetch_all(source, {each: each.absent() for each in files})
+        # As Transformers: one file goes before an index.
+        names = [] if WEIGHTS in found.files else {*(stored_index(folder) or {}).values()}
+        weights = _required(found, part_names(file) if file else names or [WEIGHTS])
+        files = make_files(found, weights).values()
+        while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
+            fetch_all(source, lacking)
+        write_repository(replace(found, files={e: found.files[e] for e in (*small, *weights)}))
+    return folder
+
+
+def _is_small(name: str) -> bool:
+    return any(fnmatch(name, each) for each in SMALL_FILES)
+
+
+def _required(found: Repository, names: Iterable[str]) -> list[str]:
+    """These files of a repository. Raises ModelError if it lacks one."""
+    for name in sorted(names):
+        if name not in found.files:
+            raise ModelError(
+                f"{found.repo} holds no {name}; name a checkpoint of Transformers with safetensors "
+                f"files, or one of its GGUF files as {found.repo}/FILE.gguf"
+            )
+    return sorted(names)
+
+
+def _rest_of_header(file: PartsFile) -> list[int]:
+    """The next blocks of the header of a file that are not here; none: all are. Raises
+    ModelError."""
+    stop, ends = file.place(0)[1], False
+    while not (rest := file.absent([(0, stop)])) and not ends:
+        with file.path.open("rb") as stream:
+            prefix = stream.read(stop)
+        if is_gguf(file.path):
+            ends = stop == file.size or header_ends(file.path, prefix, file.size)
+            stop = stop if ends else min(2 * stop, file.size)
+        else:
+            ends, stop = True, 8 + header_length(file.path, prefix[:8], file.size)
+    return rest

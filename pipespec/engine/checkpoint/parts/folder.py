@@ -20,24 +20,25 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names
+from pipespec.engine.formats.safetensors_folder import is_whole
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.files import lock_file, write_atomically
 from pipespec.system.folders import cache_folder
-from pipespec.system.validation import Unreadable, read_json
+from pipespec.system.validation import Unreadable, from_fields, read_json
 
 log = logging.getLogger(__name__)
-FOLDERS = "folders"
+FOLDERS, RECORD = "folders", f"{RECORDS}/repository.json"
 
 
-class StoredFile(NamedTuple):
+@dataclass(frozen=True)
+class StoredFile:
     """A file of a repository: bytes, and the SHA-256 that the hub states for large files."""
 
     size: int
@@ -46,13 +47,9 @@ class StoredFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Repository:
-    """What any host calls a checkpoint: a commit on the hub, or a folder of a host.
-
-    Attributes:
-        repo, commit: on the hub; of a host's folder its name, and a hash that changes with it.
-        path: of the checkpoint on the host that has it; None: it is on the hub.
-        files: what is used of it: small files and weight files.
-    """
+    """What any host calls a checkpoint: a commit on the hub, or a folder of a host, whose `commit`
+    is a hash that changes with it. `path`: of the checkpoint on the host that has it; None: it is
+    on the hub. `files`: what is used of it, small files and weight files."""
 
     repo: str
     commit: str
@@ -64,22 +61,11 @@ class Repository:
         return self.path is None
 
     @property
-    def folder_name(self) -> str:
-        """Of its folder in the parts cache of any host, relative to that; a commit's is never that
-        of another host's folder."""
-        kind = "models" if self.on_hub else FOLDERS
-        return "--".join((kind, *self.repo.split("/"))) + f"/{self.commit}"
-
-    @property
     def folder(self) -> Path:
-        """Its folder in the parts cache of this host. Raises ConfigError."""
-        return parts_cache() / self.folder_name
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Repository:
-        """The inverse of `asdict`. Raises KeyError, TypeError, AttributeError."""
-        files = {name: StoredFile(*each) for name, each in value["files"].items()}
-        return cls(value["repo"], value["commit"], value["path"], files)
+        """In the parts cache here; a commit's is never that of a host's folder. Raises
+        ConfigError."""
+        kind = "models" if self.on_hub else FOLDERS
+        return parts_cache() / "--".join((kind, *self.repo.split("/"))) / self.commit
 
 
 def parts_cache() -> Path:
@@ -99,63 +85,43 @@ def is_checkpoint(path: Path) -> bool:
 
 def read_repository(folder: Path) -> Repository | None:
     """What a folder of the parts cache is of; None: it is another folder, or not finished."""
-    try:
-        return Repository.from_json(read_json(_record(folder)))
-    except (Unreadable, KeyError, TypeError, AttributeError):
-        return None
+    with suppress(Unreadable):
+        return from_fields(Repository, read_json(folder / RECORD))
+    return None
 
 
 def write_repository(found: Repository) -> None:
     """Mark the folder of a repository as finished but for tensors of these files too, and as that
     of its model which was used last. Raises ModelError."""
-    known, record = read_repository(found.folder), _record(found.folder)
+    known = read_repository(found.folder)
     both = replace(found, files={**({} if known is None else known.files), **found.files})
     with reported(found.folder):
-        record.parent.mkdir(exist_ok=True)
-        write_atomically(record, json.dumps(asdict(both)).encode())
+        (found.folder / RECORDS).mkdir(exist_ok=True)
+        write_atomically(found.folder / RECORD, json.dumps(asdict(both)).encode())
 
 
 def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
     """Files of a repository in its folder here, of which blocks may be absent, made unless they are
-    there. Those that the cache of huggingface_hub holds become links to them. Raises ModelError."""
+    there. Those that the cache of huggingface_hub holds become links to them. Raises OSError."""
     made = {}
-    with reported(found.folder):
-        found.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in names:
-            path = found.folder / name
-            if path.is_symlink() and not path.exists():  # to a cache that has lost it
-                path.unlink(missing_ok=True)
-            whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
-            if whole is not None and not path.exists():
-                os.symlink(os.path.realpath(whole), path)
-            if not path.is_symlink():
-                made[name] = PartsFile.create(path, found.files[name].size)
+    for name in names:
+        path = found.folder / name
+        if path.is_symlink() and not path.exists():  # to a cache that has lost it
+            path.unlink(missing_ok=True)
+        whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
+        if whole is not None and not path.exists():
+            os.symlink(os.path.realpath(whole), path)
+        size = found.files[name].size
+        made[name] = PartsFile(path) if path.is_symlink() else PartsFile.create(path, size)
     return made
 
 
-def cached_commit(folder: Path) -> Repository | None:
-    """What a folder of the parts cache, or of the cache of huggingface_hub, is of; None: it is
-    another folder."""
-    found = read_repository(folder)
-    snapshots = folder.absolute().parent
-    root = snapshots.parent
-    if found is not None or snapshots.name != "snapshots" or not root.name.startswith("models--"):
-        return found
-    from huggingface_hub import constants  # takes its time, so not for other folders
-
-    if root.parent != Path(constants.HF_HUB_CACHE).absolute():
-        return None
-    return Repository("/".join(root.name.split("--")[1:]), folder.name)
-
-
 def known_folder(repo: str, file: str | None) -> Path | None:
-    """The folder of a model that was used last; None: there is none with the weight files of its
-    checkpoint, or with a GGUF file, if without tensors."""
-    try:
+    """The folder of a model that was used last, if it `is_begun`."""
+    with suppress(ConfigError):
         found = _last_used(Repository(repo, "any").folder.parent)
-    except ConfigError:
-        return None
-    return found if found is not None and is_begun(found, file) else None
+        return found if found is not None and is_begun(found, file) else None
+    return None
 
 
 def is_begun(folder: Path, file: str | None) -> bool:
@@ -168,80 +134,76 @@ def is_begun(folder: Path, file: str | None) -> bool:
 
 
 def cached_file(repo: str, commit: str, name: str) -> str | None:
-    """The path of a file that the cache of huggingface_hub holds whole, where it has its name, else
-    None."""
+    """The path of a file that the cache of huggingface_hub holds whole, else None."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, name, revision=commit)
     return found if isinstance(found, str) else None
 
 
-def _record(folder: Path) -> Path:
-    """The file that says what a folder is of."""
-    return folder / RECORDS / "repository.json"
+def cached_model(repo: str, revision: str, file: str | None = None) -> Path | None:
+    """A model, or GGUF file, that the cache of huggingface_hub holds whole, None if it does not."""
+    names = part_names(file) if file else ("config.json",)
+    found = [cached_file(repo, revision, name) for name in names]
+    if found[0] is None or None in found:
+        return None
+    path = Path(found[0])
+    return path if file else path.parent if is_whole(path.parent) else None
 
 
 def _last_used(root: Path) -> Path | None:
-    records = [each for each in root.glob(f"*/{RECORDS}/repository.json") if each.is_file()]
+    records = [each for each in root.glob(f"*/{RECORD}") if each.is_file()]
     latest = max(records, key=lambda each: each.stat().st_mtime_ns, default=None)
     return None if latest is None else latest.parent.parent
 
 
 class FolderLock:
-    """The lock of a folder for all hosts of one run, as several may share a file system. It is held
-    until `release`, or the end of the process, whose name is in its file. So it is known of one
-    that was killed: what that has left is compared with its hashes first. Raises ModelError.
+    """The lock of a folder, until `release` or the end of the process, which is named in its file:
+    what a process has left that was killed is compared with its hashes first. It is `held` by this
+    process or by another one, which `holder` names as a clause, for an `owner`. Raises OSError."""
 
-    Attributes:
-        owner: the host that holds it: this one, or the first of the run that asked; None: a process
-            of another run does.
-        holder: that process, as a clause.
-    """
-
-    def __init__(self, folder: Path, run: str = "", host: str = "", *, wait: bool = False) -> None:
-        self.owner: str | None = host
-        self.holder, path = "", folder / RECORDS / "lock"
-        with reported(folder):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._descriptor = lock_file(path, wait=wait)
-            if self._descriptor is None:
-                of, owner, process, *_ = [*path.read_text().splitlines(), "", "", ""]
-                self.owner = owner if run and run == of else None
-                self.holder = f"{process or 'another process'} fetches into {folder}"
-                return
+    def __init__(self, folder: Path, owner: str = "", *, wait: bool = False) -> None:
+        path = folder / RECORDS / "lock"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._descriptor = lock_file(path, wait=wait)
+        self.held = self._descriptor is not None
+        process = f"process {os.getpid()} of {socket.gethostname()}"
+        if self._descriptor is None:
+            owner, process, *_ = [*path.read_text().splitlines(), "", ""]
+        else:
             try:
-                if path.stat().st_size:
-                    for each in filter(is_partial, folder.iterdir()):
-                        PartsFile(each).verify()
-                process = f"process {os.getpid()} of {socket.gethostname()}"
+                for each in filter(is_partial, folder.iterdir()) if path.stat().st_size else ():
+                    PartsFile(each).verify()
                 os.truncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, f"{run}\n{host}\n{process}".encode(), 0)
+                os.pwrite(self._descriptor, f"{owner}\n{process}".encode(), 0)
             except BaseException:
                 os.close(self._descriptor)
                 raise
+        self.owner, self.holder = owner, f"{process or 'another process'} fetches into {folder}"
 
     def release(self) -> None:
         """Let others fetch into the folder; what was fetched is on the disk."""
-        if self._descriptor is not None:
+        if self.held and self._descriptor is not None:
             os.truncate(self._descriptor, 0)
             os.close(self._descriptor)
-            self._descriptor = None
+            self.held = False
 
 
 @contextmanager
 def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Be the only process that fetches into a folder. Raises ModelError if another one is and this
-    must not `wait`."""
-    lock = FolderLock(folder)
-    if lock.owner is None and wait:
-        log.warning("%s; waiting until it has ended", lock.holder)
-        lock = FolderLock(folder, wait=True)
-    if lock.owner is None:
-        raise ModelError(f"{lock.holder}; wait until it has ended")
-    try:
-        yield
-    finally:
-        lock.release()
+    must not `wait`, or the folder cannot be written."""
+    with reported(folder):
+        lock = FolderLock(folder)
+        if not lock.held and wait:
+            log.warning("%s; waiting until it has ended", lock.holder)
+            lock = FolderLock(folder, wait=True)
+        if not lock.held:
+            raise ModelError(f"{lock.holder}; wait until it has ended")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 @dataclass(frozen=True)
@@ -274,7 +236,7 @@ def entries() -> Iterator[CacheEntry]:
 def remove(entry: CacheEntry) -> None:
     """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError, also where
     a process fetches into it."""
-    with reported(entry.folder), sole_fetcher(entry.folder, wait=False):
+    with sole_fetcher(entry.folder, wait=False):
         shutil.rmtree(entry.folder)
         if not any(entry.folder.parent.iterdir()):
             entry.folder.parent.rmdir()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.weights.models_elsewhere import described
+from pipespec.cluster.weights.locations import described
+from pipespec.engine.checkpoint.partial_checkpoint import open_repository, repository_of
 from pipespec.engine.checkpoint.parts.folder import entries
-from pipespec.engine.checkpoint.parts.opening import open_repository, repository_of
 from pipespec.engine.checkpoint.parts.parts_file import Range
-from pipespec.engine.checkpoint.parts.range_source import RangeSource, Sink
+from pipespec.engine.checkpoint.parts.sources import RangeSource
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -22,10 +22,10 @@ TARGET = resource_dir("demo") / "target"
 class Beta(RangeSource):
     """A host that has it."""
 
-    def read(self, file: str, part: Range, size: int, sink: Sink) -> None:
+    def read(self, file: str, part: Range, size: int) -> bytes:
         data = (TARGET / file).read_bytes()
         assert len(data) == size
-        sink(data[slice(*part)])
+        return data[slice(*part)]
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
         {"repo": "org/target"},
         {"repo": "../../elsewhere"},
         {"path": None},  # a commit of the hub
-        *({"files": {name: [1, None]}} for name in ("../../x/m.gguf", "/tmp/m", "..", ".parts")),
-        {"files": {"m.safetensors": [-1, None]}},
+        *({"files": {name: {"size": 1}}} for name in ("../../x/m.gguf", "/tmp/m", "..", ".parts")),
+        {"files": {"m.safetensors": {"size": -1}}},
         {"file": "../m.gguf"},
     ],
     ids=str,

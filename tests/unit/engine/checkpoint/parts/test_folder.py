@@ -20,36 +20,12 @@ from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
 from pipespec.errors import ModelError
 
 
-def test_hosts_of_one_start_learn_which_of_them_holds_the_lock(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path, "run 1", "the launcher")
-    assert first.owner == "the launcher"
-    assert FolderLock(tmp_path, "run 1", "beta").owner == "the launcher"
-    other = FolderLock(tmp_path, "run 2", "gamma")
-    assert other.owner is None
-    assert other.holder.startswith("process ")
-    first.release()
-    assert FolderLock(tmp_path, "run 2", "gamma").owner == "gamma"
-
-
-def test_a_lock_whose_owner_cannot_be_recorded_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as change:
-        change.setattr(os, "pwrite", full)
-        with pytest.raises(ModelError, match="No space left"):
-            FolderLock(tmp_path, "run 1", "beta")
-    assert FolderLock(tmp_path, "run 2", "beta").owner == "beta"
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
     killed: bool, tmp_path: Path
 ) -> None:
     file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES)
-    lock = FolderLock(tmp_path, "run 1", "beta")
+    lock = FolderLock(tmp_path, "1 beta")
     for block in range(2):
         file.write(block, bytes([block]) * BLOCK_BYTES)
     with file.path.open("r+b") as stream:
@@ -63,34 +39,24 @@ def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
         assert PartsFile(file.path).absent() == ([0, 2] if killed else [2])
 
 
-@pytest.mark.parametrize("record", ["", "[]", "run 1 beta"])
-def test_a_record_that_says_nothing_is_of_another_start(tmp_path: Path, record: str) -> None:
-    held = FolderLock(tmp_path, "run 1", "beta")
-    (tmp_path / ".parts" / "lock").write_text(record)
-    lock = FolderLock(tmp_path, "run 1", "gamma")
-    assert lock.owner is None
-    assert lock.holder == f"another process fetches into {tmp_path}"
-    held.release()
-
-
 def test_a_process_that_fetches_alone_is_named(tmp_path: Path) -> None:
     with sole_fetcher(tmp_path):
-        assert FolderLock(tmp_path, "run 1", "beta").owner is None
+        assert not FolderLock(tmp_path, "1 beta").held
         with (
             pytest.raises(ModelError, match=r"^process \d+ of .* fetches into .*; wait until"),
             sole_fetcher(tmp_path, wait=False),
         ):
             pass
-    assert FolderLock(tmp_path, "run 1", "beta").owner == "beta"
+    assert FolderLock(tmp_path, "1 beta").held
 
 
 def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with sole_fetcher(folder):
         shutil.rmtree(folder)
-        new = FolderLock(folder, "run 1", "beta")
-        assert new.owner == "beta"
-    assert FolderLock(folder, "run 2", "beta").owner is None
+        new = FolderLock(folder)
+        assert new.held
+    assert not FolderLock(folder).held
     new.release()
 
 
@@ -105,4 +71,4 @@ def test_a_gguf_file_without_its_header_is_nowhere(
     for name in ("a.gguf", "b.gguf"):
         PartsFile.create(one.folder / name, 8)
     write_repository(one)
-    assert own_path(Path("/far/b.gguf"), None, two, ()) is None
+    assert own_path(Path("/far/b.gguf"), two, ()) is None

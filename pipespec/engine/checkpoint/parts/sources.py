@@ -1,0 +1,297 @@
+"""Where parts of files come from: the Hugging Face Hub, a mirror of it, or another host; and how
+blocks are fetched from several of these at once.
+
+All are URLs that answer range requests. What may pass (a cut connection, a slow answer, 429, 5xx, a
+body of the wrong length) is tried again, from the byte that was reached; what remains is one
+sentence. Ids, tokens, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the HTTP client are those of
+huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import shutil
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from itertools import groupby
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
+from pipespec.errors import ModelError
+
+# Seconds to wait for a connection, and for the next bytes of an answer.
+CONNECT_S, READ_S = 5.0, 30.0
+# Tries without a byte of progress, also of a host, and the seconds between them, which double.
+MAX_TRIES, HOST_TRIES = 6, 2
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+LONGEST_ASKED_S = 300.0  # that a server may ask to wait (Retry-After)
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+TOKEN = "authorization"  # the header that holds it
+COMMIT = re.compile("[0-9a-f]{40}")
+NUM_CONNECTIONS = 8
+REQUEST_BLOCKS = 4  # neighbours that are fetched by one request
+SPARE_BYTES, GIB = 256 * 2**20, 2**30  # left free on the disk
+# Blocks by file, and the hash of each by the source's record, if it has one.
+Wanted = Mapping[PartsFile, Mapping[int, bytes | None]]
+
+
+class Unavailable(ModelError):
+    """A source cannot be read, now or from here; its cause says why, as a clause."""
+
+
+class WrongBytes(ModelError):
+    """A source sends other bytes than it has recorded."""
+
+
+class _Again(Exception):
+    """A request failed in a way that may pass."""
+
+    wait_s = 0.0  # what the server asks for
+
+
+def host_session(context: ssl.SSLContext) -> Any:
+    """A client for sources that are other hosts, which prove by the context who they are."""
+    from huggingface_hub import utils
+
+    return type(utils.get_session())(verify=context, trust_env=False)  # type: ignore[attr-defined]
+
+
+class RangeSource:
+    """Files at URLs, which need no token; `session`: that of `host_session`, for another host.
+    Several threads may read at once. Others may set `stopped`, to end all reading soon. `wait` is
+    called with the seconds between two tries. Raises ModelError, Unavailable."""
+
+    def __init__(self, name: str, urls: Mapping[str, str], session: Any = None) -> None:
+        from huggingface_hub import utils
+
+        self.name, self._urls = name, urls
+        self.stopped = threading.Event()
+        self.wait: Callable[[float], object] = self.stopped.wait
+        self._session = session or utils.get_session()  # type: ignore[attr-defined]
+        self._max_tries = HOST_TRIES if session is not None else MAX_TRIES
+
+    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
+        """The URL of a file, and headers for it."""
+        return self._urls[file], {}
+
+    def forget(self, file: str) -> None:
+        raise Unavailable(f"{self.name} refuses a signed URL of {file}")
+
+    def read(self, file: str, part: Range, size: int) -> bytes | bytearray:
+        """A part of a file of `size` bytes."""
+        (start, stop), data = part, bytearray()
+
+        def ask() -> None:
+            self._request(file, (start + len(data), stop), size, data)
+
+        self._tried(ask, file, self._max_tries, lambda: len(data))
+        return data
+
+    def _request(self, file: str, part: Range, size: int, data: bytearray) -> None:
+        from huggingface_hub import utils
+
+        (start, stop), (url, headers) = part, self.locate(file)
+        wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        how: Any = {
+            "headers": {**headers, **wanted},
+            "timeout": (CONNECT_S, READ_S, READ_S, None),  # ..., write, for a free connection
+            "follow_redirects": False,
+        }
+        with self._session.stream("GET", url, **how) as answer:
+            if TOKEN not in headers and answer.status_code in (401, 403):
+                self.forget(file)
+                raise _Again(f"its signed URL is refused ({answer.status_code})")
+            utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
+            if (whole := answer.status_code == 200) and part != (0, size):
+                raise _Again("it does not send parts of files (range requests)")
+            stated, found = f"bytes {start}-{stop - 1}/{size}", answer.headers.get("Content-Range")
+            if not whole and found != stated:
+                raise _Again(f"it sends the range {found!r} for {stated!r}")
+            for chunk in answer.iter_raw():
+                start += len(chunk)
+                if start > stop:
+                    raise _Again("it sends more bytes than were asked for")
+                data += chunk
+            if start < stop:
+                raise _Again("it ended the answer early")
+
+    def _tried(
+        self,
+        ask: Callable[[], Any],
+        what: str,
+        max_tries: int = MAX_TRIES,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> Any:
+        """Ask until there is an answer, or there were too many tries without progress."""
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+        # The HTTP library is httpx or httpx2, by the version of huggingface_hub.
+        names: dict[str, Any] = {each.__name__: each for each in HfHubHTTPError.__mro__}
+        tries, before = 0, progress()
+        while True:
+            try:
+                return ask()
+            except OfflineModeIsEnabled as error:
+                raise Unavailable("HF_HUB_OFFLINE is set") from error
+            except HFValidationError as error:
+                raise ModelError(f"{self.name!r} is no name of a model on the hub") from error
+            except (_Again, names["HTTPError"]) as error:
+                again = error if isinstance(error, _Again) else self._again(error)
+            tries = tries + 1 if progress() == before else 1
+            before = progress()
+            if self.stopped.is_set():
+                raise Unavailable(f"reading from {self.name} was stopped") from again
+            if tries >= max_tries or again.wait_s > LONGEST_ASKED_S:
+                raise Unavailable(
+                    f"{self.name} did not send {what}, though asked {tries} times: {again}; check "
+                    "the network, or try again later"
+                ) from again
+            backoff = min(FIRST_WAIT_S * 2 ** (tries - 1), LONGEST_WAIT_S)
+            self.wait(max(backoff * random.uniform(0.75, 1.25), again.wait_s))
+
+    def _again(self, error: Any) -> _Again:
+        """Why and when to ask again after an HTTP error. Raises ModelError if that is of no use."""
+        if (answer := getattr(error, "response", None)) is None:
+            return _Again(" ".join(str(error).split())[:200] or type(error).__name__)
+        if answer.status_code not in PASSING:
+            raise ModelError(self._refused(answer.status_code)) from error
+        again = _Again(f"it answers {answer.status_code}")
+        if (asked := answer.headers.get("Retry-After", "").strip()).isdigit():
+            again.wait_s = float(asked)
+        return again
+
+    def _refused(self, status: int) -> str:
+        return f"{self.name} answers {status}; start again"
+
+
+class HubSource(RangeSource):
+    """A commit of a repository of the hub, read with the token, if this host has one. `located`:
+    where files are read, until that is refused."""
+
+    def __init__(self, repo: str, commit: str = "") -> None:
+        from huggingface_hub import constants
+
+        self.repo, self.commit, self.endpoint = repo, commit, constants.ENDPOINT
+        self.located: dict[str, str] = {}
+        super().__init__(f"{self.endpoint} ({repo})", {})
+
+    def revision(self, *, max_tries: int = MAX_TRIES) -> Repository:
+        """The repository's main branch, with all files of its top folder; it is read from then on.
+        Raises ModelError; Unavailable if the hub cannot be reached."""
+        from huggingface_hub import HfApi
+
+        ask = HfApi(endpoint=self.endpoint).model_info
+        how: Any = {"revision": "main", "files_metadata": True, "timeout": CONNECT_S}
+        info = self._tried(lambda: ask(self.repo, **how), "its files", max_tries)
+        if not COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
+            raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
+        files = {
+            each.rfilename: StoredFile(each.size, each.lfs and each.lfs["sha256"])
+            for each in info.siblings or ()
+            if "/" not in each.rfilename and each.size is not None
+        }
+        self.commit = info.sha
+        return Repository(self.repo, info.sha, None, files)
+
+    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
+        """At the hub, or at a signed URL, which gets no token."""
+        from huggingface_hub import get_hf_file_metadata
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        if (url := self.located.get(file)) is None:
+            # Files are of the top folder, so a "/" is part of the name and leads nowhere.
+            at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
+            url = self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
+        own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+        return url, build_hf_headers() if own else {}
+
+    def forget(self, file: str) -> None:
+        self.located.pop(file, None)
+
+    def signed_url(self, file: str) -> str | None:
+        """Where a file is read without a token; None: nowhere. Raises ModelError."""
+        url, headers = self._tried(lambda: self.locate(file), file)
+        return None if TOKEN in headers else url
+
+    def _refused(self, status: int) -> str:
+        if status == 404:
+            return f"{self.name} has no such model, or not that file of it; check the name"
+        return (
+            f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does not "
+            "exist; accept its terms there, and set HF_TOKEN to a token of yours"
+        )
+
+
+def fetch(
+    asked: Sequence[tuple[RangeSource, Wanted]], moved: Callable[[int], object] = lambda count: None
+) -> dict[RangeSource, ModelError]:
+    """Fetch blocks from several sources at once; why a source was given up: Unavailable or
+    WrongBytes. `moved` is called with numbers of bytes, from several threads. The caller holds the
+    lock of the folder. Memory: REQUEST_BLOCKS per connection. Raises ModelError: the disk is too
+    small, or a source refuses; OSError if it cannot be written."""
+    files = {file for _, wanted in asked for file in wanted}
+    total = sum(file.num_bytes(some) for _, wanted in asked for file, some in wanted.items())
+    for folder in {file.path.parent for file in files} if total else ():
+        free = shutil.disk_usage(folder).free
+        if total + SPARE_BYTES > free:
+            raise ModelError(
+                f"{folder} needs {total / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are "
+                "free there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another "
+                "disk"
+            )
+    failed: dict[RangeSource, ModelError] = {}
+
+    def get(source: RangeSource, file: PartsFile, run: Sequence[int], wanted: Wanted) -> None:
+        """Fetch neighbouring blocks and record them."""
+        if source in failed or source.stopped.is_set():
+            return
+        places = [*map(file.place, run)]
+        begin = places[0][0]
+        try:
+            read = source.read(file.path.name, (begin, places[-1][1]), file.size)
+            for block, (start, stop) in zip(run, places, strict=True):
+                data = memoryview(read)[start - begin : stop - begin]
+                sha = hashlib.sha256(data).digest()
+                if wanted[file][block] not in (None, sha):
+                    raise WrongBytes(f"{source.name} sends wrong bytes of {file.path.name}")
+                file.write(block, data, sha)
+                moved(stop - start)
+        except (Unavailable, WrongBytes) as error:
+            failed.setdefault(source, error)
+
+    with ExitStack() as stack:
+        tasks = []
+        for source, wanted in asked:  # with connections of its own: none waits for another source
+            pool = ThreadPoolExecutor(max(1, NUM_CONNECTIONS // len(asked)))
+            stack.enter_context(pool)
+            for file, some in wanted.items():
+                # Neighbours, a few of which are fetched together.
+                numbered = enumerate(sorted(some))
+                for _, run in groupby(numbered, lambda e: (e[1] - e[0], e[1] // REQUEST_BLOCKS)):
+                    blocks = [block for _, block in run]
+                    tasks.append(pool.submit(get, source, file, blocks, wanted))
+        try:
+            for task in as_completed(tasks):
+                task.result()
+        except BaseException:
+            for source, _ in asked:
+                source.stopped.set()
+            raise
+        finally:
+            for file in files:
+                file.sync()
+    return failed
+
+
+def fetch_all(source: RangeSource, wanted: Mapping[PartsFile, Iterable[int]]) -> None:
+    """Fetch blocks from the one source that there is. Raises ModelError, OSError."""
+    asked = {file: dict.fromkeys(blocks) for file, blocks in wanted.items()}
+    for error in fetch([(source, asked)]).values():
+        raise error

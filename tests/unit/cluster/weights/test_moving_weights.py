@@ -1,0 +1,239 @@
+"""What ends a distribution of weights, what it waits for, and what waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipespec.cluster.decide import decide
+from pipespec.cluster.deployment.deployment import Deployment
+from pipespec.cluster.deployment.rank_assignment import WeightsPending
+from pipespec.cluster.weights import distribution, host
+from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
+from pipespec.cluster.weights.host import WeightHost, lines_of
+from pipespec.cluster.weights.peer import lock_folders
+from pipespec.cluster.weights.plan import Needs, parts_needed
+from pipespec.config.compose import compose
+from pipespec.engine.checkpoint.partial_checkpoint import repository_of
+from pipespec.engine.checkpoint.parts.folder import FolderLock, Repository
+from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
+from pipespec.system.folders import resource_dir
+
+NUM_LAYERS = 16  # of the demo's target
+PATIENCE_S = 60.0
+ABSENT = "/models/nowhere"
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    """A head, a stage on each of two hosts, and a spare on a third one."""
+    hosts = [
+        {"name": name, "address": f"10.0.0.{index}", "devices": ["cpu"] * (1 + (index == 1))}
+        for index, name in enumerate(("alpha", "beta", "gamma"), 1)
+    ]
+    file = tmp_path / "hosts.yaml"
+    file.write_text(yaml.safe_dump({"hosts": hosts, "draft": "alpha/0", "spares": 1}))
+    return decide(compose([f"cluster={file}"]))
+
+
+# --- its end ----------------------------------------------------------------------------------
+
+
+class Peer:
+    """A host that answers nothing until it is ended, or during whose answer the user presses
+    Ctrl-C."""
+
+    interrupted: set[str] = set()  # noqa: RUF012
+    asked = threading.Event()
+
+    def __init__(self, name: str, needs: Needs) -> None:
+        self.name, self.needs, self.ended = name, needs, threading.Event()
+
+    def call(self, do: str, **_: Any) -> None:
+        if self.name in self.interrupted:
+            raise KeyboardInterrupt
+        self.asked.set()
+        assert self.ended.wait(PATIENCE_S)
+        raise HostFailed(f"{self.name}: it has ended, before {do}")
+
+    def end(self) -> None:
+        self.ended.set()
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def far(host: Any, needs: Needs, *_: object) -> Iterator[Peer]:
+        yield Peer(host.name, needs)
+
+    monkeypatch.setattr(distribution, "Peer", far)
+
+
+@pytest.mark.usefixtures("hanging")
+def test_the_end_of_a_cluster_stops_a_distribution(deployment: Deployment) -> None:
+    over = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        moved = pool.submit(distribute_weights, deployment, over=over)
+        assert Peer.asked.wait(PATIENCE_S)
+        over.set()
+        with pytest.raises(RankFailed, match="The cluster has ended"):
+            moved.result(PATIENCE_S)
+
+
+@pytest.mark.usefixtures("hanging")
+def test_a_signal_does_not_wait_for_a_host_that_hangs(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Peer, "interrupted", {"alpha"})
+    with pytest.raises(KeyboardInterrupt):
+        distribute_weights(deployment)
+
+
+def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "SILENCE_S", 0.01)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as stream, os.fdopen(writer, "wb", buffering=0) as sink:
+        sink.write(b"\none\n\na long ")
+        lines = lines_of(stream)
+        assert next(lines) == b"one"
+        sink.write(b"line\n")
+        assert [*lines] == [b"a long line"]  # silence
+        sink.write(b"x\n")
+        sink.close()
+        assert [*lines_of(stream)] == [b"x"]
+
+
+# --- starts that need the same folders --------------------------------------------------------
+
+
+class Host:
+    """A host of this process, which lacks a model; target and draft are in one folder there."""
+
+    def __init__(self, name: str, repository: Repository) -> None:
+        self.name, self.needs = name, {kind: {name} for kind in ("target", "draft")}
+        self.own = WeightHost(lambda count: None)
+        for kind in self.needs:
+            known = {"path": ABSENT, "repository": asdict(repository)}
+            assert not self.own.prepare(kind, parts=["0"], **known)
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        return getattr(self.own, do)(**arguments)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    """As that of a folder that is not here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = repository_of(resource_dir("demo") / "target", as_folder=True)
+    return replace(found, path=ABSENT)
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_start_that_waits_holds_nothing_and_says_so_once(
+    taken: int, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[Any] = []
+    own = []
+    for name in ("beta", "the launcher"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        hosts.append(Host(name, repository))
+        own.append(repository.folder)
+    other = FolderLock(own[taken], "other gamma")
+    assert other.held
+    sentences: list[str] = []
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        second = FolderLock(own[1 - taken], "other gamma")  # so two starts do not wait for good
+        assert second.held
+        second.release()
+        if len(pauses) == 3:
+            other.release()
+
+    lock_folders(hosts, sentences.append, pause)
+    assert len(pauses) == len(set(pauses)) == 3
+    (sentence,) = sentences
+    assert sentence.startswith(f"{hosts[taken].name}: process ")
+    assert sentence.endswith(f" fetches into {own[taken]}; waiting until it has ended.")
+    assert all(each.needs == {"target": {each.name}, "draft": {each.name}} for each in hosts)
+    assert not any(FolderLock(each, "other gamma").held for each in own)
+    for each in hosts:
+        each.own.unlock()
+
+
+def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(repository: Repository) -> None:
+    hosts: list[Any] = [Host(name, repository) for name in ("beta", "gamma")]
+    lock_folders(hosts, pytest.fail, pytest.fail)
+    needs = {"beta", "gamma"}
+    assert [each.needs for each in hosts] == [{"target": needs, "draft": needs}, {}]
+    assert not (repository.folder / "config.json").exists()  # nobody has written before
+    blocks = [("target", "config.json", 0)]
+    assert hosts[0].call("offer", kinds=["target"], blocks=blocks) == {"has": [], "own": []}
+    assert (repository.folder / "config.json").exists()
+    hosts[0].call("end")
+    assert FolderLock(repository.folder, "other delta").held
+
+
+# --- epochs that wait for their weights -------------------------------------------------------
+
+
+def test_an_assignment_waits_for_its_weights_and_no_longer(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready, asked = threading.Event(), list[Deployment]()
+
+    def distribute(changed: Deployment, on_warning: Callable[[str], None]) -> None:
+        asked.append(changed)
+        on_warning("gamma cannot read weights from alpha.")
+        assert ready.wait(PATIENCE_S)
+
+    moves = WeightMoves(deployment, distribute)
+    for _ in range(3):
+        with pytest.raises(WeightsPending):
+            moves.plan({"beta/0"})
+    ready.set()
+    assert moves._thread is not None
+    moves._thread.join(PATIENCE_S)
+    assert moves.plan({"beta/0"}) == deployment.assignment(deployment.without({"beta/0"}))
+    (changed,) = asked
+    assert [host.name for host in changed.hosts] == ["alpha", "gamma"]
+    # The spare has the layers of the host that is gone.
+    layers = {str(number) for number in range(NUM_LAYERS // 2, NUM_LAYERS)}
+    assert layers <= parts_needed(changed, changed.hosts[1])["target"]
+    assert not changed.fetched
+    assert caplog.messages == ["weights of the new layout: gamma cannot read weights from alpha."]
+
+
+def test_weights_that_cannot_be_moved_do_not_keep_the_epoch_from_beginning(
+    deployment: Deployment,
+) -> None:
+    def distribute(*_: object, **__: object) -> None:
+        raise ModelError("no host has them")
+
+    moves = WeightMoves(deployment, distribute)
+    with pytest.raises(WeightsPending):
+        moves.plan({"beta/0"})
+    assert moves._thread is not None
+    moves._thread.join(PATIENCE_S)
+    assert moves.plan({"beta/0"}).workers == ("alpha/0", "alpha/1", "gamma/0")
+
+
+def test_nothing_moves_for_too_few_workers_or_on_one_machine(deployment: Deployment) -> None:
+    moves = WeightMoves(deployment, lambda *_, **__: pytest.fail("nothing to move"))
+    with pytest.raises(ConfigError):
+        moves.plan({"alpha/1", "beta/0", "gamma/0"})
+    alone = decide(compose(["cluster.stages=2", "cluster.spares=1", "cluster.devices=[cpu]"]))
+    moves.use(alone)
+    assert moves.plan({"local/1"}).workers[0] == "local/0"

@@ -1,0 +1,270 @@
+"""What a hub or a host may do to a client, and what comes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from pipespec.engine.checkpoint.parts import parts_file, sources
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
+from pipespec.engine.checkpoint.parts.sources import (
+    MAX_TRIES,
+    HubSource,
+    RangeSource,
+    Unavailable,
+    WrongBytes,
+    fetch,
+)
+from pipespec.errors import ModelError
+from tests.helpers.hub import COMMIT, Fault, Hub, used
+
+NAME = "model.safetensors"
+DATA = bytes(range(256)) * 400  # 100 KB
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    (tmp_path / NAME).write_bytes(DATA)
+    (tmp_path / "config.json").write_text("{}")
+    hub = Hub({"org/model": tmp_path})
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with used(hub, tmp_path / "hub", monkeypatch):
+        yield hub
+
+
+@pytest.fixture
+def client(hub: Hub, waits: list[float]) -> HubSource:
+    assert not hub.requests
+    source = HubSource("org/model", COMMIT)
+    source.wait = waits.append
+    return source
+
+
+@pytest.fixture
+def waits() -> list[float]:
+    """Seconds that a client would have waited."""
+    return []
+
+
+def read(client: RangeSource, start: int = 1000, stop: int = 90_000) -> bytes:
+    return bytes(client.read(NAME, (start, stop), len(DATA)))
+
+
+@pytest.mark.parametrize("commit", ["../../../etc", "", "main", None])
+def test_a_mirror_that_names_no_commit_is_refused(hub, client, commit):
+    hub.commit = commit
+    with pytest.raises(ModelError, match="names no commit of org/model; take another mirror"):
+        client.revision()
+
+
+def test_the_files_of_a_commit_with_sizes_and_hashes(client):
+    found = client.revision()
+    assert (found.repo, found.commit) == ("org/model", COMMIT)
+    assert found.files[NAME].size == len(DATA)
+    assert len(found.files[NAME].sha256) == 64
+    assert found.files["config.json"].sha256 is None
+
+
+def test_a_signed_url_is_used_again_until_it_expires_and_gets_no_token(hub, client, waits):
+    hub.token = "secret"
+    assert read(client, 0, 10) + read(client, 10, 20) == DATA[:20]
+    assert hub.requests == {"HEAD resolve": 1, "GET cdn": 2}
+    assert hub.sent[NAME] == 20  # and no more than was asked for
+    assert hub.tokens_at_cdn == []
+    hub.expire()
+    assert read(client, 10, 20) == DATA[10:20]
+    assert len(waits) == 1
+
+
+def test_a_cut_answer_goes_on_where_it_ended(hub, client):
+    hub.faults = [Fault(cut_at=30_000), Fault(cut_at=1), Fault(cut_at=0)]
+    assert read(client) == DATA[1000:90_000]
+    assert [start for _, start, _ in hub.ranges] == [1000, 31_000, 31_001, 31_001]
+    assert hub.sent[NAME] == 89_000  # nothing twice
+
+
+WRONG = {
+    "it sends the range": Fault(headers={"Content-Range": "bytes 0-88999/100000"}),
+    "it sends more bytes than were asked for": Fault(change=lambda data: data + b"x"),
+    "it ended the answer early": Fault(change=lambda data: data[:-1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("faults", "least"),
+    [
+        ([Fault(429), Fault(500), Fault(503)], [0.375, 0.75, 1.5]),
+        ([Fault(429, {"Retry-After": "17"}), Fault(429, {"Retry-After": "rubbish"})], [17, 0.75]),
+        *(([fault], [0.375]) for fault in WRONG.values()),
+    ],
+)
+def test_a_busy_or_wrong_answer_is_asked_for_again_later(hub, client, waits, faults, least):
+    hub.faults = faults
+    assert read(client) == DATA[1000:90_000]
+    assert len(waits) == len(least)
+    for each, at_least in zip(waits, least, strict=True):  # longer each time
+        assert at_least <= each <= at_least * 5 / 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "tries"),
+    [
+        (Fault(429, {"Retry-After": "86400"}), "it answers 429", 1),
+        (Fault(503), "it answers 503; check the network", MAX_TRIES),
+        *((fault, why, MAX_TRIES) for why, fault in WRONG.items()),
+    ],
+)
+def test_a_hub_that_stays_away_is_one_sentence(hub, client, waits, fault, why, tries):
+    hub.faults = [fault] * MAX_TRIES
+    with pytest.raises(Unavailable) as caught:
+        read(client)
+    assert len(waits) == tries - 1
+    assert str(caught.value).startswith(
+        f"{constants.ENDPOINT} (org/model) did not send {NAME}, though asked {tries} times: "
+    )
+    assert why in str(caught.value)
+
+
+def test_a_hub_without_ranges_is_refused_without_reading_whole_files(hub, client):
+    hub.without_ranges = True
+    with pytest.raises(Unavailable, match="does not send parts of files"):
+        read(client)
+    assert client.read("config.json", (0, 2), 2) == b"{}"
+
+
+def test_a_slow_answer_times_out_and_is_asked_for_again(hub, client, monkeypatch):
+    monkeypatch.setattr(sources, "READ_S", 0.2)
+    slow, calls = threading.Event(), []
+
+    def on_range() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            slow.wait(20)
+
+    hub.on_range = on_range
+    assert read(client) == DATA[1000:90_000]
+    assert len(calls) == 2
+    slow.set()
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "message"),
+    [
+        ("org/model", "another", r"refuses org/model \(401\).* set HF_TOKEN"),
+        ("org/other", None, r"org/other\) has no such model"),
+    ],
+)
+def test_a_model_that_is_gated_or_not_there_is_one_sentence(hub, repo, token, message):
+    hub.token = token
+    client = HubSource(repo, COMMIT)
+    for ask in (client.revision, lambda: read(client)):
+        with pytest.raises(ModelError, match=message):
+            ask()
+
+
+@pytest.mark.parametrize("offline", [True, False])
+@pytest.mark.usefixtures("hub")
+def test_without_a_hub_nothing_is_waited_for_for_good(waits, offline, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    client = HubSource("org/model", COMMIT)
+    client.wait = waits.append
+    message = "HF_HUB_OFFLINE is set" if offline else "check the network"
+    for ask in (client.revision, lambda: read(client)):
+        with pytest.raises(Unavailable, match=message):
+            ask()
+
+
+def test_reading_that_is_stopped_ends_at_once(hub, client):
+    hub.faults = [Fault(503)]
+    client.stopped.set()
+    with pytest.raises(Unavailable, match="was stopped"):
+        read(client)
+
+
+def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
+    """They are told a URL only where they need no token."""
+    url = client.signed_url(NAME)
+    assert f"/cdn/0/org/model/{NAME}" in url
+    other = RangeSource("the hub", {NAME: url})
+    other.wait = waits.append
+    assert read(other) == DATA[1000:90_000]
+    assert hub.tokens_at_cdn == []
+    hub.expire()
+    with pytest.raises(Unavailable, match="refuses a signed URL"):
+        read(other)
+    hub.signs = False
+    client.located.clear()
+    assert client.signed_url(NAME) is None
+    client.located.clear()
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(NAME)
+
+
+def test_a_name_does_not_lead_out_of_the_repository(hub, client):
+    hub.folders["org/other"] = hub.folders["org/model"]
+    with pytest.raises(ModelError, match="or not that file of it"):
+        client.signed_url(f"../../../other/resolve/{COMMIT}/{NAME}")
+
+
+# --- blocks -----------------------------------------------------------------------------------
+
+
+class Beta:
+    """A host that sends what it has, and fails at a byte."""
+
+    name = "beta"
+
+    def __init__(self, fails_at: int = len(DATA), error: type[ModelError] = Unavailable) -> None:
+        self._fails_at, self._error = fails_at, error
+        self.asked: list[Range] = []
+        self.stopped = threading.Event()
+
+    def read(self, file: str, part: Range, size: int) -> bytes:
+        assert (file, size) == (NAME, 256)
+        self.asked.append(part)
+        if part[1] > self._fails_at:
+            raise self._error("it broke")
+        return DATA[slice(*part)]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
+    monkeypatch.setattr(parts_file, "BLOCK_BYTES", 16)
+    return PartsFile.create(tmp_path / NAME, 256)
+
+
+def get(own: PartsFile, source: Any, *blocks: int, **hashes: bytes) -> dict[Any, ModelError]:
+    return fetch([(source, {own: {each: hashes.get(f"of_{each}") for each in blocks}})])
+
+
+def test_neighbours_are_asked_for_together_and_nothing_else_is_written(own: PartsFile) -> None:
+    beta = Beta()
+    assert get(own, beta, 1, 2, 5) == {}
+    assert sorted(beta.asked) == [(16, 48), (80, 96)]
+    assert own.path.read_bytes() == (bytes(16) + DATA[16:48] + bytes(32) + DATA[80:96] + bytes(160))
+    assert PartsFile(own.path).absent() == [0, 3, 4, *range(6, 16)]
+
+
+def test_what_came_before_a_source_was_given_up_is_kept(own: PartsFile) -> None:
+    (error,) = get(own, Beta(fails_at=40), 0, 2).values()
+    assert str(error) == "it broke"
+    assert PartsFile(own.path).absent() == list(range(1, 16))
+
+
+def test_bytes_of_another_hash_are_dropped_and_their_source_named(own: PartsFile) -> None:
+    (error,) = get(own, Beta(), 0, 1, of_1=bytes(32)).values()
+    assert isinstance(error, WrongBytes)
+    assert str(error) == f"beta sends wrong bytes of {NAME}"
+    assert PartsFile(own.path).absent() == list(range(1, 16))
+
+
+def test_a_source_that_refuses_ends_the_start(own: PartsFile) -> None:
+    with pytest.raises(ModelError, match="it broke"):
+        get(own, Beta(fails_at=0, error=ModelError), 0, 1)
