@@ -184,6 +184,8 @@ def _read(path: Path) -> Any:
         _refuse_too_many(compose(text, SafeLoader))
         # Refuses a key that occurs twice, which plain YAML readers let pass.
         return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    except Wrong:
+        raise
     except Unreadable as error:
         raise Wrong(f"it cannot be read: {error}.") from error
     except RecursionError as error:

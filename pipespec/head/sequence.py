@@ -50,7 +50,8 @@ class Sequence:
         prefilled: tokens that were fed before decoding, shared ones included.
         root_waits_since: the step since which there has been an unfed root.
         hits: decided tokens that had been fed as draft tokens.
-        admitted_ns: when it first entered the pipeline (`HeadLoop` sets it).
+        started_ns, admitted_ns: when it was added, and when it first entered the pipeline
+            (`HeadLoop` sets it).
         token_ns: when each token of the answer was decided.
         ended: why it was over before it started.
         guide: of a request with a grammar.
@@ -73,6 +74,7 @@ class Sequence:
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
     )
+    started_ns: int = 0
     admitted_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Sequence:
                 NOT_IN_PIPELINE, request.id, len(request.prompt), len(tokens), terms
             ),
             replayed=len(answer),
+            started_ns=now,
             token_ns=[now] * len(answer),
             guide=guide,
         )
@@ -245,6 +248,7 @@ class Sequence:
             "cached_tokens": self.cached or 0,
             "replayed": self.replayed,
             "hits": self.hits,
+            "started_ns": self.started_ns,
             "token_ns": self.token_ns,
             "counts": self.counts,
             "first_token": self.first_token,
