@@ -1,22 +1,24 @@
-"""Memory of the process, and what the system does with it."""
+"""Main memory: what is free of it, and what the system does with that of this process."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+
+HUGE_PAGE = 2 << 20
+UNLIMITED = 2**62
 
 
 def release() -> None:
     """Return freed pages of the heap, which glibc would keep. Elsewhere it does nothing."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-HUGE_PAGE = 2 << 20
 
 
 def use_huge_pages(address: int, num_bytes: int) -> None:
@@ -43,3 +45,44 @@ def leave_to_file(rows: np.ndarray) -> None:
         size = (start + rows.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0:
             owner.madvise(mmap.MADV_DONTNEED, first, size)
+
+
+def free_bytes() -> int:
+    """Bytes that this process may still use, those included that the system gives way of."""
+    return min(psutil.virtual_memory().available, cgroup_free())
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that the control groups of this process leave it; UNLIMITED without a limit. Files that
+    the system keeps in memory count as free: they give way. Version 1 and 2 of the interface; in a
+    container the limits of the group may be at the root."""
+    free = UNLIMITED
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return free
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                free = min(free, _group_free(folder, *names))
+    return free
+
+
+def _group_free(folder: Path, limit: str, usage: str, prefix: str) -> int:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max", or no such group here
+        return UNLIMITED
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return max(most - used + files, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import resource
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import psutil
 
@@ -22,6 +21,7 @@ from pipespec.engine.recurrence.state_sizes import fixed_entries
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import draft_slots, slots_by_setting
 from pipespec.placement.slices import GIB
+from pipespec.system import heap
 
 WEIGHTS = "the weights"
 # Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
@@ -210,7 +210,7 @@ def held_bytes(
 def free_bytes(device: str) -> int:
     if device == "cpu":
         swap = psutil.swap_memory().free
-        return min(psutil.virtual_memory().available, cgroup_free()) + swap
+        return heap.free_bytes() + swap
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
@@ -275,44 +275,3 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 def local_ranks(deployment: Deployment) -> list[int]:
     here = {worker for host in deployment.hosts if host.local for worker in host.workers}
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
-
-
-# --- control groups ---------------------------------------------------------------------------
-
-UNLIMITED = 2**62
-
-
-def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the control groups of this process leave it; UNLIMITED without a limit. Files that
-    the system keeps in memory count as free: they give way. Version 1 and 2 of the interface; in a
-    container the limits of the group may be at the root."""
-    free = UNLIMITED
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return free
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base):
-                free = min(free, _group_free(folder, *names))
-    return free
-
-
-def _group_free(folder: Path, limit: str, usage: str, prefix: str) -> int:
-    try:
-        most = int((folder / limit).read_text())
-        used = int((folder / usage).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max", or no such group here
-        return UNLIMITED
-    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-    return max(most - used + files, 0)

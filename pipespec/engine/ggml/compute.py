@@ -10,12 +10,11 @@ import weakref
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.ggml.library import ALIGNMENT, TYPES, Library
-from pipespec.system.heap import use_huge_pages
+from pipespec.system import heap
 
 # How long threads poll before they sleep, of 100: not at all. Polling threads of several processes,
 # or ggml's beside PyTorch's, take cores from each other: with two other busy processes on two cores
@@ -199,7 +198,7 @@ class _Chunk:
         if not self.buffer:
             raise MemoryError(f"there is no memory for {size >> 20} MiB of weights")
         self.base: int = library.backend_buffer_get_base(self.buffer)
-        use_huge_pages(self.base, size)
+        heap.use_huge_pages(self.base, size)
         weakref.finalize(self, library.backend_buffer_free, self.buffer)
 
 
@@ -207,18 +206,16 @@ def laid_out(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, in
     """Weights `[out, in]` of one of TYPES, copied to memory that products read faster than that of
     a file, in the layout that ggml has for this processor, if any; or where they are, if memory is
     short."""
-    if psutil.virtual_memory().available < SPARE * rows.nbytes:
-        return matrix(library, kind, rows, shape)
-    # That matrices of a layout are added to.
-    chunks: dict[int, _Chunk] = _of_thread.__dict__.setdefault("chunks", {})
-    for layout in library.layouts:
+    for layout in library.layouts if heap.free_bytes() >= SPARE * rows.nbytes else []:
         context = library.context(_SMALL)
         tensor: int = library.new_tensor_2d(context, TYPES[kind], *reversed(shape))
         size = library.backend_buft_get_alloc_size(layout, tensor)
         size += -size % ALIGNMENT
-        chunk = chunks.get(layout)
-        if chunk is None or chunk.used + size > chunk.size:
-            chunk = chunks[layout] = _Chunk(library, layout, max(size, CHUNK))
+        try:
+            chunk = _room(library, layout, size)
+        except MemoryError:
+            library.free(context)
+            break
         library.backend_tensor_alloc(chunk.buffer, tensor, chunk.base + chunk.used)
         row = library.new_tensor_2d(context, TYPES["F32"], shape[1], 1)
         if library.backend_dev_supports_op(library.device, library.mul_mat(context, tensor, row)):
@@ -226,7 +223,17 @@ def laid_out(library: Library, kind: str, rows: np.ndarray, shape: tuple[int, in
             library.backend_tensor_set(tensor, rows.ctypes.data, 0, rows.nbytes)
             return LaidOutMatrix(library, tensor, shape, chunk, context)
         library.free(context)
-    raise AssertionError("ggml multiplies every matrix in plain memory")
+    return matrix(library, kind, rows, shape)
+
+
+def _room(library: Library, layout: int, size: int) -> _Chunk:
+    """A chunk of a layout with room for so many bytes. The matrices in it keep it."""
+    chunks: weakref.WeakValueDictionary[int, _Chunk]
+    chunks = _of_thread.__dict__.setdefault("chunks", weakref.WeakValueDictionary())
+    chunk = chunks.get(layout)
+    if chunk is None or chunk.used + size > chunk.size:
+        chunk = chunks[layout] = _Chunk(library, layout, max(size, CHUNK))
+    return chunk
 
 
 def _forget(library: Library, buffer: int, context: int) -> None:

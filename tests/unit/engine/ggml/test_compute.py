@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def test_rows_of_an_embedding_are_the_dequantised_ones(ggml, kind):
 def test_weights_stay_in_their_file_where_memory_is_short(ggml, monkeypatch):
     blocks = quantised(ggml, "Q4_K", np.ones((64, 256), np.float32))
     assert isinstance(laid_out(ggml, "Q4_K", blocks, (64, 256)), LaidOutMatrix)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=blocks.nbytes))
+    monkeypatch.setattr("pipespec.system.heap.free_bytes", lambda: blocks.nbytes)
     assert laid_out(ggml, "Q4_K", blocks, (64, 256)).memory is blocks
 
 
