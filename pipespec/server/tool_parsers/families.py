@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from string import ascii_letters, digits
@@ -91,11 +90,18 @@ class KimiK2(ToolParser):
 class TaggedArguments(ToolParser):
     """Each argument is a string if the tool declares it as one, or its text is no JSON."""
 
-    def value(self, key: str, text: str) -> str | None:
-        text = text.removeprefix("\n").removesuffix("\n")
+    value_end = "</parameter>"
+    around = "\n"  # no part of a value, once at each end
+
+    def read_value(self, key: str, start: int) -> tuple[int, str | None] | None:
+        end = self._held.find(self.value_end, start)
+        if end < 0:
+            return None
+        text = self._held[start:end].removeprefix(self.around).removesuffix(self.around)
         declared = key in self.strings.get(self.name, ())
         is_json = not declared and _is_json(text)
-        return text if is_json else json.dumps(text, ensure_ascii=False)
+        written = text if is_json else json.dumps(text, ensure_ascii=False)
+        return end + len(self.value_end), written
 
 
 class Qwen3Coder(TaggedArguments):
@@ -105,7 +111,7 @@ class Qwen3Coder(TaggedArguments):
     markers, closers = ("<tool_call>",), ("</tool_call>",)
     first = rf"<(?:seed:)?tool_call>{WS}<function=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
     key = rf"{WS}<parameter=[\"']*+(?P<key>[^>\"']*+)[\"']*+>"
-    last, value_end = rf"{WS}</function>", "</parameter>"
+    last = rf"{WS}</function>"
 
 
 class SeedOss(Qwen3Coder):
@@ -123,7 +129,7 @@ class MiniMaxM2(TaggedArguments):
     special = (markers[0], *closers)
     first = rf"(?:<minimax:tool_call>{WS})?<invoke name=[\"']*+(?P<name>[\w.-]++)[\"']*+>"
     key = rf"{WS}<parameter name=[\"']*+(?P<key>[^>\"']*+)[\"']*+>"
-    last, value_end = rf"{WS}</invoke>", "</parameter>"
+    last = rf"{WS}</invoke>"
 
 
 class Glm45(TaggedArguments):
@@ -137,7 +143,7 @@ class Glm45(TaggedArguments):
     )
     first = r"<tool_call>\s*+(?P<name>[\w.-]++)\s*+(?P<next><(?:arg_key|/tool_call)>)"
     key = rf"{WS}<arg_key>(?P<key>[^<]*+)</arg_key>{WS}<arg_value>"
-    last, value_end = rf"{WS}</tool_call>", "</arg_value>"
+    last, value_end, around = rf"{WS}</tool_call>", "</arg_value>", ""
 
 
 def _is_json(text: str) -> bool:
@@ -154,7 +160,8 @@ def _is_json(text: str) -> bool:
 # --- arguments in Python ----------------------------------------------------------------------
 
 _WORD = r"[A-Za-z0-9_.-]++"
-_TOKEN = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"|[\"'].*|[][(){},]", re.DOTALL)
+_CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}
+MAX_VALUE = 2**16  # a longer one is text
 
 
 class Pythonic(ToolParser):
@@ -164,24 +171,34 @@ class Pythonic(ToolParser):
     special = (markers[0], *closers)
     another = rf"(?P<name>{_WORD}){WS}\({WS}(?P<next>\)|{_WORD}{WS}(?P<assigned>=))"
     first = rf"(?:<\|python_start\|>{WS})?(?P<list>\[){WS}{another}"
-    key = rf"{WS},?{WS}(?P<key>{_WORD}){WS}="
-    last = rf"{WS},?{WS}\)"
-    most = 2**16  # with the first argument
+    key, last = rf"{WS}(?P<key>{_WORD}){WS}=", rf"{WS}\)"
 
-    def find_value_end(self, start: int) -> int:
-        depth = 0
-        for found in _TOKEN.finditer(self._held, start):
-            if not depth and found[0] in ",)":
-                return found.start()
-            depth += (found[0] in "([{") - (found[0] in ")]}")
-        return -1
+    def read_value(self, key: str, start: int) -> tuple[int, str | None] | None:
+        for place in range(max(start, self._num_read), len(self._held)):
+            character = self._held[place]
+            awaited = self._awaited[-1] if self._awaited else ",)"
+            quoted, closes = awaited in "'\"", character in awaited and not self._escaped
+            ended = closes and not self._awaited
+            wrong = character in ")]}" and not quoted and not closes
+            if ended or wrong or place - start == MAX_VALUE:
+                self._awaited, self._escaped, self._num_read = [], False, 0
+                value = _json_of(self._held[start:place]) if ended else None
+                return place + (ended and character == ","), value
+            self._escaped = quoted and character == "\\" and not self._escaped
+            if closes:
+                self._awaited.pop()
+            elif character in _CLOSING and not quoted:
+                self._awaited.append(_CLOSING[character])
+        self._num_read = len(self._held)
+        return None
 
-    def value(self, key: str, text: str) -> str | None:
-        try:
-            # Escapes of Python can name half characters, which JSON writes as escapes.
-            return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            return None
+
+def _json_of(text: str) -> str | None:
+    try:
+        # Escapes of Python can name half characters, which JSON writes as escapes.
+        return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 # --- which one --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ BLANKS = " \t\r\n"
 CLOSING = {"{": "}", "[": "]"}
 # A longer beginning of a call, or end, is text, so that no match takes long.
 MAX_LENGTH = 2**12
-# How deep lists and objects beside the arguments of a call may be.
+# How deep lists and objects may be beside the arguments of a call, and in those before its name.
 MAX_DEPTH = 4
 
 # Parts of patterns: whitespace, a JSON string, a list or object of which only brackets and strings
@@ -80,18 +80,15 @@ class ToolParser:
     first: ClassVar[str] = r"(?!)"
     another: ClassVar[str] = r"(?!)"  # such a call
     end: ClassVar[str] = ""  # of a call, after its arguments, unless it is an `OBJECT`
-    # Of arguments that are returned one by one: what precedes a value, what ends the last one, and
-    # what ends each.
+    # Of arguments that are returned one by one: what precedes a value, and what ends the last one.
     key: ClassVar[str] = ""
     last: ClassVar[str] = ""
-    value_end: ClassVar[str] = ""
 
     # Makes an id of the call of this name and number that the model's template accepts when the
     # client sends it back.
     new_id: ClassVar[staticmethod[[str, int], str]] = staticmethod(
         lambda name, number: f"call_{secrets.token_hex(12)}"
     )
-    most: ClassVar[int] = MAX_LENGTH
 
     def __init_subclass__(cls) -> None:
         if "special" not in vars(cls):
@@ -119,8 +116,9 @@ class ToolParser:
         self._after_call = False  # whether only whitespace has come since the last call
         self._listed = False  # whether more calls may follow in a list
         self._end = ""  # the pattern of the end of the last call
-        self._awaited: list[str] = []  # brackets of JSON arguments
+        self._awaited: list[str] = []  # brackets of JSON arguments, or of a value in Python
         self._quoted = self._escaped = False  # in these
+        self._num_read = 0  # how much of what is held has been read for such a value
         self._step: Callable[[], bool] = self._find_marker
 
     def push(self, text: str) -> list[Piece]:
@@ -142,13 +140,10 @@ class ToolParser:
             self._pieces.append(Piece("text", self._blank))
         return self._take()
 
-    def value(self, key: str, text: str) -> str | None:
-        """The JSON of an argument; None: it is none."""
+    def read_value(self, key: str, start: int) -> tuple[int, str | None] | None:
+        """Where in the text that is held an argument has ended that begins at `start`, and its
+        JSON, or None if it is no value. None: it may go on."""
         raise NotImplementedError
-
-    def find_value_end(self, start: int) -> int:
-        """Where in the text that is held the value ends that begins there; -1: it does not yet."""
-        return self._held.find(self.value_end, start)
 
     # --- steps: each returns whether there is more to do with what is held --------------------
 
@@ -177,15 +172,14 @@ class ToolParser:
         if found is None or found.partial:
             return self._wait(found, pattern)
         groups, start = found.groupdict(), found.end()
-        value, certain = "", start - 1
-        if groups.get("assigned"):  # its first value decides whether it is a call
-            certain = self.find_value_end(start)
-            if certain < 0:
-                return self._wait(found, pattern)
-            value = self.value("", self._held[start:certain]) or ""
+        # The first value, if there is one, decides whether it is a call.
+        read = self.read_value("", start) if groups.get("assigned") else (start - 1, "")
+        if read is None:
+            return False
+        certain, value = read
         name = _unquoted(groups["name"])
-        if not name or (groups.get("assigned") and not value):
-            self._ended(self._after_call)
+        if not name or value is None:
+            self._ended(self._after_call or self._listed)
             self._release(certain)
             return True
         self._blank, self.name, self._num_arguments = "", name, 0
@@ -229,18 +223,19 @@ class ToolParser:
             self._held, self._step = self._held[last.end() :], self._find_end
             return True
         if key and not key.partial:
-            end = self.find_value_end(key.end())
-            if end < 0:
-                return False
             name = key["key"].strip()
-            value = self.value(name, self._held[key.end() : end])
+            read = self.read_value(name, key.end())
+            if read is None:
+                return False
+            end, value = read
             if value is None:
+                self._ended()
                 self._release(end)
-                return self._ended()
+                return True
             before = ", " if self._num_arguments else "{"
             self._num_arguments += 1
             self._add_arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: {value}")
-            self._held = self._held[end + len(self.value_end) :]
+            self._held = self._held[end:]
             return True
         return self._wait(last or key, "key")
 
@@ -264,9 +259,9 @@ class ToolParser:
     def _wait(self, found: Any, pattern: str) -> bool:
         """Wait for more text; if what is held cannot be part of a call, or is too long, it is text
         up to where it differs from one."""
-        if found is not None and len(self._held) <= self.most:
+        if found is not None and len(self._held) <= MAX_LENGTH:
             return False
-        match, held = self.patterns()[pattern].match, self._held[: self.most]
+        match, held = self.patterns()[pattern].match, self._held[:MAX_LENGTH]
         lengths = range(1, len(held) + 1)
         fits = bisect_left(
             lengths, True, key=lambda length: match(held[:length], partial=True) is None

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
+from pipespec.server.tool_parsers.families import (
+    FAMILIES,
+    MAX_VALUE,
+    ForcedJson,
+    family_for_template,
+)
 from pipespec.server.tool_parsers.tool_parser import MAX_LENGTH, Piece, merged
 
 Call = tuple[str, str]
@@ -157,6 +163,7 @@ CANNED: dict[str, list[tuple[str, str, list[Call]]]] = {
             [("f", '{"a": -2.5, "b": "two words", "c": null}'), ("g", '{"text": "12"}')],
         ),
         ("<tool_call>f\n<arg_key>a</arg_key>", "", [("f", "")]),
+        (glm("f", a="\nx = 1\n\n"), "", [("f", r'{"a": "\nx = 1\n\n"}')]),
     ],
     "deepseek_v3": [
         (deepseek(F_HARD, G), "", [F_HARD, G]),
@@ -176,6 +183,16 @@ CANNED: dict[str, list[tuple[str, str, list[Call]]]] = {
         ),
         (r"[f(a='\ud800', b='é')]", "", [("f", r'{"a": "\ud800", "b": "\u00e9"}')]),
         ("A list: [1, 2] and x[f(1)].", "A list: [1, 2] and x[f(1)].", []),
+        ("[f(a=1, b=2]) and the rest", " b=2]) and the rest", [("f", '{"a": 1')]),
+        ("[f(a=1, b=(2]) and (3)", " b=(2]) and (3)", [("f", '{"a": 1')]),
+        ("[f(a=1, b=x, ", " b=x, ", [("f", '{"a": 1')]),
+        ("[f(a=2]) and [g()]", "[f(a=2]) and", [G]),
+        (
+            r"""[f(a='(]\'\\', b={')': ("}", [])})]""",
+            "",
+            [("f", r"""{"a": "(]'\\", "b": {")": ["}", []]}}""")],
+        ),
+        ("[f(a=1), g(b=x)] [g()]", ", g(b=x)]", [("f", '{"a": 1}'), G]),
     ],
     "mistral": [
         ("Just text.", "Just text.", []),
@@ -311,10 +328,24 @@ def test_deltas_of_any_cuts_join_to_the_same_message(data: st.DataObject) -> Non
     told(read(family, pieces))
 
 
-def test_beginning_of_a_call_that_is_too_long_is_text() -> None:
-    parser, text = FAMILIES["hermes"](), '<tool_call>{"id": "' + MAX_LENGTH * "a"
-    assert told(parser.push(text[:MAX_LENGTH])) == ("", [])
-    assert told(parser.push(text[MAX_LENGTH:])) == (text, [])
+@pytest.mark.parametrize(
+    ("family", "before", "start", "most"),
+    [
+        ("hermes", "", '<tool_call>{"id": "', MAX_LENGTH),
+        ("llama4_pythonic", "", '[f(a="', MAX_VALUE + len("[f(a=")),
+        ("llama4_pythonic", "[f(a=1,", ' b="', MAX_VALUE + len(" b=")),
+    ],
+)
+def test_what_is_too_long_for_a_part_of_a_call_is_text(
+    family: str, before: str, start: str, most: int
+) -> None:
+    parser, text = FAMILIES[family](), start + most * "a"
+    parser.push(before)
+    begun = process_time()
+    for at in range(0, most, 8):
+        assert parser.push(text[at : min(at + 8, most)]) == []
+    assert process_time() - begun < 5, "no piece of it is read again with each that follows"
+    assert told(parser.push(text[most:])) == (text, [])
 
 
 VALUES = st.recursive(
