@@ -2,7 +2,7 @@
 certainly used is counted, so that no cluster is refused that could run. On a CPU weights of the
 checkpoint's own type are files mapped into memory, of which the system keeps as much as it has room
 for; they count where loading converts them, and where there is room they are packed
-(`pipespec.engine.low_bit.cpu_products`)."""
+(`pipespec.engine.low_bit.cpu_products`) or copied (`pipespec.engine.ggml.compute.laid_out`)."""
 
 from __future__ import annotations
 
