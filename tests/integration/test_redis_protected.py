@@ -27,6 +27,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.process_identity import is_stopped
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
@@ -330,6 +331,17 @@ def test_a_proxy_that_ends_or_hangs_is_replaced(
         until(fronted.front_failed)
         fronted.restart()
     assert proxy_pid(fronted) != lost
+
+
+def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) -> None:
+    pid = proxy_pid(fronted)
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: is_stopped(pid))
+        assert not fronted.front_failed()
+        os.kill(pid, signal.SIGCONT)
+        until(lambda: not is_stopped(pid))
+        assert not fronted.front_failed()
 
 
 def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:
