@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import trustme
 from redis.connection import parse_url
 
 import pipespec
-from pipespec.controller import epoch_control
+from pipespec.controller import epoch_control, tls_proxy
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -342,6 +343,23 @@ def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) ->
         os.kill(pid, signal.SIGCONT)
         until(lambda: not is_stopped(pid))
         assert not fronted.front_failed()
+
+
+def test_a_proxy_that_hangs_before_it_is_ready_is_ended(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    monkeypatch.setattr(tls_proxy, "START_TIMEOUT_S", 1.0)
+    files, before = TlsFiles.of(certificates), psutil.Process().children()
+    with (
+        tls_proxy.listener_at(LOOPBACK, 0) as listener,
+        pytest.raises(ControllerError, match="did not start: it was not ready within 1 seconds"),
+    ):
+        tls_proxy.start([listener], tmp_path / "redis.sock", files, listener.fileno())
+    assert psutil.Process().children() == before
 
 
 def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:
