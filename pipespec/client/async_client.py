@@ -65,10 +65,12 @@ class AsyncAnswer:
         self._events: list[tuple[int, Event]] = []
         self._news = asyncio.Event()
         self._error: Exception | None = None
+        self._failed = False  # whether a request was given up that had not finished
 
     def __len__(self) -> int:
-        """How many have not finished, as far as was received; at least 1 while `next` raises."""
-        return len(self.open) + (self._error is not None)
+        """How many have not finished, as far as was received; at least 1 once one was given up, so
+        that its reader learns why from `next`."""
+        return len(self.open) + self._failed
 
     async def submit(self, prompt: Sequence[int], sampling: SamplingParams, **fields: Any) -> int:
         """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
@@ -139,7 +141,8 @@ class AsyncAnswer:
         self._news.set()
 
     def fail(self, request: int, error: Exception) -> None:
-        self.open.pop(request, None)
+        if self.open.pop(request, None):
+            self._failed = True
         self.interrupt(error)
 
 

@@ -43,6 +43,8 @@ class LoopThread(Generic[T]):
             self._held.callback(portal.call, portal.stop, True)
             self._ident = portal.call(threading.get_ident)
             self._loop = portal.call(asyncio.get_running_loop)
+            # Its users have the error that ends it early; closing must not replace theirs.
+            self._held.enter_context(suppress(Exception))
             self.resource = self._held.enter_context(portal.wrap_async_context_manager(manager))
         except BaseException:
             self.close()

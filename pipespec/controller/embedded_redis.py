@@ -35,6 +35,8 @@ from pipespec.system.process_identity import Spawner, die_with_parent, is_stoppe
 START_TIMEOUT_S = 120.0
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 5.0
+# How long a signal may stop the process in front of Redis, which is ended then.
+FRONT_STOPPED_S = 3.0
 # How often Redis checks whether a silent client is still connected.
 CLIENT_KEEPALIVE_S = 10
 SERVERS = ("redis-server", "valkey-server")
@@ -94,6 +96,7 @@ class EmbeddedRedis:
         self._tls_files: TlsFiles | None = None
         self._certificate: Certificate | None = None
         self._proxy: subprocess.Popen[bytes] | None = None
+        self._front_stopped_at: float | None = None  # when it was first seen stopped, if it is
         self._listeners: list[socket.socket] = []  # of the proxy
         self._port: int | None = None
         self._password = secrets.token_urlsafe(24)
@@ -149,10 +152,14 @@ class EmbeddedRedis:
         return any(is_stopped(process.pid) for process in self._processes)
 
     def front_failed(self) -> bool:
-        """Whether the process in front of it has ended or was stopped, which only clients on other
-        hosts notice by their connections."""
+        """Whether the process in front of it has ended or, in several looks, was stopped, as only
+        clients on other hosts notice by their connections. For one thread."""
         front = self._proxy
-        return front is not None and (front.poll() is not None or is_stopped(front.pid))
+        if front is None or front.poll() is not None:
+            return front is not None
+        since, now = self._front_stopped_at, time.monotonic()
+        self._front_stopped_at = (since or now) if is_stopped(front.pid) else None
+        return self._front_stopped_at is not None and now - self._front_stopped_at > FRONT_STOPPED_S
 
     def restart(self) -> None:
         """Ends the server if it still runs or hangs, and the process in front of it, and starts
@@ -260,7 +267,7 @@ class EmbeddedRedis:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._process = self._proxy = None
+        self._process = self._proxy = self._front_stopped_at = None
 
     def _configuration(self) -> str:
         lines = [

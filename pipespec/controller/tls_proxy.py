@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from pipespec.controller.certificate import TlsFiles
@@ -26,6 +27,7 @@ from pipespec.system import network_interfaces
 from pipespec.system.process_identity import die_with_parent
 
 HANDSHAKE_S = 5.0
+START_TIMEOUT_S = 120.0
 LOG = "tls.log"
 READY = b"."  # what the process writes when it serves
 CHUNK_BYTES = 2**16
@@ -113,12 +115,17 @@ def start(
         )
         assert process.stdout is not None
         with process.stdout as output:
-            if output.read(len(READY)) == READY:
+            in_time = bool(wait([output.fileno()], START_TIMEOUT_S))
+            if in_time and output.read(len(READY)) == READY:
                 return process
+        if not in_time:
+            process.kill()
         process.wait()
         log.seek(0)
         lines = log.read().decode(errors="replace").splitlines()
     reason = lines[-1] if lines else f"exit code {process.returncode}"
+    if not in_time:
+        reason = f"it was not ready within {START_TIMEOUT_S:g} seconds"
     raise ControllerError(f"The TLS process in front of Redis did not start: {reason}.")
 
 

@@ -137,13 +137,16 @@ class Wire:
         states_at = leaving + 2 * retained
         sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
+        start, has_hidden = self._hidden_start(rows, tail), self.has_hidden(message)
+        size = start + (self._hidden_bytes(rows) if has_hidden else 0) + _INT
+        assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
+        assert size <= ints[_BYTES] <= len(message), f"{size} bytes in a message of {ints[_BYTES]}"
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
         leaving_numbers = table[end : end + leaving].tolist()
         prefixes = table[end + leaving : end + states_at].reshape(retained, 2).tolist()
         states = table[end + states_at : end + sequence_ints].reshape(kept, 3).tolist()
         hidden = None
-        if self.inline and self.has_hidden(message):
-            start = self._hidden_start(rows, tail)
+        if self.inline and has_hidden:
             hidden = self._hidden_of(message, start, rows)
         return Batch(
             step=int(ints[_STEP]),

@@ -341,6 +341,16 @@ async def test_a_cluster_that_ends_between_two_reads_ends_no_answer_early() -> N
         await answer.next()
 
 
+async def test_an_answer_that_was_taken_whole_is_not_interrupted_any_more() -> None:
+    answer = AsyncAnswer(None)  # type: ignore[arg-type]
+    answer.open[1] = Followed(answer, b"")
+    finished = Finished("length")
+    answer.push(1, finished)
+    assert await answer.next() == [(1, finished)]
+    answer.interrupt(RankFailed("the server ends"))  # while its last piece is being sent
+    assert len(answer) == 0
+
+
 # --- callers that block -----------------------------------------------------------------------
 
 

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import trustme
 from redis.connection import parse_url
 
 import pipespec
-from pipespec.controller import epoch_control
+from pipespec.controller import epoch_control, tls_proxy
 from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.certificate import Certificate, TlsFiles
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -27,6 +28,7 @@ from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection, check_server
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.process_identity import is_stopped
 from tests.helpers.listening import listening
 from tests.helpers.log import accept
 from tests.helpers.redis_tls import Between, redis_server
@@ -330,6 +332,34 @@ def test_a_proxy_that_ends_or_hangs_is_replaced(
         until(fronted.front_failed)
         fronted.restart()
     assert proxy_pid(fronted) != lost
+
+
+def test_a_proxy_that_is_stopped_for_a_moment_is_kept(fronted: EmbeddedRedis) -> None:
+    pid = proxy_pid(fronted)
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: is_stopped(pid))
+        assert not fronted.front_failed()
+        os.kill(pid, signal.SIGCONT)
+        until(lambda: not is_stopped(pid))
+        assert not fronted.front_failed()
+
+
+def test_a_proxy_that_hangs_before_it_is_ready_is_ended(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hanging))
+    monkeypatch.setattr(tls_proxy, "START_TIMEOUT_S", 1.0)
+    files, before = TlsFiles.of(certificates), psutil.Process().children()
+    with (
+        tls_proxy.listener_at(LOOPBACK, 0) as listener,
+        pytest.raises(ControllerError, match="did not start: it was not ready within 1 seconds"),
+    ):
+        tls_proxy.start([listener], tmp_path / "redis.sock", files, listener.fileno())
+    assert psutil.Process().children() == before
 
 
 def test_a_proxy_that_cannot_start_is_said(certificates: Path) -> None:

@@ -141,7 +141,7 @@ class Recovery:
                         self._begin_next_epoch(shared)
                     while not self.stopped.is_set():
                         if self._server is not None and self._server.front_failed():
-                            raise Unreachable("The process in front of Redis ended or hangs.")
+                            raise Unreachable("The process in front of Redis ended or was stopped.")
                         reached, tried_s = time.monotonic(), 0.0
                         began = reached
                         self._check_signs(shared)

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import CancelledError
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 
 import pytest
 
@@ -126,6 +126,18 @@ def test_what_opening_raises_is_raised_here_and_leaves_no_thread() -> None:
     before = threading.active_count()
     with pytest.raises(ValueError, match="closed today"):
         LoopThread(broken())
+    assert threading.active_count() == before
+
+
+def test_what_ends_the_resource_early_does_not_replace_the_callers_own_exception() -> None:
+    @asynccontextmanager
+    async def ending() -> AsyncIterator[None]:
+        yield
+        raise ValueError("the reader's")
+
+    before = threading.active_count()
+    with pytest.raises(LookupError, match="the caller's"), closing(LoopThread(ending())):
+        raise LookupError("the caller's")
     assert threading.active_count() == before
 
 

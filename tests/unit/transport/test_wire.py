@@ -158,6 +158,18 @@ def test_a_sender_without_the_secret_is_refused():
             ours.unpack(wire(token=stranger).pack(batch_of(1)))
 
 
+def test_a_message_that_claims_more_than_it_has_is_a_programming_error():
+    with pytest.raises(AssertionError, match="9 rows in a batch of at most 8"):
+        wire().unpack(wire(max_rows=9).pack(batch_of(9)))
+    for field in range(4, 9):  # numbers of what leaves, of what is kept and of sequence starts
+        message = wire().pack(batch_of(2))
+        message.view(torch.int64)[field] += 100
+        with pytest.raises(AssertionError, match=r"bytes in a message of"):
+            wire().unpack(message)
+    with pytest.raises(AssertionError, match=r"bytes in a message of"):
+        wire().unpack(wire().pack(batch_of(2))[:-8])
+
+
 @pytest.mark.parametrize(
     "batch",
     [
