@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
@@ -113,6 +114,7 @@ def measure_hosts(
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     answers: dict[str, HostFigures] = {}
+    numbers = count(1)
     # Hosts that are this machine would slow one another down.
     others = [[host] for host in hosts_file.hosts if not host.local]
     together = [[host for host in hosts_file.hosts if host.local], *others]
@@ -125,7 +127,8 @@ def measure_hosts(
                     request = replace(request, groups=(len(host.devices),))
                 examination.start(host.name)
                 answers[host.name] = examination.measure_devices(host.name, asdict(request))
-                on_host(len(answers), len(hosts_file.hosts))
+                examination.end(host.name)  # the next one may need its memory
+                on_host(next(numbers), len(hosts_file.hosts))
 
         for each in as_completed([pool.submit(measure, hosts) for hosts in together]):
             each.result()  # the first that fails ends the others
