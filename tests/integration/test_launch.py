@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from pipespec.cluster.processes.worker_group import WorkerGroup
+from pipespec.config.hosts import this_machine
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
 from pipespec.transport.distributed import DistributedTransport
@@ -203,6 +205,15 @@ def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
         (torchrun if who == "torchrun" else agent).kill()
         until(lambda: not any(map(is_alive, pids)), LIMIT_S)
         assert cluster.poll()
+
+
+def test_the_death_of_torchrun_before_there_is_a_job_is_told_at_once():
+    with WorkerGroup([this_machine(["cpu"])], ()) as cluster:
+        (agent,) = psutil.Process().children()
+        until(agent.children)
+        agent.children()[0].kill()
+        with pytest.raises(RankFailed, match=r"torchrun ended before it had a job \(SIGKILL\)"):
+            until(lambda: not cluster.poll(), LIMIT_S)
 
 
 @pytest.mark.parametrize(

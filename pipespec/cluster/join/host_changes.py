@@ -83,7 +83,7 @@ class HostChanges:
             # What its workers need is imported beside what measures it: that takes longest.
             agent = self._guests[host.name] = self._agents.add(host)
             try:
-                imported = partial(_await_imports, agent)
+                imported = partial(_await_imports, agent, leaving)
                 found = measured(host, before, self._distribute, imported)
                 after = with_hosts(before, [(host, found)])
                 _require_staying(host, leaving)
@@ -157,10 +157,8 @@ class HostChanges:
                 self._recovery.check()
                 if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
-                if agent is not None and agent.failed:
-                    raise HostFailed(f"{agent.host.name}: {agent.why()}")
                 if agent is not None:
-                    _require_staying(agent.host, leaving)
+                    _require_joining(agent, leaving)
                 if not begun.is_set() and time.monotonic() > deadline:
                     raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
                 time.sleep(LOOK_S)
@@ -184,12 +182,19 @@ def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
         raise HostFailed(f"{host.name} has left before it had joined")
 
 
-def _await_imports(agent: AgentHandle) -> None:
+def _require_joining(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
+    if agent.failed:
+        raise HostFailed(agent.why())
+    _require_staying(agent.host, leaving)
+
+
+def _await_imports(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
     """Until the agent leaves the host to what measures it. Raises HostFailed."""
     deadline = time.monotonic() + STARTING_S
-    while not agent.imported.wait(LOOK_S) and time.monotonic() < deadline:
-        if agent.failed:
-            raise HostFailed(f"{agent.host.name}: {agent.why()}")
+    while not agent.imported.wait(LOOK_S):
+        _require_joining(agent, leaving)
+        if time.monotonic() > deadline:
+            raise HostFailed(f"{agent.host.name} did not import torch within {STARTING_S:g} s")
 
 
 def measured(

@@ -130,7 +130,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
                 )
             # It imports while the launcher decides.
             _send_to_torchrun(torchrun, setup.preload)
-            job: WorkerJob = pickle.load(stdin)
+            job = _job_from(stdin, torchrun, directory / _LOG)
             _send_to_torchrun(torchrun, (str(directory), job))
             reporter = _Reporter(directory, job)
             listen = partial(_listen, stdin, SILENCE_S if setup.remote else None)
@@ -161,6 +161,26 @@ def check_version(launcher: str) -> None:
 def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     raise EndRequested
+
+
+def _job_from(stdin: BinaryIO, torchrun: subprocess.Popen[bytes], log: Path) -> WorkerJob:
+    """The job, for which the launcher may take minutes. Raises HostFailed if torchrun ends before
+    it is there."""
+
+    def require_torchrun(*_: object) -> None:
+        if (code := torchrun.poll()) is not None:
+            raise HostFailed(
+                f"torchrun ended before it had a job ({how_it_ended(code)}): "
+                f"{last_line(log.read_bytes())}"
+            )
+
+    signal.signal(signal.SIGCHLD, require_torchrun)
+    try:
+        require_torchrun()
+        job: WorkerJob = pickle.load(stdin)
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return job
 
 
 def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> None:
