@@ -121,8 +121,7 @@ class _Probe(Conversation):
 
 class Examination(ExitStack):
     """The hosts under examination: the probe of each, and the reports so far. Steps of different
-    hosts may run at once, each in a thread of its own; they raise HostFailed and Unreadable. No
-    probe starts any more once the block has ended.
+    hosts may run at once, each in a thread of its own; they raise HostFailed and Unreadable.
     `models` are the paths of models on hosts whose entry does not name them."""
 
     def __init__(
@@ -141,11 +140,9 @@ class Examination(ExitStack):
     def __exit__(self, *details: Any) -> bool | None:
         with self._starting:
             self._over = True
+        end = _Probe.close_input if details[0] is None else _Probe.end  # nobody wants its answer
         for probe in self._probes.values():  # so that all end at the same time
-            if details[0] is None:
-                probe.close_input()
-            else:  # nobody wants what it works at
-                probe.end()
+            end(probe)
         return super().__exit__(*details)
 
     def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:

@@ -86,7 +86,7 @@ class HostChanges:
                 imported = partial(_await_imports, agent, leaving)
                 found = measured(host, before, self._distribute, imported)
                 after = with_hosts(before, [(host, found)])
-                _require_staying(host, leaving)
+                _require_joining(agent, leaving)
                 tell(f"it gets the weights of {_ranks_of(after, host)}")
                 self._distribute(replace(after, fetched=False), on_warning=print_error)
                 self._start(agent, after)
@@ -177,31 +177,29 @@ class HostChanges:
         self._agents.remove(guest)
 
 
-def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
-    if leaving():
-        raise HostFailed(f"{host.name} has left before it had joined")
-
-
 def _require_joining(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
     if agent.failed:
         raise HostFailed(agent.why())
-    _require_staying(agent.host, leaving)
+    if leaving():
+        raise HostFailed(f"{agent.host.name} has left before it had joined")
 
 
-def _await_imports(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
-    """Until the agent leaves the host to what measures it. Raises HostFailed."""
+def _await_imports(agent: AgentHandle, leaving: Callable[[], bool]) -> int:
+    """Until the agent leaves the host to what measures it; the bytes that it has taken meanwhile
+    for each worker on a CPU. Raises HostFailed."""
     deadline = time.monotonic() + STARTING_S
     while not agent.imported.wait(LOOK_S):
         _require_joining(agent, leaving)
         if time.monotonic() > deadline:
             raise HostFailed(f"{agent.host.name} did not import torch within {STARTING_S:g} s")
+    return agent.imported_bytes // max(1, agent.host.devices.count("cpu"))
 
 
 def measured(
     host: Host,
     before: Deployment,
     distribute: Distribute = distribute_weights,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[], int] = lambda: 0,
 ) -> MeasuredHost:
     """Measure a new host with a few layers of the target, which it gets from the others, once it is
     `ready`. Raises PipespecError."""
@@ -215,9 +213,9 @@ def measured(
         fetched=False,
     )
 
-    def prepare() -> None:
+    def prepare() -> int:
         distribute(trial, on_warning=print_error)
-        ready()
+        return ready()
 
     return measure_joined(host, before, layers, prepare)
 

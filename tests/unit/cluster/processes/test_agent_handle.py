@@ -118,9 +118,15 @@ def test_a_host_that_joins_is_not_waited_for_once_it_fails_leaves_or_is_late(
         host_changes._await_imports(importing, lambda: False)
 
 
+def test_what_a_host_has_imported_is_shared_by_its_workers(started: Start) -> None:
+    """So memory that is taken for it is not lost to them."""
+    handle, _ = started('{"imported": 4096}', job=None)
+    assert host_changes._await_imports(handle, lambda: False) == 2048
+
+
 def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:
     """Its agent has imported what the workers need, while the host was measured."""
-    handle, deaths = started('{"imported": true}', PREPARING, job=None)
+    handle, deaths = started('{"imported": 4096}', PREPARING, job=None)
     until(lambda: handle.imported.is_set() and handle.failed)
     before = handle._agent
     handle.restart_if_lost()
