@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from benchmarks.peers.python_engines import PeerFailed
 from tools.rig.sshd import call
-from tools.rig.testbed import BURST, Testbed
+from tools.rig.testbed import Testbed
 
 # Bytes: the link with the most in transit, 1 Gbit/s and 80 ms there and back, holds 10 MB.
 WINDOW = 64 << 20
@@ -60,12 +60,6 @@ class LinkCheck:
     small_ms: float
     large_ms: float
     measured_gbit: float
-
-    @property
-    def least_large_ms(self) -> float:
-        """The least round trip of a large message by delay and rate, in milliseconds; a link that
-        was idle carries its first bytes at once."""
-        return 2 * (self.delay_ms + (LARGE - BURST) * 8 / self.gbit / 1e6)
 
 
 @contextmanager

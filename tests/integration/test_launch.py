@@ -19,12 +19,14 @@ import pytest
 import torch
 from torch.distributed import FileStore
 
+from pipespec.cluster.processes.worker_group import WorkerGroup
+from pipespec.config.hosts import this_machine
 from pipespec.core import Batch
 from pipespec.errors import OutOfSlots, RankFailed
 from pipespec.transport.distributed import DistributedTransport
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
-from tools.rig.launch import launch
+from tools.rig.launch import launch, results_of
 
 PATIENCE = 60
 # The promise to the user, from the death of a rank to the error.
@@ -93,6 +95,10 @@ def leave_with(code: int) -> None:
         print("the last words", file=sys.stderr, flush=True)
         os._exit(code)
     signal.pause()
+
+
+def end_with_a_signal() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- helpers ---------------------------------------------------------------------------------
@@ -203,6 +209,20 @@ def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
         (torchrun if who == "torchrun" else agent).kill()
         until(lambda: not any(map(is_alive, pids)), LIMIT_S)
         assert cluster.poll()
+
+
+def test_results_of_a_rank_that_a_signal_ends_are_not_waited_for():
+    with pytest.raises(RankFailed, match="local/0 was ended: SIGKILL"):
+        results_of(end_with_a_signal, (), num_ranks=1)
+
+
+def test_the_death_of_torchrun_before_there_is_a_job_is_told_at_once():
+    with WorkerGroup([this_machine(["cpu"])], ()) as cluster:
+        (agent,) = psutil.Process().children()
+        until(agent.children)
+        agent.children()[0].kill()
+        with pytest.raises(RankFailed, match=r"torchrun ended too early \(SIGKILL\)"):
+            until(lambda: not cluster.poll(), LIMIT_S)
 
 
 @pytest.mark.parametrize(

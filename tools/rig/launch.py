@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.processes.worker_group import PRELOAD, WorkerGroup
 from pipespec.config.hosts import this_machine
+from pipespec.errors import RankFailed
+
+LOOK_S = 0.1  # between two looks at whether the ranks still run
 
 
 def launch(
@@ -41,13 +46,17 @@ def launch(
 
 
 def results_of(entrypoint: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
-    """What `entrypoint(*args)` returns in each of several processes, as `launch` runs them."""
+    """What `entrypoint(*args)` returns in each of several processes, as `launch` runs them. Raises
+    RankFailed, also when a signal ends a rank, which would begin anew without end."""
     module, function = entrypoint.__module__, entrypoint.__qualname__
     with (
         tempfile.TemporaryDirectory() as folder,
         launch(_keep_result, (folder, module, function, args), num_ranks=num_ranks) as cluster,
     ):
-        cluster.wait()
+        while cluster.poll():
+            with suppress(queue.Empty):
+                death = cluster.deaths.get(timeout=LOOK_S)
+                raise RankFailed(f"{death.worker} was ended: {death.how}")
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(num_ranks)]
 
 

@@ -134,10 +134,15 @@ class Examination(ExitStack):
         self._models = models
         self._token = secrets.token_hex(TOKEN_BYTES)
         self._probes: dict[str, _Probe] = {}
+        self._starting = threading.Lock()
+        self._over = False
 
     def __exit__(self, *details: Any) -> bool | None:
+        with self._starting:
+            self._over = True
+        end = _Probe.close_input if details[0] is None else _Probe.end  # nobody wants its answer
         for probe in self._probes.values():  # so that all end at the same time
-            probe.close_input()
+            end(probe)
         return super().__exit__(*details)
 
     def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:
@@ -159,12 +164,20 @@ class Examination(ExitStack):
         return whole and not os.path.lexists(home_expanded(name))
 
     def start(self, name: str) -> None:
-        probe = self.enter_context(_Probe(self._hosts.host(name), MODULE, STOP_TIMEOUT_S))
-        self._probes[name] = probe
+        with self._starting:
+            if self._over:  # nobody would end it
+                raise HostFailed(f"{name}: the examination has ended")
+            probe = self.enter_context(_Probe(self._hosts.host(name), MODULE, STOP_TIMEOUT_S))
+            self._probes[name] = probe
         if probe.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
+
+    def end(self, name: str) -> None:
+        """End a probe now, and with it what it has in memory."""
+        self._probes[name].end()
+        self._probes[name].failure(STOP_TIMEOUT_S)
 
     def prepare(self, name: str) -> None:
         """Have a probe import what `measure_devices` needs, beside the caller."""

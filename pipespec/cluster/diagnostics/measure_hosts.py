@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 from pipespec.cluster.deployment.deployment import Deployment
@@ -113,6 +114,7 @@ def measure_hosts(
     links = _links(hosts_file, config)
     dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
     answers: dict[str, HostFigures] = {}
+    numbers = count(1)
     # Hosts that are this machine would slow one another down.
     others = [[host] for host in hosts_file.hosts if not host.local]
     together = [[host for host in hosts_file.hosts if host.local], *others]
@@ -125,7 +127,8 @@ def measure_hosts(
                     request = replace(request, groups=(len(host.devices),))
                 examination.start(host.name)
                 answers[host.name] = examination.measure_devices(host.name, asdict(request))
-                on_host(len(answers), len(hosts_file.hosts))
+                examination.end(host.name)  # the next one may need its memory
+                on_host(next(numbers), len(hosts_file.hosts))
 
         for each in as_completed([pool.submit(measure, hosts) for hosts in together]):
             each.result()  # the first that fails ends the others
@@ -153,11 +156,11 @@ def measure_hosts(
 
 
 def measure_joined(
-    host: Host, deployment: Deployment, layers: range, prepare: Callable[[], object]
+    host: Host, deployment: Deployment, layers: range, prepare: Callable[[], int]
 ) -> MeasuredHost:
     """Measure a host that joins a running cluster, and its links to the others. It computes stages
     alone, and has the weights of these layers of the target, and nothing else to do, after
-    `prepare`. Raises HostFailed."""
+    `prepare`, which gives the bytes that all workers share, by CPU. Raises HostFailed."""
     config, target = deployment.config, deployment.target
     shared = deployment.shared.get("target")
     request = _request(
@@ -174,13 +177,13 @@ def measure_joined(
     with Examination(HostsFile("joined", (*deployment.hosts, host))) as examination:
         examination.start(host.name)
         examination.prepare(host.name)
-        prepare()
+        shared_bytes = prepare()
         devices = examination.measure_devices(host.name, asdict(request))["devices"]
         for each in deployment.hosts:
             examination.start(each.name)
         links = examination.links_of(host.name)
     workers = []
-    for name, found in zip(host.workers, devices, strict=True):
+    for name, device, found in zip(host.workers, host.devices, devices, strict=True):
         stage = found.get("stage")
         if stage is None:
             raise HostFailed(
@@ -193,7 +196,7 @@ def measure_joined(
                 head_ms=stage["head_ms"],
                 embedding_ms=stage["embedding_ms"],
                 kind_ms=tuple(stage.get("kind_ms", ())),
-                memory_bytes=found["memory_bytes"],
+                memory_bytes=found["memory_bytes"] + shared_bytes * (device == "cpu"),
             )
         )
     routes = {

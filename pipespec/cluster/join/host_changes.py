@@ -83,10 +83,10 @@ class HostChanges:
             # What its workers need is imported beside what measures it: that takes longest.
             agent = self._guests[host.name] = self._agents.add(host)
             try:
-                imported = partial(_await_imports, agent)
+                imported = partial(_await_imports, agent, leaving)
                 found = measured(host, before, self._distribute, imported)
                 after = with_hosts(before, [(host, found)])
-                _require_staying(host, leaving)
+                _require_joining(agent, leaving)
                 tell(f"it gets the weights of {_ranks_of(after, host)}")
                 self._distribute(replace(after, fetched=False), on_warning=print_error)
                 self._start(agent, after)
@@ -157,10 +157,8 @@ class HostChanges:
                 self._recovery.check()
                 if self._recovery.stopped.is_set():
                     raise RankFailed("The cluster has ended.")
-                if agent is not None and agent.failed:
-                    raise HostFailed(f"{agent.host.name}: {agent.why()}")
                 if agent is not None:
-                    _require_staying(agent.host, leaving)
+                    _require_joining(agent, leaving)
                 if not begun.is_set() and time.monotonic() > deadline:
                     raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
                 time.sleep(LOOK_S)
@@ -179,24 +177,29 @@ class HostChanges:
         self._agents.remove(guest)
 
 
-def _require_staying(host: Host, leaving: Callable[[], bool]) -> None:
+def _require_joining(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
+    if agent.failed:
+        raise HostFailed(agent.why())
     if leaving():
-        raise HostFailed(f"{host.name} has left before it had joined")
+        raise HostFailed(f"{agent.host.name} has left before it had joined")
 
 
-def _await_imports(agent: AgentHandle) -> None:
-    """Until the agent leaves the host to what measures it. Raises HostFailed."""
+def _await_imports(agent: AgentHandle, leaving: Callable[[], bool]) -> int:
+    """Until the agent leaves the host to what measures it; the bytes that it has taken meanwhile
+    for each worker on a CPU. Raises HostFailed."""
     deadline = time.monotonic() + STARTING_S
-    while not agent.imported.wait(LOOK_S) and time.monotonic() < deadline:
-        if agent.failed:
-            raise HostFailed(f"{agent.host.name}: {agent.why()}")
+    while not agent.imported.wait(LOOK_S):
+        _require_joining(agent, leaving)
+        if time.monotonic() > deadline:
+            raise HostFailed(f"{agent.host.name} did not import torch within {STARTING_S:g} s")
+    return agent.imported_bytes // max(1, agent.host.devices.count("cpu"))
 
 
 def measured(
     host: Host,
     before: Deployment,
     distribute: Distribute = distribute_weights,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[], int] = lambda: 0,
 ) -> MeasuredHost:
     """Measure a new host with a few layers of the target, which it gets from the others, once it is
     `ready`. Raises PipespecError."""
@@ -210,9 +213,9 @@ def measured(
         fetched=False,
     )
 
-    def prepare() -> None:
+    def prepare() -> int:
         distribute(trial, on_warning=print_error)
-        ready()
+        return ready()
 
     return measure_joined(host, before, layers, prepare)
 

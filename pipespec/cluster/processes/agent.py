@@ -10,7 +10,7 @@ as a rank is a *supervisor*, which forks the worker, and another one when a sign
 The agent reads from standard input the launcher's version, one line, its setup and its job; then
 lines that are signs of life. The end of standard input, or on a host behind SSH SILENCE_S without a
 line, ends the host. It writes JSON objects to standard output, one per line: {"preparing": true}
-until it has forked a worker, {"imported": true}, which torchrun writes before it reads the job,
+until it has forked a worker, {"imported": bytes}, by torchrun before it reads the job,
 {"died": number, "pid": ..., "how": ..., "hung": ...}, {"log": number, "line": ...}, as a sign of
 life {"present": numbers of the workers that run}, and at last {"failed": sentence}, {"lost":
 sentence}, {"ended": true}, or {"refused": clause} if it cannot begin. All processes of the host
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 import psutil
 
@@ -130,7 +130,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
                 )
             # It imports while the launcher decides.
             _send_to_torchrun(torchrun, setup.preload)
-            job: WorkerJob = pickle.load(stdin)
+            job = _job_from(stdin, torchrun, directory / _LOG)
             _send_to_torchrun(torchrun, (str(directory), job))
             reporter = _Reporter(directory, job)
             listen = partial(_listen, stdin, SILENCE_S if setup.remote else None)
@@ -161,6 +161,22 @@ def check_version(launcher: str) -> None:
 def _on_signal(number: int, _: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     raise EndRequested
+
+
+def _job_from(stdin: BinaryIO, torchrun: subprocess.Popen[bytes], log: Path) -> WorkerJob:
+    """The launcher's job. Raises HostFailed if torchrun ends before it is there."""
+
+    def check(*_: object) -> None:
+        if (code := torchrun.poll()) is not None:
+            reason = last_line(log.read_bytes())
+            raise HostFailed(f"torchrun ended too early ({how_it_ended(code)}): {reason}")
+
+    signal.signal(signal.SIGCHLD, check)
+    try:
+        check()
+        return cast(WorkerJob, pickle.load(stdin))
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _send_to_torchrun(torchrun: subprocess.Popen[bytes], message: object) -> None:

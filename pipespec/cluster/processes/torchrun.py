@@ -24,6 +24,8 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from pipespec.cluster.host_link.agent_lock import PATIENCE_S
 from pipespec.cluster.processes import rendezvous
 from pipespec.errors import RankFailed
@@ -73,8 +75,9 @@ def main() -> None:
             import_module(module)
     gc.freeze()
     gc.enable()
+    memory = psutil.Process().memory_info()
     # The agent's output, too; a module may have left a line of its own unfinished.
-    os.write(1, b'\n{"imported": true}\n')
+    os.write(1, b'\n{"imported": %d}\n' % (memory.rss - memory.shared))
     directory, job = pickle.load(sys.stdin.buffer)
     outcome = run_supervisors(Path(directory), job, agent)
     write_atomically(Path(directory) / OUTCOME, json.dumps(outcome).encode())
