@@ -2,7 +2,8 @@
 
 Nodes are in breadth-first order, so a parent always has a smaller index than its
 children, a level is a contiguous range, and every walk over the tree is a numpy operation
-over whole levels. Indices change when the tree does; a node's `id` never does.
+over whole levels. Indices change when the tree does; a node's `id` never does. Above 350 lines, as
+every walk reads the same columns.
 """
 
 from __future__ import annotations
