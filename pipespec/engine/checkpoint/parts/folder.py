@@ -164,7 +164,8 @@ class FolderLock:
 
     def __init__(self, folder: Path, owner: str = "", *, wait: bool = False) -> None:
         path = folder / RECORDS / "lock"
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True)
         self._descriptor = lock_file(path, wait=wait)
         self.held = self._descriptor is not None
         process = f"process {os.getpid()} of {socket.gethostname()}"

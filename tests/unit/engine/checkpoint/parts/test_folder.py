@@ -53,6 +53,7 @@ def test_a_process_that_fetches_alone_is_named(tmp_path: Path) -> None:
 def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     with sole_fetcher(folder):
+        assert folder.stat().st_mode & 0o077 == 0  # gated weights are its user's alone
         shutil.rmtree(folder)
         new = FolderLock(folder)
         assert new.held
