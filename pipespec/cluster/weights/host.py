@@ -185,10 +185,10 @@ class WeightHost:
         """What was fetched is on the disk, and no longer locked. Raises ModelError if a whole file
         has another hash than the hub states."""
         for model in self._models.values():
-            for name, file in model.files.items():
-                file.sync()
-                file.compare(model.repository.files[name].sha256)
             if not model.own:
+                for name, file in model.files.items():
+                    file.sync()
+                    file.compare(model.repository.files[name].sha256)
                 write_repository(model.repository)
         self.unlock()
 

@@ -159,11 +159,12 @@ def fetch_parts(path: Path, parts: Collection[str]) -> int:
     if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
     with sole_fetcher(folder):
-        files = {PartsFile(each): of for each, of in blocks_needed(path, parts).items()}
+        stored, needed = repository.files, blocks_needed(path, parts)
+        files = {PartsFile.create(each, stored[each.name].size): needed[each] for each in needed}
         wanted = {each: [b for b in of if not each.has(b)] for each, of in files.items()}
         fetch_all(HubSource(repository.repo, repository.commit), wanted)
         for each in files:
-            each.compare(repository.files[each.path.name].sha256)
+            each.compare(stored[each.path.name].sha256)
     return sum(each.num_bytes(blocks) for each, blocks in wanted.items())
 
 

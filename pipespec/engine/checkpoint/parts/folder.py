@@ -24,7 +24,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.checkpoint.parts.parts_file import (
+    RECORDS,
+    REPOSITORY,
+    PartsFile,
+    is_partial,
+    reported,
+)
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names
 from pipespec.engine.formats.safetensors_folder import is_whole
@@ -34,7 +40,7 @@ from pipespec.system.folders import cache_folder
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 log = logging.getLogger(__name__)
-FOLDERS, RECORD = "folders", f"{RECORDS}/repository.json"
+FOLDERS = "folders"
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def is_checkpoint(path: Path) -> bool:
 def read_repository(folder: Path) -> Repository | None:
     """What a folder of the parts cache is of; None: it is another folder, or not finished."""
     with suppress(Unreadable):
-        return from_fields(Repository, read_json(folder / RECORD))
+        return from_fields(Repository, read_json(folder / REPOSITORY))
     return None
 
 
@@ -97,7 +103,7 @@ def write_repository(found: Repository) -> None:
     both = replace(found, files={**({} if known is None else known.files), **found.files})
     with reported(found.folder):
         (found.folder / RECORDS).mkdir(exist_ok=True)
-        write_atomically(found.folder / RECORD, json.dumps(asdict(both)).encode())
+        write_atomically(found.folder / REPOSITORY, json.dumps(asdict(both)).encode())
 
 
 def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
@@ -111,8 +117,7 @@ def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
         whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
         if whole is not None and not path.exists():
             os.symlink(os.path.realpath(whole), path)
-        size = found.files[name].size
-        made[name] = PartsFile(path) if path.is_symlink() else PartsFile.create(path, size)
+        made[name] = PartsFile.create(path, found.files[name].size)
     return made
 
 
@@ -152,7 +157,7 @@ def cached_model(repo: str, revision: str, file: str | None = None) -> Path | No
 
 
 def _last_used(root: Path) -> Path | None:
-    records = [each for each in root.glob(f"*/{RECORD}") if each.is_file()]
+    records = [each for each in root.glob(f"*/{REPOSITORY}") if each.is_file()]
     latest = max(records, key=lambda each: each.stat().st_mtime_ns, default=None)
     return None if latest is None else latest.parent.parent
 
@@ -177,6 +182,7 @@ class FolderLock:
                     PartsFile(each).verify()
                 os.truncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{owner}\n{process}".encode(), 0)
+                os.fsync(self._descriptor)  # so that a loss of power is noticed too
             except BaseException:
                 os.close(self._descriptor)
                 raise

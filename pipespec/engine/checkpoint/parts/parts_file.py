@@ -6,7 +6,8 @@ BLOCK_BYTES, the same on all hosts. Its record, `.parts/NAME.sha256`, has the SH
 that is here, at 32 times the block's number, and zeros for the others; then that of the whole file,
 once it was compared with what the hub states. A hash is written after its bytes, so a process that
 is killed leaves at most bytes without a hash, which are fetched again. A file without a record is
-whole.
+whole, unless others were fetched into its folder: then it has lost its record, and nothing of it
+counts as here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipespec.errors import ModelError
 Range = tuple[int, int]  # bytes of a file: start and stop
 BLOCK_BYTES = 2**20
 RECORDS = ".parts"
+REPOSITORY = f"{RECORDS}/repository.json"  # only where files were fetched into a folder
 DIGEST_BYTES = 32
 ABSENT = bytes(DIGEST_BYTES)
 
@@ -39,16 +41,20 @@ class PartsFile:
         self.record: bytearray | None = None
         if is_partial(path):
             num_bytes = DIGEST_BYTES * (self.num_blocks + 1)
-            found = record_of(path).read_bytes()[:num_bytes]
-            self.record = bytearray(found.ljust(num_bytes, b"\0"))
+            found = record_of(path).read_bytes() if record_of(path).is_file() else b""
+            self.record = bytearray(found[:num_bytes].ljust(num_bytes, b"\0"))
 
     @classmethod
     def create(cls, path: Path, size: int) -> PartsFile:
-        """Make a file of `size` bytes without any block, unless it is there."""
-        if not (path.is_file() and is_partial(path)):
-            record_of(path).parent.mkdir(exist_ok=True)
-            # In this order: a file without record would count as whole.
-            record_of(path).write_bytes(b"")
+        """Make a file of `size` bytes without any block, unless it is there, or a link."""
+        record = record_of(path)
+        begun = path.is_file() and record.is_file() and path.stat().st_size == size
+        if not (begun or path.is_symlink()):
+            record.parent.mkdir(exist_ok=True)
+            # In this order, also on the disk: a file without record would count as whole.
+            record.write_bytes(b"")
+            for each in (record, record.parent, path.parent):
+                _to_disk(each)
             with path.open("ab") as stream:
                 stream.truncate(size)
         return cls(path)
@@ -107,14 +113,21 @@ class PartsFile:
     def sync(self) -> None:
         """Have all on the disk, also after a loss of power."""
         for each in () if self.record is None else (self.path, record_of(self.path)):
-            with each.open("rb") as stream:
-                os.fsync(stream.fileno())
+            _to_disk(each)
 
     def _note(self, number: int, digest: bytes) -> None:
         assert self.record is not None
         at = DIGEST_BYTES * number
         _write(record_of(self.path), digest, at)
         self.record[at : at + DIGEST_BYTES] = digest
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, data: bytes | memoryview, at: int) -> None:
@@ -148,8 +161,9 @@ def record_of(path: Path) -> Path:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a file has a record, so that some of its bytes may not be here."""
-    return record_of(path).is_file()
+    """Whether a file has, or has lost, a record, so that some of its bytes may not be here."""
+    lost = (path.parent / REPOSITORY).is_file() and not path.is_symlink()
+    return path.is_file() and (record_of(path).is_file() or lost)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save
 
 from pipespec.engine.checkpoint.parts import parts_file
 from pipespec.engine.checkpoint.parts.parts_file import (
+    REPOSITORY,
     PartsFile,
     blocks_of,
     is_partial,
@@ -47,6 +49,34 @@ def test_a_new_file_has_its_size_and_no_block(file):
         file.path.name,
         record_of(file.path).name,
     ]
+
+
+def test_a_file_that_was_made_by_half_is_made_anew(file):
+    put(file, *range(NUM_BLOCKS))
+    os.truncate(file.path, 0)
+    again = PartsFile.create(file.path, SIZE)
+    assert (again.size, again.absent()) == (SIZE, list(range(NUM_BLOCKS)))
+
+
+def test_a_record_is_on_the_disk_before_its_file_is_there(tmp_path, monkeypatch):
+    there = []
+    path = tmp_path / "m.safetensors"
+    monkeypatch.setattr(os, "fsync", lambda _: there.append(path.exists()))
+    PartsFile.create(path, SIZE)
+    assert there and not any(there)
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_nothing_is_here_of_a_file_that_has_lost_its_record(fetched, file):
+    put(file, *range(NUM_BLOCKS))
+    link = file.path.with_name("link.safetensors")
+    link.symlink_to(file.path)
+    record_of(file.path).unlink()
+    if fetched:
+        (file.path.parent / REPOSITORY).write_text("{}")
+    assert PartsFile(file.path).absent() == (list(range(NUM_BLOCKS)) if fetched else [])
+    assert not is_partial(link)
+    assert PartsFile.create(link, SIZE).record is None  # whole, in another cache
 
 
 @pytest.mark.parametrize(
