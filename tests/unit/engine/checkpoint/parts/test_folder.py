@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,10 +14,11 @@ from pipespec.engine.checkpoint.parts.folder import (
     FolderLock,
     Repository,
     StoredFile,
+    read_repository,
     sole_fetcher,
     write_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, REPOSITORY, PartsFile
 from pipespec.errors import ModelError
 
 
@@ -59,6 +61,17 @@ def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: 
         assert new.held
     assert not FolderLock(folder).held
     new.release()
+
+
+def test_what_earlier_checkouts_have_fetched_is_used(tmp_path: Path) -> None:
+    files = {"a": [8, None], "b": [9, "abc"], "c": {"size": 10}}
+    (tmp_path / REPOSITORY).parent.mkdir()
+    (tmp_path / REPOSITORY).write_text(
+        json.dumps({"repo": "org/model", "commit": "0" * 40, "path": None, "files": files})
+    )
+    found = read_repository(tmp_path)
+    assert found is not None
+    assert found.files == {"a": StoredFile(8), "b": StoredFile(9, "abc"), "c": StoredFile(10)}
 
 
 def test_a_gguf_file_without_its_header_is_nowhere(
