@@ -262,16 +262,26 @@ def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
         inspect("org/model")
 
 
+# Not `ru_maxrss`, which begins at that of the process that started this one.
 MEASURED = """
-import resource, sys
+import threading
+import psutil
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.model_path import resolve
 path = resolve("org/model")
 fetch_parts(path, ["0"])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ended, own = threading.Event(), psutil.Process()
+found = [own.memory_info().rss]
+
+def watch():
+    while not ended.wait(0.005):
+        found.append(own.memory_info().rss)
+
+threading.Thread(target=watch, daemon=True).start()
 assert fetch_parts(path, ["0", "1", "2", "head"]) > 200 * 2**20
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+ended.set()
+print(max(found) - found[0])
 """
 
 
@@ -287,4 +297,4 @@ def test_fetching_takes_little_memory(hub: Hub, tmp_path: Path) -> None:
     env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
     line = [sys.executable, "-c", MEASURED]
     done = subprocess.run(line, env=env, stdout=subprocess.PIPE, timeout=100, check=True)
-    assert int(done.stdout) <= 64 * 2**20
+    assert 0 < int(done.stdout) <= 64 * 2**20
