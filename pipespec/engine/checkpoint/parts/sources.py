@@ -26,8 +26,8 @@ from pipespec.engine.checkpoint.parts.folder import Repository, StoredFile
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, Range
 from pipespec.errors import ModelError
 
-# Seconds to wait for a connection, and for the next bytes of an answer.
-CONNECT_S, READ_S = 5.0, 30.0
+# Seconds to wait for a connection to the hub, to a host, and for the next bytes of an answer.
+CONNECT_S, HOST_CONNECT_S, READ_S = 10.0, 5.0, 30.0
 # Tries without a byte of progress, also of a host, and the seconds between them, which double.
 MAX_TRIES, HOST_TRIES = 6, 2
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -76,6 +76,7 @@ class RangeSource:
         self.wait: Callable[[float], object] = self.stopped.wait
         self._session = session or utils.get_session()  # type: ignore[attr-defined]
         self._max_tries = HOST_TRIES if session is not None else MAX_TRIES
+        self._connect_s = HOST_CONNECT_S if session is not None else CONNECT_S
 
     def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
         """The URL of a file, and headers for it."""
@@ -101,7 +102,7 @@ class RangeSource:
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         how: Any = {
             "headers": {**headers, **wanted},
-            "timeout": (CONNECT_S, READ_S, READ_S, None),  # ..., write, for a free connection
+            "timeout": (self._connect_s, READ_S, READ_S, None),  # ..., write, for a free connection
             "follow_redirects": False,
         }
         with self._session.stream("GET", url, **how) as answer:
@@ -223,10 +224,12 @@ class HubSource(RangeSource):
     def _refused(self, status: int) -> str:
         if status == 404:
             return f"{self.name} has no such model, or not that file of it; check the name"
-        return (
-            f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does not "
-            "exist; accept its terms there, and set HF_TOKEN to a token of yours"
-        )
+        if status in (401, 403):
+            return (
+                f"{self.endpoint} refuses {self.repo} ({status}): it is private or gated, or does "
+                "not exist; accept its terms there, and set HF_TOKEN to a token of yours"
+            )
+        return f"{self.endpoint} refuses {self.repo} ({status}); check the name and your access"
 
 
 def fetch(

@@ -207,6 +207,12 @@ def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
     assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(NAME)
 
 
+def test_a_refusal_that_is_not_of_access_is_not_called_one(hub, client):
+    hub.faults = [Fault(410)]
+    with pytest.raises(ModelError, match=r"refuses org/model \(410\); check the name and your"):
+        read(client)
+
+
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
