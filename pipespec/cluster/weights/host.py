@@ -46,7 +46,7 @@ from pipespec.engine.checkpoint.parts.sources import (
     host_session,
 )
 from pipespec.errors import ModelError, PipespecError
-from pipespec.system.network_interfaces import interfaces
+from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
 from pipespec.system.versions import own_version
 
@@ -140,6 +140,7 @@ class WeightHost:
             return None
         try:
             found = next((each.addresses for each in interfaces() if each.name == interface), ())
+            address = resolve(address)  # which perhaps this host alone can
             address = address if address in found or not found else found[0]
             return WeightServer(address, certificate, self._file).url
         except OSError as error:

@@ -50,6 +50,7 @@ class Peer(Conversation):
         self._on_progress, self._lines = on_progress, lines_of(self._output)
         self._calling, self._over = threading.Lock(), threading.Event()
         self._moved = self.wanted = 0
+        self._understood = False  # it has told its version, which is known to be this one's
         threading.Thread(target=self._show_life, daemon=True).start()
 
     def __exit__(self, *details: object) -> None:
@@ -62,19 +63,24 @@ class Peer(Conversation):
             self.write(json.dumps({"do": do, **arguments}))
             for line in self._lines:
                 found = json.loads(line)
-                if "result" in found:
+                if not self._understood:
+                    self._require(found.get("version", "of another version"))
+                elif "result" in found:
                     return found["result"]
-                if "moved" in found:
+                elif "moved" in found:
                     self.moved(found["moved"])
-                elif "error" in found:
+                else:
                     prefix = "" if self.host.shares_caches else f"{self.name}: "
                     raise ModelError(f"{prefix}{found['error']}")
-                elif not has_own_protocol(found["version"]):
-                    raise HostFailed(
-                        f"{self.name}: pipespec there is {found['version']}, but that of the "
-                        f"launcher is {own_version()}; install the same on all hosts"
-                    )
         raise self.silence()
+
+    def _require(self, version: str) -> None:
+        if not has_own_protocol(version):
+            raise HostFailed(
+                f"{self.name}: pipespec there is {version}, but that of the launcher is "
+                f"{own_version()}; install the same on all hosts"
+            )
+        self._understood = True
 
     def moved(self, count: int) -> None:
         """It has got so many bytes more."""

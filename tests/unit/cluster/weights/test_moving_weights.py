@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,9 +21,12 @@ from pipespec.cluster.deployment.rank_assignment import WeightsPending
 from pipespec.cluster.weights import distribution, host
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost, lines_of
+from pipespec.cluster.weights.peer import Peer as FarPeer
 from pipespec.cluster.weights.peer import lock_folders
 from pipespec.cluster.weights.plan import Needs, parts_needed
 from pipespec.config.compose import compose
+from pipespec.config.hosts import Host as ConfiguredHost
+from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import repository_of
 from pipespec.engine.checkpoint.parts.folder import FolderLock, Repository
 from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
@@ -112,6 +116,34 @@ def test_lines_end_with_their_pipe_or_once_the_other_side_gives_no_sign_of_life(
         sink.write(b"x\n")
         sink.close()
         assert [*lines_of(stream)] == [b"x"]
+
+
+# --- a host of another network or version -----------------------------------------------------
+
+
+def test_a_host_listens_at_a_name_that_it_alone_can_resolve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host, "resolve", {"beta.internal": "127.0.0.1"}.__getitem__)
+    made = Certificate.make()
+    listening = WeightHost(lambda count: None).listen("beta.internal", None, made.cert, made.key)
+    assert listening is not None
+    assert listening.startswith("https://127.0.0.1:")
+
+
+@pytest.mark.parametrize("said", [{"result": True}, {"error": "KeyError"}])
+def test_a_host_that_does_not_tell_its_version_has_another_one(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\nread _\n")
+    program.chmod(0o700)
+    far = ConfiguredHost("beta", "127.0.0.2", "local", python=str(program))
+    with (
+        FarPeer(far) as peer,
+        pytest.raises(HostFailed, match=r"^beta: pipespec there is .*; install the same on all"),
+    ):
+        peer.call("prepare")
 
 
 # --- starts that need the same folders --------------------------------------------------------
