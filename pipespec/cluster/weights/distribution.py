@@ -164,6 +164,7 @@ class _Distribution:
         self._hubs = {kind: HubSource(of.repo, of.commit) for kind, of in on_hub.items()}
         self._on_warning, self._over = on_warning, over
         self._left_out: set[str] = set()
+        self._leaving_out = threading.Lock()
         self._relayed: set[tuple[str, str]] = set()  # hosts that cannot read from a source
 
     def at_once(self, task: Callable[[Peer], T]) -> list[T]:
@@ -312,8 +313,10 @@ class _Distribution:
             )
 
     def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
-        if source.name not in self._left_out:
+        with self._leaving_out:
+            known = source.name in self._left_out
             self._left_out.add(source.name)
+        if not known:
             self._on_warning(
                 f"{source.name} sends wrong bytes of the {kind} (to {to.name}), so it is left out; "
                 "check its disk, and remove its folder of that model with `pipespec cache prune` "
