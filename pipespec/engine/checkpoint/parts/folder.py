@@ -93,11 +93,9 @@ def read_repository(folder: Path) -> Repository | None:
     """What a folder of the parts cache is of; None: it is another folder, or not finished."""
     with suppress(Unreadable, IndexError):
         known = read_json(folder / REPOSITORY)
-        files = known.get("files") if isinstance(known, dict) else None
-        if isinstance(files, dict):  # earlier checkouts wrote a list of each
-            files |= {
-                k: {"size": v[0], "sha256": v[1]} for k, v in files.items() if type(v) is list
-            }
+        old = known.get("files") if isinstance(known, dict) else None
+        if isinstance(old, dict):  # earlier checkouts wrote a list of each
+            old |= {k: {"size": v[0], "sha256": v[1]} for k, v in old.items() if type(v) is list}
         return from_fields(Repository, known)
     return None
 
