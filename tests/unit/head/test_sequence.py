@@ -160,6 +160,7 @@ def test_replayed_tokens_get_the_time_at_which_the_sequence_was_added() -> None:
         "cached_tokens": 0,
         "replayed": 3,
         "hits": 0,
+        "started_ns": THEN,
         "token_ns": sequence.token_ns,
         "counts": sequence.counts,
         "first_token": sequence.first_token,
