@@ -133,15 +133,17 @@ class Lineage:
     Attributes:
         tip: node id of the last committed row.
         length: committed tokens, computed at this stage.
+        prompt_len: how many of its tokens are a prompt.
         expected: decided tokens whose rows have not arrived."""
 
-    def __init__(self, sequence: int, nodes: LiveNodes, length: int = 0):
+    def __init__(self, sequence: int, nodes: LiveNodes, length: int = 0, prompt_len: int = 0):
         """`length`: committed tokens that are shared with another sequence."""
         self.sequence = sequence
         self.nodes = nodes
         # The node id of a token that was decided before the sequence started is its position.
         self.tip = length - 1 if length else NO_PARENT_NODE
         self.length = length
+        self.prompt_len = prompt_len
         self.expected: deque[int] = deque()
         self._index = {self.tip: TIP}
 

@@ -54,7 +54,6 @@ class SliceRunner:
         self.lineages: dict[int, Lineage] = {}
         self.slots_read = 0
         self.cached: dict[int, int] = {}
-        self._prompt_len: dict[int, int] = {}
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
 
     def start_sequence(
@@ -68,8 +67,7 @@ class SliceRunner:
         before its first row arrives. It shares the first `shared` tokens of `parent`, a running or
         retained sequence."""
         assert self.length(parent) >= shared, "the prefix to share is not here"
-        self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
-        self._prompt_len[sequence] = prompt_len
+        self.lineages[sequence] = Lineage(sequence, self.nodes, shared, prompt_len)
         self._page_of[sequence] = page = self.pages.allocate_row()
         if shared:
             slots = self.pages.share_prefix(page, self._page_of[parent], shared)
@@ -134,7 +132,7 @@ class SliceRunner:
             keys_at.append(nodes.position[live])
             masks.append(mask)
             committed.append(num_chunk)
-            before = self._prompt_len[sequence] - int(positions[span.start])
+            before = lineage.prompt_len - int(positions[span.start])
             prompts.append(min(max(before, 0), num_chunk))
         sizes = [mask.shape[1] for mask in masks]
         kept = {sequence: state for sequence, *state in batch.kept_states}
@@ -246,7 +244,6 @@ class SliceRunner:
     def release(self, sequence: int, keep: int = 0) -> None:
         """Remove a running sequence and retain the first `keep` tokens of it for others to share,
         or shorten a retained one to `keep` tokens; free all other slots."""
-        self._prompt_len.pop(sequence, None)
         lineage = self.lineages.pop(sequence, None)
         if lineage is None and sequence not in self.cached:
             return
