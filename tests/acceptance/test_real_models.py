@@ -25,6 +25,9 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.inspection.inspection import inspect
+from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.extras.bench.dataset import load
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import POLICIES
@@ -160,6 +163,16 @@ def test_greedy_text_is_that_of_llama_cpp(model, llama, stages, record_property)
     answers = model.whole_answers(stages, *POLICIES["root"])
     decide = partial(differences, llama.decode)
     count_near_ties(model, answers, decide, NEAR_WITH_BLOCKS, record_property)
+
+
+def test_every_slice_is_computed_as_one_graph(model: RealModel) -> None:
+    """Also where hidden states, not tokens, come in, though roundings add up over the layers."""
+    count = inspect(model.path).num_layers
+    for layers in (range(count), range(count // 2), range(count // 2, count)):
+        loaded = ModelSlice.load(
+            model.path, layers, dtype=torch.float32, quantization=GGUF, num_slots=8
+        )
+        assert loaded.attention == "ggml", loaded.refused
 
 
 def count_near_ties(

@@ -28,6 +28,7 @@ from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.fingerprint import fingerprint
 from pipespec.engine.formats.gguf import GGUF, KEPT_KINDS, GgufFiles
 from pipespec.engine.ggml import library as ggml
+from pipespec.engine.graphs.ggml_graph import SliceGraph
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.runner import SliceRunner
@@ -298,6 +299,24 @@ def test_a_row_of_a_whole_slice_is_the_same_to_the_bit_in_every_batch(files, kin
         alone = model.forward(tokens[at : at + 1], torch.tensor([at]), plan)
         assert torch.equal(alone[0], whole[at])
         assert torch.equal(model.logits(alone)[0], model.logits(whole)[at])
+
+
+def test_a_slice_with_one_wrong_layer_is_not_computed_as_one_graph(files, monkeypatch):
+    right = SliceGraph.part
+
+    def wrong(graph: SliceGraph, start: int, stop: int) -> SliceGraph:
+        return right(graph, 1, 2) if start == 2 else right(graph, start, stop)
+
+    monkeypatch.setattr(SliceGraph, "part", wrong)
+    model = ModelSlice.load(
+        files("llama", Type.Q4_K),
+        range(NUM_LAYERS),
+        dtype=torch.float32,
+        quantization=GGUF,
+        num_slots=8,
+    )
+    assert model.attention != "ggml"
+    assert "is off by" in model.refused[0]
 
 
 @pytest.mark.parametrize("chunks", [[9, 1, 1, 1, 1], [4, 4, 5], [13], [1] * 13, [10, 3]])

@@ -264,16 +264,19 @@ class ModelSlice:
 
     def example_batch(self, rows: int, context: int = 0) -> tuple[Tensor, Tensor, AttentionPlan]:
         """A random batch behind a text of so many tokens, which was never computed: inputs,
-        positions, plan."""
+        positions, plan. The same at every start, as what is measured with it decides how all is
+        computed."""
         inputs = self.random_hidden(rows)
         if self.is_first:
-            inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
+            same = torch.Generator().manual_seed(0)
+            inputs = torch.randint(self.vocab_size, (rows,), generator=same).to(self.device)
         slots = np.arange(context + rows)
         plan = causal_plan(slots[:context], slots[context:], imagined=context > 0)
         return inputs, torch.from_numpy(plan.positions).to(self.device), plan
 
     def random_hidden(self, rows: int) -> Tensor:
-        return torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
+        drawn = torch.randn(rows, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        return drawn.to(self.device, self.dtype)
 
     # --- its attention --------------------------------------------------------------------------
 
