@@ -74,9 +74,7 @@ class ModelInfo:
 
     def grammars(self) -> Grammars:
         """What compiles grammars for its tokens, to see that they can be followed."""
-        grammars = Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
-        grammars.warm()
-        return grammars
+        return Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
 
     def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
         """The token ids of a prompt, with `chat` in the model's chat template. Raises PromptError,

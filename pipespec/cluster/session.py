@@ -39,6 +39,7 @@ from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
 from pipespec.controller.request_log import RequestLog
 from pipespec.engine.formats.architectures import modeling_module
+from pipespec.engine.formats.quantization import BY_TORCHAO, TORCHAO
 from pipespec.errors import (
     ConfigError,
     ControllerError,
@@ -201,11 +202,14 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     for line in (expanded(deployment), shared_gpu(deployment), without_ggml(deployment)):
         if line is not None:
             log.warning(line)
-    types = dict.fromkeys(info.model_type for _, info in deployment.models)
+    models = [info for _, info in deployment.models]
+    types = dict.fromkeys(info.model_type for info in models)
     entrypoint = WORKER_ENTRYPOINT.partition(":")[0]
+    used = {info.storage.quantization or deployment.weight_format(info) for info in models}
+    quantizers = [TORCHAO] if used & {TORCHAO, BY_TORCHAO} else []
     with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
-        (*PRELOAD, entrypoint, *map(modeling_module, types)),
+        (*quantizers, *PRELOAD, entrypoint, *map(modeling_module, types)),
         name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
         # Before this process imports more: an error of an agent ends the command at once.

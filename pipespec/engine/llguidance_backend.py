@@ -21,6 +21,7 @@ import numpy as np
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher, unpack_mask
+from pipespec.system import heap
 from pipespec.system.validation import Unreadable, parse_json
 
 # Bytes of a grammar as JSON; it is sent with the first rows of its request.
@@ -203,7 +204,9 @@ class Grammars:
 def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(backend, n_vocab=size, eos_token=[*eos])
+    found = LLTokenizer(backend, n_vocab=size, eos_token=[*eos])
+    heap.release()  # what reading it has freed
+    return found
 
 
 class LlguidanceMatcher:

@@ -12,10 +12,6 @@ see that the last bytes have arrived.
 from __future__ import annotations
 
 import torch
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from pipespec.errors import RankFailed
 
@@ -32,6 +28,9 @@ def link_key(secret: str, epoch: int, meeting: tuple[str, str], sender: int) -> 
     `secret` is the cluster's. `meeting` holds the random numbers that sender and receiver drew for
     this connection: if an epoch is repeated, by a fault or by an attacker, the key differs, so no
     key is used with the same nonce twice."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     assert secret, "a link cannot be sealed without the cluster's secret"
     drawn = " ".join(part.encode().hex() for part in meeting)
     info = f"pipespec link, epoch {epoch}, meeting {drawn}, {sender} to {sender + 1}, batches"
@@ -44,6 +43,8 @@ class Seal:
     `open`. `sender` is the sending rank, for the error message."""
 
     def __init__(self, key: bytes, sender: int):
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self._cipher = AESGCM(key)
         self._sender = sender
         self._count = 1  # of the next message
@@ -77,6 +78,8 @@ class Seal:
         """Decrypt the next message, uint8 `[bytes]`, into memory of its own; bytes of the buffer
         beyond its end are ignored. Raises RankFailed if it is not the next message, or was
         altered."""
+        from cryptography.exceptions import InvalidTag
+
         size = self._size(buffer)
         if size is None or not self.arrived(buffer):
             raise self._refused()

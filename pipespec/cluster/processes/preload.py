@@ -1,14 +1,20 @@
-"""Imports and precomputes what ranks need, in torchrun's process before it forks. It is one of the
-modules to preload; importing it elsewhere has no use."""
+"""Imports and precomputes what ranks need, in torchrun's process before it forks, and keeps out
+what they do not. It is one of the modules to preload; importing it elsewhere has no use."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 
 import numpy.ma  # noqa: F401 - for `np.unique`
-import torch.distributed  # noqa: F401
+import torch.distributed
 
-import pipespec.engine.slice.model_slice  # noqa: F401
+# torch and Transformers import these wherever they are, for 80 MB: None lets imports fail as if
+# they were not installed. One that is used is imported before this module.
+unused = ["torchao"] if torch.accelerator.is_available() else ["torchao", "triton"]
+sys.modules.update(dict.fromkeys(set(unused) - sys.modules.keys()))  # type: ignore[arg-type]
+
+import pipespec.engine.slice.model_slice  # noqa: F401, E402
 
 with suppress(ImportError, TypeError):  # other versions of Transformers have another, or none
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -35,6 +35,7 @@ from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import StopCheck
 from pipespec.placement.measurements import draft_slots
+from pipespec.system import heap
 from pipespec.system.device_copy import on_device
 from pipespec.system.versions import package_version
 from pipespec.text import FinalText
@@ -92,6 +93,7 @@ def load_model(
         speedups.capture_head(model, settings.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)
+    heap.release()  # what loading and self-tests have freed
     return model
 
 

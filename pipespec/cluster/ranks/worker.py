@@ -164,15 +164,17 @@ def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
 
 @contextmanager
 def rank_grammars(deployment: Deployment, rank: int, member: int = 0) -> Iterator[Grammars | None]:
-    """What compiles grammars on a rank that proposes or decides tokens, None on others. It begins
-    to read the vocabulary, which takes a second of a large one, beside the loading of weights."""
+    """What compiles grammars on a rank that proposes or decides tokens, None on others. It reads
+    the vocabulary, a second and 130 MB of a large one, for the first request that has a grammar, or
+    beside the loading of weights if the settings have one."""
     if member or rank not in (0, deployment.layout.last):
         yield None
         return
     target = deployment.target
     grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
     with closing(grammars):
-        grammars.warm()
+        if deployment.config.decode.form is not None:
+            grammars.warm()
         yield grammars
 
 

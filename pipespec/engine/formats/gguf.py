@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # not needed if the header is cached
 # The format of weights in memory.
 GGUF = "gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 8
+FORM = 9
 # The types that stay in their bits on every device, and those of them that become packed integers
 # on a GPU in bfloat16, with two numbers for each group of 32.
 INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")
@@ -85,11 +85,12 @@ def is_gguf(path: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What Transformers makes of a header, which takes its import: the config, as in config.json,
-    and of each name of a checkpoint the fields of `gguf_tensors.Stored`."""
+    """What takes Transformers, or the texts of all tokens: the config, as in config.json; of each
+    name of a checkpoint the fields of `gguf_tensors.Stored`; ids of the tokens that end a text."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Any]
+    ends: tuple[int, ...]
 
 
 class GgufFiles:
@@ -150,7 +151,8 @@ class GgufFiles:
         require_types(self.places)
         config = config_of(self.places, architecture)
         stored = names_of(self.places, architecture, config)
-        return GgufHeader(config.to_dict(), {n: astuple(each) for n, each in stored.items()})
+        ends = tuple(gguf_tokenizer.ends(self.places.metadata))
+        return GgufHeader(config.to_dict(), {n: astuple(each) for n, each in stored.items()}, ends)
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -236,7 +238,7 @@ class GgufFiles:
         return AutoConfig.for_model(**self.raw)
 
     def eos(self, default: Any) -> tuple[int, ...]:
-        return tuple(gguf_tokenizer.ends(self.places.metadata))
+        return self._header.ends
 
     def tokenizer_state(self) -> Any:
         return self._identity()
@@ -316,8 +318,7 @@ class GgufFiles:
         numbers = joined(stored.form, parts)
         if not numbers.flags.writeable:
             numbers = numbers.copy()
-        shape = stored.shape if part == WHOLE else numbers.shape
-        return torch.from_numpy(numbers).reshape(shape)
+        return torch.from_numpy(numbers).reshape(stored.shape if part == WHOLE else numbers.shape)
 
     def _blocks(self, stored: Stored, kind: str, part: Part) -> BlockWeights:
         import torch

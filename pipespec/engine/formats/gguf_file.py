@@ -12,7 +12,9 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +83,8 @@ class GgufFile:
                 f"{path} cannot be read ({error.strerror}); make it readable"
             ) from error
         walk = _walked(path, data, size)
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # read again if needed
+            data.madvise(mmap.MADV_DONTNEED, 0, walk.at // mmap.PAGESIZE * mmap.PAGESIZE)
         self.tensors, self._fields = walk.tensors, walk.fields
         self._files = dict.fromkeys(self.tensors, data)
         self.kind = str(self.metadata("general.architecture"))
@@ -94,8 +98,12 @@ class GgufFile:
         self._files |= other._files
 
     def metadata(self, name: str) -> Any:
-        """A number, text or list; None: there is none of this name."""
-        return self._fields.get(name)
+        """A number, text or list; None: there is none of this name. Raises ModelError."""
+        found = self._fields.get(name)
+        try:
+            return found() if callable(found) else found
+        except UnicodeDecodeError as error:
+            raise self.unread(f"holds a text that is not UTF-8 ({error})") from error
 
     def field(self, name: str) -> Any:
         """The same of the metadata of the architecture."""
@@ -157,7 +165,7 @@ class _Walk:
         self._room(tensors, 8 + 4 + 4 + 8, "tensors")  # name, dimensions, type and offset
         self._count(fields)
         for _ in range(fields):
-            (key,), kind = self._texts(1), self._number("I")
+            key, kind = self._texts(1)()[0], self._number("I")
             self.fields[key] = self._value(kind)
         places = [self._tensor() for _ in range(tensors)]
         alignment = self.fields.get(ALIGNMENT, DEFAULT_ALIGNMENT)
@@ -175,7 +183,7 @@ class _Walk:
         if kind in FORMS:
             return self._number(FORMS[kind])
         if kind == STRING:
-            return self._texts(1)[0]
+            return self._texts(1)()[0]
         if kind != ARRAY:
             raise _NotWhole(f"its metadata hold a value of the unknown type {kind}")
         inner, count = self._number("I"), self._number("Q")
@@ -193,26 +201,23 @@ class _Walk:
         if self.elements > MOST_ELEMENTS:
             raise _NotWhole(f"its metadata have more than {MOST_ELEMENTS} elements")
 
-    def _texts(self, count: int) -> list[str]:
-        found, at, data, held = [], self.at, self.data, len(self.data)
-        length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            start = at + 8
-            at = start + (length_at(data, at)[0] if start <= held else 0)
-            if at > held:
+    def _texts(self, count: int) -> Callable[[], list[str]]:
+        """What reads texts, as most readers of a header need no tokenizer."""
+        spans = partial(_spans, self.data, self.at, count)
+        for start, stop in spans():
+            if stop > len(self.data):
                 self.at = start - 8
                 self._take(8)
-                self._room(at - start, 1, "bytes of a text")
+                self._room(stop - start, 1, "bytes of a text")
                 raise _PrefixEnds
-            found.append(data[start:at].decode())
-        self.at = at
-        return found
+            self.at = stop
+        return lambda: [self.data[start:stop].decode() for start, stop in spans()]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int, int]:
         """The name of a tensor, its shape, its type, its offset in the data, and its bytes."""
         from gguf import GGML_QUANT_SIZES
 
-        name = self._texts(1)[0][:100]
+        name = self._texts(1)()[0][:100]
         dimensions = self._number("I")
         if dimensions > MOST_DIMENSIONS:
             raise _NotWhole(f"{name} has {dimensions} dimensions, of at most {MOST_DIMENSIONS}")
@@ -236,3 +241,12 @@ class _Walk:
         if self.at > len(self.data):
             raise _PrefixEnds
         return self.data[self.at - count : self.at]
+
+
+def _spans(data: mmap.mmap | bytes, stop: int, count: int) -> Iterator[tuple[int, int]]:
+    """Where texts begin and end, up to the first that the data do not hold."""
+    length_at = struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        start = stop + 8
+        stop = start + (length_at(data, stop)[0] if start <= len(data) else 0)
+        yield start, stop

@@ -48,14 +48,15 @@ class Quantization:
 
 # `int8`: one scale per output channel. `nf4`: QLoRA's 4-bit NormalFloat (arXiv 2305.14314,
 # section 3), a float32 scale for every 64 weights.
+TORCHAO, BY_TORCHAO = "torchao", "int8"
 QUANTIZATIONS = {
-    "int8": Quantization("torchao", 8.0),
+    BY_TORCHAO: Quantization(TORCHAO, 8.0),
     "nf4": Quantization("bitsandbytes", 4.5, block=64, pack=32),
 }
 
 # Methods of quantised checkpoints (`quant_method` in config.json); the package that reads them has
 # the same name. Add a method together with its test in tests/integration/test_quantization.py.
-METHODS = ("bitsandbytes", "torchao")
+METHODS = ("bitsandbytes", TORCHAO)
 
 # The formats in which stored weights stay in memory (`model.keep_quantized`), in words.
 KEPT_FORMATS = {
@@ -141,7 +142,7 @@ def loading_options(name: str | None, dtype: torch.dtype | None) -> dict[str, An
     """The arguments of `from_pretrained` that quantise; packages are imported when needed."""
     if name not in QUANTIZATIONS:
         return {}
-    if name == "int8":
+    if name == BY_TORCHAO:
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
 

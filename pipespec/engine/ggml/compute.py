@@ -121,10 +121,13 @@ def share_cores(shares: bool) -> None:
     _shares = shares
 
 
+def num_threads() -> int:
+    return max(_threads or 1, torch.get_num_threads())
+
+
 def computer() -> Computer:
     """That of this thread of the program. ggml must be there."""
-    share = torch.get_num_threads()
-    sizes = (max(_threads or share, share), share)
+    sizes = (num_threads(), torch.get_num_threads())
     found: Computer | None = getattr(_of_thread, "computer", None)
     if found is None or found.sizes != sizes:
         library = ggml.load()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from pipespec.engine.formats.gguf import is_int4
 from pipespec.engine.formats.quantization import KEPT_FORMATS
 from pipespec.engine.formats.stored import WHOLE, KeptMatrix, Part, row_parts
+from pipespec.engine.ggml import compute
 from pipespec.engine.ggml import library as ggml
 from pipespec.engine.low_bit.experts import (
     MIXTURE,
@@ -182,9 +184,8 @@ def fill(
     ModelError, PackedMatmulError."""
     tested, unpacked = set(), 0
     heap.release()
-    for module in model.modules():
-        if not isinstance(module, KeptLinear | GgmlLayer):
-            continue
+
+    def fill_one(module: Any) -> Any:
         read: Any
         if isinstance(module, GgmlExperts):
             read = [[weights[name].read(module.part) for name in each] for each in module.sources]
@@ -198,8 +199,15 @@ def fill(
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
-        if isinstance(module, GgmlLayer):
-            continue  # ggml's products of each type have been tested
+        return read
+
+    by_ggml = [each for each in model.modules() if isinstance(each, GgmlLayer)]
+    with ThreadPoolExecutor(compute.num_threads()) as threads:
+        list(threads.map(fill_one, by_ggml))  # its products of each type have been tested
+    for module in model.modules():
+        if isinstance(module, GgmlLayer) or not isinstance(module, KeptLinear):
+            continue
+        read = fill_one(module)
         form_of = weights[module.source].kind
         shape = (type(module), form_of, module.out_features, module.in_features)
         if shape not in tested:

@@ -139,6 +139,10 @@ def with_vocabulary(**vocabulary: int) -> BackendTokenizer:
     )
 
 
+def test_a_draft_with_the_tokenizer_of_the_target_is_not_read_twice() -> None:
+    compare_vocabularies(BackendTokenizer("not read"), BackendTokenizer("not read"))
+
+
 def test_different_vocabularies_are_counted_and_shown() -> None:
     compare_vocabularies(with_vocabulary(a=0, b=1), with_vocabulary(b=1, a=0))
     with pytest.raises(ModelError) as caught:

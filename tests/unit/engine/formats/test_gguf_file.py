@@ -56,6 +56,30 @@ def test_metadata_and_tensors_are_those_of_the_package(tmp_path):
         assert np.array_equal(ours.data(each.name), each.data), each.name
 
 
+def test_texts_of_a_tokenizer_take_no_memory_until_they_are_read(tmp_path):
+    path, texts = tmp_path / "model.gguf", [f"token{i:060}" for i in range(20_000)]
+    writer = GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", texts)
+    for write in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{write}_to_file")()
+    writer.close()
+    tracemalloc.start()
+    try:
+        found = GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**20  # 20,000 texts of 65 bytes take 2.4 MB
+    finally:
+        tracemalloc.stop()
+    assert found.metadata("tokenizer.ggml.tokens") == texts
+
+
+def test_a_text_that_is_no_utf_8_is_refused_when_it_is_read(tmp_path):
+    path = write(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"token7", b"token\xff"))
+    found = GgufFile(path)
+    with pytest.raises(ModelError, match="holds a text that is not UTF-8"):
+        found.metadata("tokenizer.ggml.tokens")
+
+
 def test_a_file_of_the_other_byte_order_is_refused(tmp_path):
     with pytest.raises(ModelError, match="for machines of the other byte order"):
         GgufFile(write(tmp_path / "model.gguf", GGUFEndian.BIG))

@@ -1,0 +1,64 @@
+"""What the processes of a cluster may not import: imports are most of their memory, and of the time
+to the first token."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pipespec.cluster.processes.torchrun import ELASTIC
+from pipespec.cluster.processes.worker_group import PRELOAD
+from pipespec.cluster.session import WORKER_ENTRYPOINT
+from pipespec.engine.formats.architectures import modeling_module
+from pipespec.system.devices import num_cuda
+
+COMPUTES = ["torch", "transformers", "accelerate", "sympy", "triton", "llguidance"]
+CONTROLS = ["hydra", "omegaconf", "redis", "rich", "tokenizers", "numpy"]
+OPTIONAL = ["torchao", "bitsandbytes", "torchvision", "onnx", "flashinfer", "llguidance"]
+OF_OTHERS = ["fastapi", "asyncssh", "cryptography.hazmat", "hydra", "rich"]
+WORKER = [ELASTIC, *PRELOAD, WORKER_ENTRYPOINT.partition(":")[0], modeling_module("qwen2")]
+DEMO = """
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.decide import decide
+from pipespec.cluster.ranks.worker import rank_grammars
+from pipespec.config.compose import compose
+demo = decide(compose([]))
+"""
+
+
+def imports(*modules: str) -> str:
+    return f"import {', '.join(modules)}"
+
+
+PROGRAMS = {
+    "launcher": (
+        imports("pipespec.cli.main", "pipespec.client.local_cluster", "pipespec.cli.up"),
+        [*COMPUTES, "fastapi"],
+    ),
+    "server": (imports("pipespec.server.app", "pipespec.server.api_server"), COMPUTES),
+    "server until a request has a grammar": (
+        f"{DEMO}ModelInfo.of(demo).grammars()._thread.shutdown()",
+        ["llguidance"],
+    ),
+    "agent": (imports("pipespec.cluster.processes.agent"), COMPUTES + CONTROLS),
+    "TLS before Redis": (imports("pipespec.controller.tls_proxy"), COMPUTES + CONTROLS),
+    "worker": (imports(*WORKER), [*OPTIONAL, *OF_OTHERS, *([] if num_cuda() else ["triton"])]),
+    "worker until a request has a grammar": (
+        f"{DEMO}with rank_grammars(demo, 0) as found: found._thread.shutdown()",
+        ["llguidance"],
+    ),
+    "worker of which torchao makes the weights": (
+        f"{imports('torchao', *WORKER)}\nassert torchao.quantization",
+        ["llguidance"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "forbidden"), PROGRAMS.values(), ids=PROGRAMS.keys())
+def test_a_process_imports_only_what_it_uses(program: str, forbidden: list[str]) -> None:
+    script = f"{program}\nimport sys\nprint(*(name for name in sys.modules if sys.modules[name]))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(forbidden) & set(done.stdout.splitlines()[-1].split())
