@@ -189,9 +189,10 @@ def test_reading_that_is_stopped_ends_at_once(hub, client):
 
 def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
     """They are told a URL only where they need no token."""
-    url = client.signed_url(NAME)
-    assert f"/cdn/0/org/model/{NAME}" in url
-    other = RangeSource("the hub", {NAME: url})
+    places = client.places([NAME], with_token=False)
+    ((url, headers),) = places.values()
+    assert f"/cdn/0/org/model/{NAME}" in url and not headers
+    other = RangeSource("the hub", places)
     other.wait = waits.append
     assert read(other) == DATA[1000:90_000]
     assert hub.tokens_at_cdn == []
@@ -200,11 +201,13 @@ def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
         read(other)
     hub.signs = False
     client.located.clear()
-    assert client.signed_url(NAME) is None
+    assert client.places([NAME], with_token=False) is None
+    ((url, headers),) = client.places([NAME], with_token=True).values()
+    assert f"/resolve/{COMMIT}/{NAME}" in url and headers["authorization"] == "Bearer secret"
     client.located.clear()
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(NAME)
+    assert client.places([NAME], with_token=False).keys() == {NAME}
 
 
 def test_a_refusal_that_is_not_of_access_is_not_called_one(hub, client):
@@ -216,7 +219,7 @@ def test_a_refusal_that_is_not_of_access_is_not_called_one(hub, client):
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.signed_url(f"../../../other/resolve/{COMMIT}/{NAME}")
+        client.places([f"../../../other/resolve/{COMMIT}/{NAME}"], with_token=True)
 
 
 # --- blocks -----------------------------------------------------------------------------------
