@@ -403,11 +403,18 @@ def test_a_spare_gets_the_layers_of_a_host_that_stays_away(rig: Rig) -> None:
     assert tokens and tokens == expected[: len(tokens)]
 
 
-def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(rig: Rig) -> None:
-    rig.fetched(*rig.settings([4, 8, 4]))
+@pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"], ids=["direct", "relayed"])
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(
+    address: str, rig: Rig
+) -> None:
+    """What cannot be read from beta, as it has no such address, passes through the launcher."""
+    beta = {"address": address}
+    rig.fetched(*rig.settings([4, 8, 4], beta=beta))
     sent = rig.hub.weight_bytes
-    found = rig.fetched(*rig.settings([4, 4, 8]))
-    assert found.keys() == {"gamma"}  # beta has had layers 8 to 11
+    assert main(["cache", "fetch", "--json", *rig.settings([4, 4, 8], beta=beta)]) == 0
+    out, err = rig.capsys.readouterr()
+    assert json.loads(out)["hosts"].keys() == {"gamma"}  # beta has had layers 8 to 11
+    assert ("beta cannot listen at 192.0.2.1" in err) == (address == "192.0.2.1")
     assert rig.hub.weight_bytes == sent <= 1.02 * rig.size
     assert UP.format(9) in rig.tensors("gamma")
 

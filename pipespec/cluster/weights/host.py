@@ -20,8 +20,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,33 +42,14 @@ from pipespec.system.versions import own_version
 ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
-@dataclass
-class _Model:
-    """A model of which this host has, or fetches, parts; `own`: the path of one that is in a folder
-    of its own, where it lacks nothing."""
-
-    repository: Repository
-    own: Path | None
-    files: Mapping[str, PartsFile] = field(default_factory=dict)
-
-    def find(self) -> None:
-        """Find its files, or make them. Raises ModelError if a folder of its own lacks some; there
-        are none if that is not what the launcher means."""
-        of = self.repository
-        if self.own is None:
-            self.files = folder.make_files(of, of.files)
-        elif of.on_hub or repository_of(self.own, as_folder=True).folder == of.folder:
-            paths = {name: folder_of_checkpoint(self.own) / name for name in of.files}
-            self.files = {name: PartsFile(path) for name, path in paths.items() if path.is_file()}
-
-
 class WeightHost:
     """What the launcher may ask of a host. `moved` is called with numbers of bytes that were
     fetched. Raises ModelError, OSError."""
 
     def __init__(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
-        self._models: dict[str, _Model] = {}
+        self._shared: dict[str, Repository] = {}  # those fetched into the parts cache
+        self._files: dict[str, dict[str, PartsFile]] = {}
         self._context: ssl.SSLContext | None = None  # for other hosts
 
     def describe(self, kind: str, path: str) -> dict[str, Any] | None:
@@ -76,31 +57,33 @@ class WeightHost:
         host's, wherever it came from, and of a GGUF file its name as "file"."""
         if not folder.is_checkpoint(found := home_expanded(path)):
             return None
-        self._models[kind] = model = _Model(repository_of(found, as_folder=True), found)
-        model.find()
+        repository = repository_of(found, as_folder=True)
+        self._files[kind] = _files_here(found, repository)
         file = None if folder_of_checkpoint(found) == found else found.name
-        return {"repository": asdict(model.repository), "file": file}
+        return {"repository": asdict(repository), "file": file}
 
     def prepare(
         self, kind: str, path: str, repository: Mapping[str, Any], parts: Collection[str]
     ) -> bool:
         """Find the folder of a model that the launcher has at `path`: in the parts cache, unless
-        another one lacks none of these parts; whether all are here."""
+        another one lacks none of these parts; whether all are here. Others read from that one if it
+        is what the launcher means."""
         shared = from_fields(Repository, repository)
         found = own_path(Path(path), shared, parts)
         whole = found is not None and not missing(found, parts)
-        cached = found is None or found.is_relative_to(folder.parts_cache())
-        self._models[kind] = _Model(shared, found if whole and not cached else None)
-        return whole
+        if found is None or not whole or found.is_relative_to(folder.parts_cache()):
+            self._shared[kind] = shared
+            return whole
+        self._files[kind] = {}
+        with suppress(ModelError):
+            if shared.on_hub or repository_of(found, as_folder=True).folder == shared.folder:
+                self._files[kind] = _files_here(found, shared)
+        return True
 
     def offer(self, blocks: Sequence[Block]) -> dict[str, Any]:
         """Which of the blocks it "has", and the models that lack none ("own")."""
-        with sole_fetcher(*self._folders(self._models)):
-            for model in self._models.values():
-                with suppress(ModelError):
-                    model.find()
-        own = [kind for kind, model in self._models.items() if model.own is not None]
-        return {"has": self._here(blocks), "own": own}
+        with self._fetching(self._shared):
+            return {"has": self._here(blocks), "own": [*self._files.keys() - self._shared.keys()]}
 
     def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
         """Let the other hosts of this run read what is here, at an address, or at that of the
@@ -124,15 +107,12 @@ class WeightHost:
         of one block that the launcher has read, whether it is a "host", and "wanted": file, number
         and hash, or null, of blocks."""
         asked, blocks = [], []
-        kinds = {each["kind"] for each in sources}
-        with sole_fetcher(*self._folders(kinds)):
-            for kind in kinds:
-                self._models[kind].find()  # another process may have fetched some
+        with self._fetching({each["kind"] for each in sources}):
             for each in sources:
-                model, wanted = self._models[each["kind"]], defaultdict[PartsFile, Any](dict)
+                wanted = defaultdict[PartsFile, Any](dict)
                 for name, number, sha in each["wanted"]:
                     blocks.append((each["kind"], name, number))
-                    if not (file := model.files[name]).has(number):
+                    if not (file := self._files[each["kind"]][name]).has(number):
                         wanted[file][number] = sha and bytes.fromhex(sha)
                 context = self._context if each["host"] else None
                 if (data := each.get("data")) is not None:
@@ -154,33 +134,42 @@ class WeightHost:
     def end(self) -> None:
         """Mark what was fetched as finished. Raises ModelError if a whole file has another hash
         than the hub states."""
-        with sole_fetcher(*self._folders(self._models)):
-            for model in self._models.values():
-                if model.own is None:
-                    for name, file in model.files.items():
-                        file.compare(model.repository.files[name].sha256)
-                    folder.write_repository(model.repository)
+        with self._fetching(self._shared):
+            for kind, of in self._shared.items():
+                for name, file in self._files[kind].items():
+                    file.compare(of.files[name].sha256)
+                folder.write_repository(of)
 
-    def _folders(self, kinds: Iterable[str]) -> set[Path]:
-        models = map(self._models.__getitem__, kinds)
-        return {each.repository.folder for each in models if each.own is None}
+    @contextmanager
+    def _fetching(self, kinds: Iterable[str]) -> Iterator[None]:
+        """Alone fetch into the folders of these models, of which another process may have fetched
+        some since."""
+        found = {kind: self._shared[kind] for kind in kinds}
+        with sole_fetcher(*{of.folder for of in found.values()}):
+            self._files |= {kind: folder.make_files(of, of.files) for kind, of in found.items()}
+            yield
 
     def _file(self, kind: str, name: str) -> Path:
         """The path of a file of a model. Raises ModelError for any other name."""
-        model = self._models.get(kind)
-        if model is None or name not in model.files:
+        if name not in (files := self._files.get(kind, {})):
             raise ModelError(f"{name!r} is no file of a model here")
-        return model.files[name].path
+        return files[name].path
 
     def _here(self, blocks: Iterable[Block]) -> list[Any]:
         """Those of the blocks that are here, with their hashes, or null of a whole file."""
         found: list[Any] = []
         for kind, name, number in blocks:
-            file = kind in self._models and self._models[kind].files.get(name)
-            if file and file.has(number):
+            file = self._files.get(kind, {}).get(name)
+            if file is not None and file.has(number):
                 sha = file.digest(number)
                 found.append((kind, name, number, sha and sha.hex()))
         return found
+
+
+def _files_here(path: Path, repository: Repository) -> dict[str, PartsFile]:
+    """The files of a checkpoint of a folder of its own."""
+    paths = (folder_of_checkpoint(path) / name for name in repository.files)
+    return {each.name: PartsFile(each) for each in paths if each.is_file()}
 
 
 def _why(error: ModelError) -> str:

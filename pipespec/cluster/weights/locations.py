@@ -115,7 +115,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         for kind in errors.keys() - found.keys():
             raise errors[kind]
         return {
-            kind: open_repository(peer.source(kind), repository, file) / (file or "")
+            kind: open_repository(peer.source(kind), repository, file)
             for kind, (peer, repository, file) in found.items()
         }
 

@@ -109,31 +109,33 @@ def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
         path = found.folder / name
         if path.is_symlink() and not path.exists():  # to a cache that has lost it
             path.unlink(missing_ok=True)
-        whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
+        whole = _cached_file(found.repo, found.commit, name) if found.on_hub else None
         if whole is not None and not path.exists():
             os.symlink(os.path.realpath(whole), path)
         made[name] = PartsFile.create(path, found.files[name].size)
     return made
 
 
-def known_folder(repo: str, file: str | None) -> Path | None:
-    """The folder of a model that was used last, if it `is_begun`."""
+def known_model(repo: str, file: str | None = None) -> Path | None:
+    """A model of the hub, or GGUF file, that is here: whole, or begun in the folder that was used
+    last."""
     with suppress(ConfigError):
-        found = _last_used(Repository(repo, "any").folder.parent)
-        return found if found is not None and is_begun(found, file) else None
+        folder = _last_used(Repository(repo, "any").folder.parent)
+        return cached_model(repo, "main", file) or (folder and begun(folder, file))
     return None
 
 
-def is_begun(folder: Path, file: str | None) -> bool:
-    """Whether a folder has the files of a checkpoint, or a GGUF file, if without tensors. Links to
+def begun(folder: Path, file: str | None) -> Path | None:
+    """A checkpoint, or GGUF file, of which a folder has all files, if without tensors. Links to
     what was removed since do not count."""
     known = read_repository(folder)
     files = {} if known is None else known.files
     names = part_names(file) if file else [each for each in files if not is_gguf(each)]
-    return bool(names) and all(each in files and (folder / each).exists() for each in names)
+    here = all(each in files and (folder / each).exists() for each in names)
+    return folder / (names[0] if file else "") if names and here else None
 
 
-def cached_file(repo: str, commit: str, name: str) -> str | None:
+def _cached_file(repo: str, commit: str, name: str) -> str | None:
     """The path of a file that the cache of huggingface_hub holds whole, else None."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -144,7 +146,7 @@ def cached_file(repo: str, commit: str, name: str) -> str | None:
 def cached_model(repo: str, revision: str, file: str | None = None) -> Path | None:
     """A model, or GGUF file, that the cache of huggingface_hub holds whole, None if it does not."""
     names = part_names(file) if file else ("config.json",)
-    found = [cached_file(repo, revision, name) for name in names]
+    found = [_cached_file(repo, revision, name) for name in names]
     if found[0] is None or None in found:
         return None
     path = Path(found[0])
