@@ -47,37 +47,32 @@ def fetch(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.cluster.weights.locations import require_weights
     from pipespec.config.compose import compose
 
-    moved: dict[str, tuple[int, int, int]] = {}
+    moved: dict[str, tuple[int, int]] = {}
     deployment = with_weights(decide(compose(settings)), moved)
     require_weights(deployment)
     if arguments.json:
-        hosts = {
-            name: {"fetched_bytes": done - first, "bytes": total}
-            for name, (first, done, total) in moved.items()
-        }
+        hosts = {name: {"fetched_bytes": of[0], "bytes": of[1]} for name, of in moved.items()}
         write(json.dumps({"hosts": hosts}) + "\n")
         return 0
-    for name, (first, done, total) in moved.items():
-        write(f"{name}: fetched {size_text(done - first)}, to have {size_text(total)} in all.\n")
+    for name, (done, total) in moved.items():
+        write(f"{name}: fetched {size_text(done)}, to have {size_text(total)} in all.\n")
     write("All hosts have the weights that they compute.\n")
     return 0
 
 
 def with_weights(
-    deployment: Deployment, moved: dict[str, tuple[int, int, int]] | None = None
+    deployment: Deployment, moved: dict[str, tuple[int, int]] | None = None
 ) -> Deployment:
     """The deployment once its hosts have their weights, with a progress bar per host. `moved` gets,
-    by host, how many bytes were there at first, are there now, and are needed."""
+    by host, how many of the bytes that it lacked have come, and how many it lacked."""
     from pipespec.cluster.weights.distribution import distribute_weights
 
     found = {} if moved is None else moved
     with named_progress() as show_bytes:
 
         def on_progress(host: str, done: int, total: int) -> None:
-            if total:
-                first = found.get(host, (done, 0, 0))[0]
-                found[host] = first, max(done, found.get(host, (0, 0, 0))[1]), total
-                show_bytes(f"{host}: weights", done, total)
+            found[host] = done, total
+            show_bytes(f"{host}: weights", done, total)
 
         return distribute_weights(deployment, on_progress, print_error)
 

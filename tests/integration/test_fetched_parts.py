@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint.checkpoint import open_files
-from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts, require_parts
+from pipespec.engine.checkpoint.partial_checkpoint import fetch_parts
 from pipespec.engine.checkpoint.parts import sources
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of, record_of
+from pipespec.engine.checkpoint.parts.parts_file import PartsFile, ranges_of
 from pipespec.engine.formats.slice_tensors import parts_of
 from pipespec.engine.inspection.inspection import inspect
 from pipespec.engine.slice.model_slice import ModelSlice
@@ -205,18 +205,6 @@ def test_a_gguf_file_does_not_stand_for_the_checkpoint_beside_it(
     assert inspect("org/model/m.gguf").path.name == "m.gguf"
     path = inspect("org/model").path
     fetch_parts(path, ALL)
-    assert same_files(path, model)
-
-
-def test_files_that_have_lost_their_records_are_fetched_again(model: Path) -> None:
-    path = inspect("org/model").path
-    fetch_parts(path, parts_of(range(2), NUM_LAYERS, tied=False))
-    for file in model.glob("*.safetensors"):
-        record_of(path / file.name).unlink()
-    with pytest.raises(ModelError, match="lacks"):
-        require_parts(path, ALL)
-    fetch_parts(path, ALL)
-    assert fetch_parts(path, ALL) == 0
     assert same_files(path, model)
 
 

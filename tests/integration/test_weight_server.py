@@ -14,7 +14,7 @@ import pytest
 
 from pipespec.cluster.weights.server import MOST_UNPROVEN, WeightServer, tls_context, url_of
 from pipespec.controller.certificate import Certificate
-from pipespec.engine.checkpoint.parts.sources import RangeSource, Unavailable, host_session
+from pipespec.engine.checkpoint.parts.sources import RangeSource, Unavailable
 from pipespec.errors import ModelError
 
 ADDRESS = "127.0.0.2"
@@ -45,7 +45,7 @@ def server(certificate: Certificate, tmp_path: Path) -> Iterator[WeightServer]:
 def source(server: WeightServer, certificate: Certificate, kind: str = "target") -> RangeSource:
     url = url_of(server.url, kind, NAME)
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-    found = RangeSource("beta", {NAME: url}, host_session(context))
+    found = RangeSource("beta", {NAME: (url, {})}, context)
     found.wait = lambda _: None
     return found
 
@@ -132,8 +132,7 @@ def test_it_listens_at_one_address(server: WeightServer, certificate: Certificat
 
 def test_a_host_that_cannot_be_reached_is_a_clause(certificate: Certificate) -> None:
     context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
-    urls = {NAME: f"https://{ADDRESS}:9"}
-    beta = RangeSource("beta", urls, host_session(context))
+    beta = RangeSource("beta", {NAME: (f"https://{ADDRESS}:9", {})}, context)
     with pytest.raises(Unavailable) as failed:
         read(beta)
     assert "Connection refused" in str(failed.value.__cause__)

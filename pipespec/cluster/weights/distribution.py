@@ -2,7 +2,7 @@
 
 The launcher has a process (`host`) on each host, its own machine included. It learns which blocks
 of the models' files each has, and moves them in the rounds that `plan` decides. Hosts read from one
-another (`server`), and from the hub at URLs that the launcher has resolved. What a host cannot read
+another (`server`), and from the hub where the launcher has found the files. What a host cannot read
 itself passes through the launcher.
 """
 
@@ -12,32 +12,23 @@ import base64
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from hashlib import sha256
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.deployment.rank_assignment import RankAssignment, WeightsPending
-from pipespec.cluster.weights.peer import (
-    OnProgress,
-    OnWarning,
-    Peer,
-    PeerSource,
-    at_once,
-    lock_folders,
-)
-from pipespec.cluster.weights.plan import HUB, Block, parts_asked, plan_round
+from pipespec.cluster.weights.peer import OnProgress, OnWarning, Peer, at_once
+from pipespec.cluster.weights.plan import HUB, Block, Needs, Transfers, parts_asked, plan_round
 from pipespec.cluster.weights.server import url_of
 from pipespec.config.hosts import LOCAL, Host
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import blocks_needed, missing, repository_of
 from pipespec.engine.checkpoint.parts.folder import Repository
 from pipespec.engine.checkpoint.parts.parts_file import Range, blocks_of, place_of
-from pipespec.engine.checkpoint.parts.sources import NUM_CONNECTIONS, HubSource
+from pipespec.engine.checkpoint.parts.sources import HubSource
 from pipespec.errors import ModelError, PipespecError, RankFailed
 from pipespec.system.network_interfaces import resolve
 
@@ -76,26 +67,26 @@ def distribute_weights(
     for themselves. Raises ModelError, HostFailed; RankFailed once the cluster is `over`."""
     if deployment.fetched:
         return deployment
-    own: dict[str, set[str]] = {}
     with ExitStack() as stack:
         work = _Distribution(deployment, on_warning, over or threading.Event())
-        local = [host for host in deployment.hosts if host.shares_caches]
+
+        def add(host: Host, needs: Needs) -> None:
+            peer = Peer(host, needs, on_progress, on_warning)
+            work.peers.append(stack.enter_context(peer))
+
+        here, own = list[Host](), {kind: set[str]() for kind in work.shared}
         for host in deployment.hosts:
             needs = parts_asked(deployment, host, work.shared)
             if host.shares_caches:
+                here.append(host)
                 for kind, parts in needs.items():
-                    own.setdefault(kind, set()).update(parts)
+                    own[kind] |= parts
             elif needs and not host.by_hand:
-                work.peers.append(stack.enter_context(Peer(host, needs, on_progress)))
+                add(host, needs)
         whole = work.at_once(work.prepare)
-        paths = {kind: info.path for kind, info in deployment.models}
-        asked = {kind for kind, parts in own.items() if missing(paths[kind], parts)}
-        if asked or not all(whole):
-            asked = asked.union(*(peer.needs for peer in work.peers))
-            needs = {kind: own.get(kind, set()) for kind in sorted(asked)}
-            here = local[0] if local else Host(LAUNCHER_NAME, "", LOCAL)
-            work.peers.append(stack.enter_context(Peer(here, needs, on_progress)))
-            work.run(work.peers[-1])
+        if not all(whole) or any(missing(work.paths[kind], own[kind]) for kind in own):
+            add(here[0] if here else Host(LAUNCHER_NAME, "", LOCAL), own)
+            work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
@@ -104,15 +95,14 @@ class WeightMoves:
     `distribute`. `deployment` is the cluster as it is if no worker is lost."""
 
     def __init__(self, deployment: Deployment, distribute: Distribute) -> None:
-        self.deployment = deployment
         self._distribute = distribute
-        self._done: set[str] = set()  # assignments whose hosts have their weights
         self._thread: threading.Thread | None = None
+        self.use(deployment)
 
     def use(self, deployment: Deployment) -> None:
         """Plan for another layout from now on: a host has joined or left."""
         self.deployment = deployment
-        self._done.clear()
+        self._done = set[str]()  # assignments whose hosts have their weights
 
     def plan(self, away: set[str]) -> RankAssignment:
         """The assignment to the workers that are left, once their hosts have their weights. If
@@ -134,12 +124,12 @@ class WeightMoves:
                 layers=placement.layers,
                 hosts=tuple(host for host in hosts if not away.issuperset(host.workers)),
             )
-            arguments = changed, found.encode()
+            arguments = changed, found.encode(), self._done
             self._thread = threading.Thread(target=self._move, args=arguments, daemon=True)
             self._thread.start()
         raise WeightsPending
 
-    def _move(self, deployment: Deployment, key: str) -> None:
+    def _move(self, deployment: Deployment, key: str, done: set[str]) -> None:
         warn = partial(log.warning, "weights of the new layout: %s")
         try:
             self._distribute(deployment, on_warning=warn)
@@ -148,18 +138,18 @@ class WeightMoves:
         except PipespecError as error:
             warn(str(error))
         finally:
-            self._done.add(key)
+            done.add(key)
 
 
 class _Distribution:
-    """Moves the weights of a deployment's models to hosts."""
+    """Moves the weights of a deployment's models to hosts, of which the launcher's is the last."""
 
     def __init__(
         self, deployment: Deployment, on_warning: OnWarning, over: threading.Event
     ) -> None:
         self.peers: list[Peer] = []
         self.shared = shared_models(deployment)
-        self._paths = {kind: info.path for kind, info in deployment.models}
+        self.paths = {kind: info.path for kind, info in deployment.models}
         on_hub = {kind: of for kind, of in self.shared.items() if of.on_hub}
         self._hubs = {kind: HubSource(of.repo, of.commit) for kind, of in on_hub.items()}
         self._on_warning, self._over = on_warning, over
@@ -175,20 +165,13 @@ class _Distribution:
         """Have a host find the folders of the models; whether it has all that it needs."""
         whole = []
         for kind, parts in peer.needs.items():
-            known = {"path": str(self._paths[kind]), "repository": asdict(self.shared[kind])}
+            known = {"path": str(self.paths[kind]), "repository": asdict(self.shared[kind])}
             whole.append(peer.call("prepare", kind=kind, parts=sorted(parts), **known))
         return all(whole)
 
-    def run(self, launcher: Peer) -> None:
+    def run(self) -> None:
         """Fetch for all hosts what they lack."""
-
-        def lock(peer: Peer) -> None:
-            if peer is launcher:
-                self.prepare(peer)
-                lock_folders(self.peers, self._on_warning, self._over.wait)
-
-        self.at_once(lock)
-        self.peers = [peer for peer in self.peers if peer.needs]
+        at_once(self.peers[-1:], self.prepare, self._over)
         for peer in self.peers:
             peer.lacks = {each for kind in peer.needs for each in self._blocks(peer, kind)}
         wanted = sorted(set[Block]().union(*(peer.lacks for peer in self.peers)))
@@ -206,7 +189,7 @@ class _Distribution:
 
     def _blocks(self, peer: Peer, kind: str) -> Iterator[Block]:
         """Those with small files, headers, and the tensors that a host needs."""
-        found = blocks_needed(self._paths[kind], peer.needs[kind])
+        found = blocks_needed(self.paths[kind], peer.needs[kind])
         of = {file.name: blocks for file, blocks in found.items()}
         for name, file in self.shared[kind].files.items():
             for number in of.get(name, blocks_of([(0, file.size)])):
@@ -218,7 +201,7 @@ class _Distribution:
 
     def _offer(self, peer: Peer, wanted: Sequence[Block]) -> None:
         """Learn what a host has and lacks."""
-        found = peer.call("offer", kinds=sorted(peer.needs), blocks=wanted)
+        found = peer.call("offer", blocks=wanted)
         peer.lacks = {each for each in peer.lacks if each[0] not in found["own"]}
         peer.note(found["has"])
         peer.wanted = sum(stop - start for start, stop in map(self._place, peer.lacks))
@@ -240,85 +223,68 @@ class _Distribution:
                 "file."
             )
 
-    def _get(self, peer: Peer, plan: Mapping[tuple[str, str, str], Sequence[Block]]) -> None:
-        """Have a host get blocks of models from sources. Raises ModelError."""
+    def _get(self, peer: Peer, plan: Mapping[str, Transfers]) -> None:
+        """Have a host get blocks of models from sources, or read them for it. Raises ModelError."""
         peers = {each.name: each for each in self.peers}
         direct: list[dict[str, Any]] = []
-        lacked = len(peer.lacks)
-        for (to, name, kind), blocks in plan.items():
-            if to != peer.name:
-                continue
-            source, files = peers.get(name), {file for _, file, _ in blocks}
-            urls = None if (to, name) in self._relayed else self._urls(peer, kind, source, files)
-            if urls is None:
-                self._relay(peer, source, blocks)
-                continue
+        for (name, kind), blocks in plan.get(peer.name, {}).items():
+            source = peers.get(name)
             wanted = [(*block[1:], source and source.has[block]) for block in blocks]
-            known = {"host": source is not None, "urls": urls, "wanted": wanted}
-            direct.append({"kind": kind, "name": name, **known})
+            known = {"kind": kind, "name": name, "host": source is not None}
+            places = self._places(peer, kind, source, {file for _, file, _ in blocks})
+            if places is not None:
+                direct.append({**known, "places": places, "wanted": wanted})
+                continue
+            of = self._hubs[kind] if source is None else source.source(kind)
+            for block, one in zip(blocks, wanted, strict=True):
+                data = of.read(block[1], self._place(block), self.shared[kind].files[block[1]].size)
+                text = base64.b64encode(data).decode()
+                self._fetch(peer, peers, [{**known, "data": text, "wanted": [one]}])
         if direct:
-            found = peer.call("fetch", sources=direct)
-            peer.note(found["has"])
-            some = len(peer.lacks) < lacked
-            for of, failed in zip(direct, found["failed"], strict=True):
-                if failed is not None:
-                    self._give_up(peer, peers.get(of["name"]), of["kind"], *failed, some=some)
+            self._fetch(peer, peers, direct)
 
-    def _urls(
+    def _places(
         self, peer: Peer, kind: str, source: Peer | None, files: set[str]
-    ) -> dict[str, str] | None:
-        """Where a host reads files from a source, or the hub; none: with the token, which it has;
-        None: nowhere."""
-        if source is not None:
-            return (source.url and {file: url_of(source.url, kind, file) for file in files}) or None
-        if peer.host.shares_caches:
-            return {}
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-            urls = dict(zip(files, pool.map(self._hubs[kind].signed_url, files), strict=True))
-        found = {file: url for file, url in urls.items() if url is not None}
-        return found if found == urls else None
-
-    def _relay(self, peer: Peer, source: Peer | None, blocks: Sequence[Block]) -> None:
-        """Read blocks for a host that cannot, from another one or the hub."""
-        for block in blocks:
-            kind, name, number = block
-            of = self._hubs[kind] if source is None else PeerSource(source, kind)
-            data = of.read(name, self._place(block), self.shared[kind].files[name].size)
-            if source and source.has[block] not in (None, sha256(data).hexdigest()):
-                self._leave_out(source, peer, kind)
-                return
-            text = base64.b64encode(data).decode()
-            peer.note(peer.call("put", kind=kind, file=name, number=number, data=text))
-
-    def _give_up(
-        self, peer: Peer, source: Peer | None, kind: str, error: str, why: str | None, *, some: bool
-    ) -> None:
-        """A host could not read from a source, but perhaps `some` of what it was to read."""
+    ) -> Mapping[str, Any] | None:
+        """Where a host reads files from a source, or the hub; None: it cannot."""
+        if (peer.name, HUB if source is None else source.name) in self._relayed:
+            return None
         if source is None:
-            if peer.host.shares_caches:
-                raise ModelError(error)
-            self._hubs[kind].located.clear()  # its URLs may have expired
-            if not some:
-                self._relayed.add((peer.name, HUB))
-        elif why is None:
-            self._leave_out(source, peer, kind)
-        elif (ended := source.failure(ENDED_S)) is not None:
-            raise ended
-        else:
+            return self._hubs[kind].places(files, with_token=peer.host.shares_caches)
+        return (source.url and {e: (url_of(source.url, kind, e), {}) for e in files}) or None
+
+    def _fetch(
+        self, peer: Peer, peers: Mapping[str, Peer], sources: Sequence[Mapping[str, Any]]
+    ) -> None:
+        lacked = len(peer.lacks)
+        found = peer.call("fetch", sources=sources)
+        peer.note(found["has"])
+        for of, why in zip(sources, found["failed"], strict=True):
+            if why is not None and (source := peers.get(of["name"])) is not None:
+                self._give_up(peer, source, of["kind"], why)
+            elif why is not None:
+                self._hubs[of["kind"]].located.clear()  # its URLs may have expired
+                if len(peer.lacks) == lacked:
+                    self._relayed.add((peer.name, HUB))
+
+    def _give_up(self, peer: Peer, source: Peer, kind: str, why: str) -> None:
+        """A host could not read from another one, which has perhaps sent wrong bytes."""
+        if why:
+            if (ended := source.failure(ENDED_S)) is not None:
+                raise ended
             self._relayed.add((peer.name, source.name))
             self._on_warning(
                 f"{peer.name} cannot read weights from {source.name} at "
                 f"{urlsplit(source.url or '').hostname} ({why}), so they pass through the "
                 "launcher; check the network between them, and let its firewalls admit TCP."
             )
-
-    def _leave_out(self, source: Peer, to: Peer, kind: str) -> None:
+            return
         with self._leaving_out:
             known = source.name in self._left_out
             self._left_out.add(source.name)
         if not known:
             self._on_warning(
-                f"{source.name} sends wrong bytes of the {kind} (to {to.name}), so it is left out; "
-                "check its disk, and remove its folder of that model with `pipespec cache prune` "
-                "there."
+                f"{source.name} sends wrong bytes of the {kind} (to {peer.name}), so it is left "
+                "out; check its disk, and remove its folder of that model with `pipespec cache "
+                "prune` there."
             )

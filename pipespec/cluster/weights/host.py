@@ -2,14 +2,15 @@
 
 The launcher starts it over SSH and calls the functions of `WeightHost` one after the other: a call
 is a line of JSON on its standard input, the result one on its standard output, before which come
-its version, and numbers of bytes that were fetched. Empty lines are signs of life. The process ends
-with its standard input.
+its version, numbers of bytes that were fetched, and warnings. Empty lines are signs of life. The
+process ends with its standard input.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import select
 import ssl
@@ -19,8 +20,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,23 +29,10 @@ from pipespec.cluster.weights.plan import Block
 from pipespec.cluster.weights.server import WeightServer, tls_context
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import missing, own_path, repository_of
-from pipespec.engine.checkpoint.parts.folder import (
-    FolderLock,
-    Repository,
-    folder_of_checkpoint,
-    is_checkpoint,
-    make_files,
-    parts_cache,
-    write_repository,
-)
+from pipespec.engine.checkpoint.parts import folder
+from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkpoint, sole_fetcher
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
-from pipespec.engine.checkpoint.parts.sources import (
-    HubSource,
-    RangeSource,
-    WrongBytes,
-    fetch,
-    host_session,
-)
+from pipespec.engine.checkpoint.parts.sources import GivenSource, RangeSource, WrongBytes, fetch
 from pipespec.errors import ModelError, PipespecError
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
@@ -54,88 +42,54 @@ from pipespec.system.versions import own_version
 ALIVE_S, SILENCE_S = 5.0, 40.0
 
 
-@dataclass
-class _Model:
-    """A model of which this host has, or fetches, parts; `own`: in a folder of its own, where it
-    lacks nothing."""
-
-    path: Path
-    repository: Repository
-    own: bool
-    files: Mapping[str, PartsFile] = field(default_factory=dict)
-
-    def find(self) -> None:
-        """Find its files, or make them. Raises ModelError if a folder of its own lacks some; there
-        are none if that is not what the launcher means."""
-        of = self.repository
-        if not self.own:
-            self.files = make_files(of, of.files)
-        elif of.on_hub or repository_of(self.path, as_folder=True).folder == of.folder:
-            paths = {name: folder_of_checkpoint(self.path) / name for name in of.files}
-            self.files = {name: PartsFile(path) for name, path in paths.items() if path.is_file()}
-
-
 class WeightHost:
     """What the launcher may ask of a host. `moved` is called with numbers of bytes that were
     fetched. Raises ModelError, OSError."""
 
     def __init__(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
-        self._models: dict[str, _Model] = {}
-        self._session: Any = None  # for other hosts
-        self._locks: list[FolderLock] = []
+        self._shared: dict[str, Repository] = {}  # those fetched into the parts cache
+        self._files: dict[str, dict[str, PartsFile]] = {}
+        self._context: ssl.SSLContext | None = None  # for other hosts
 
     def describe(self, kind: str, path: str) -> dict[str, Any] | None:
         """The "repository" of a checkpoint that this host has whole at `path`, as a folder of this
         host's, wherever it came from, and of a GGUF file its name as "file"."""
-        if not is_checkpoint(found := home_expanded(path)):
+        if not folder.is_checkpoint(found := home_expanded(path)):
             return None
-        self._models[kind] = model = _Model(found, repository_of(found, as_folder=True), own=True)
-        model.find()
+        repository = repository_of(found, as_folder=True)
+        self._files[kind] = _files_here(found, repository)
         file = None if folder_of_checkpoint(found) == found else found.name
-        return {"repository": asdict(model.repository), "file": file}
+        return {"repository": asdict(repository), "file": file}
 
     def prepare(
         self, kind: str, path: str, repository: Mapping[str, Any], parts: Collection[str]
     ) -> bool:
         """Find the folder of a model that the launcher has at `path`: in the parts cache, unless
-        another one lacks none of these parts; whether all are here."""
+        another one lacks none of these parts; whether all are here. Others read from that one if it
+        is what the launcher means."""
         shared = from_fields(Repository, repository)
         found = own_path(Path(path), shared, parts)
         whole = found is not None and not missing(found, parts)
-        own = found is not None and whole and not found.is_relative_to(parts_cache())
-        self._models[kind] = _Model(found if found and own else shared.folder, shared, own)
-        return whole
+        if found is None or not whole or found.is_relative_to(folder.parts_cache()):
+            self._shared[kind] = shared
+            return whole
+        self._files[kind] = {}
+        with suppress(ModelError):
+            if shared.on_hub or repository_of(found, as_folder=True).folder == shared.folder:
+                self._files[kind] = _files_here(found, shared)
+        return True
 
-    def lock(self, owner: str) -> dict[str, tuple[str, str]]:
-        """Who fetches each model into its folder here: the owner, and the process as a clause."""
-        found = {}
-        for kind, model in self._models.items():
-            if not model.own:
-                self._locks.append(lock := FolderLock(model.path, owner))
-                found[kind] = lock.owner, lock.holder
-        return found
-
-    def unlock(self) -> None:
-        """Let others fetch into the folders of this host."""
-        while self._locks:
-            self._locks.pop().release()
-
-    def offer(self, kinds: Sequence[str], blocks: Sequence[Block]) -> dict[str, Any]:
-        """Take part with these models alone: which of the blocks it "has", and the models that lack
-        none ("own")."""
-        self._models = {kind: self._models[kind] for kind in kinds}
-        for model in self._models.values():
-            with suppress(ModelError):
-                model.find()
-        own = [kind for kind, model in self._models.items() if model.own]
-        return {"has": self._here(blocks), "own": own}
+    def offer(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """Which of the blocks it "has", and the models that lack none ("own")."""
+        with self._fetching(self._shared):
+            return {"has": self._here(blocks), "own": [*self._files.keys() - self._shared.keys()]}
 
     def listen(self, address: str | None, interface: str | None, cert: str, key: str) -> str | None:
         """Let the other hosts of this run read what is here, at an address, or at that of the
         interface if it has another, and read from them; the URL."""
         certificate = Certificate(cert, key)
-        self._session = host_session(tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT))
+        self._context = tls_context(certificate, ssl.PROTOCOL_TLS_CLIENT)
         if address is None:
             return None
         try:
@@ -148,26 +102,27 @@ class WeightHost:
 
     def fetch(self, sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Fetch blocks from all sources at once: which of them it "has" then, and in "failed" for
-        each source null, or the error why it was given up, and a clause, or null if it sent wrong
-        bytes. Of a source are given the "kind" of model, its "name", the "urls" of its files (none:
-        this process has the hub's token), whether it is a "host", and "wanted": file, number and
-        hash, or null, of blocks."""
+        each source null, or why it was given up, as a clause, empty if it sent wrong bytes. Of a
+        source are given the "kind" of model, its "name", the "places" of its files, or the "data"
+        of one block that the launcher has read, whether it is a "host", and "wanted": file, number
+        and hash, or null, of blocks."""
         asked, blocks = [], []
-        for each in sources:
-            model, wanted = self._models[each["kind"]], defaultdict[PartsFile, Any](dict)
-            for name, number, sha in each["wanted"]:
-                wanted[model.files[name]][number] = sha and bytes.fromhex(sha)
-                blocks.append((each["kind"], name, number))
-            source: RangeSource = HubSource(model.repository.repo, model.repository.commit)
-            if each["urls"]:
-                session = self._session if each["host"] else None
-                source = RangeSource(each["name"], each["urls"], session)
-            asked.append((source, wanted))
-        found, failed = fetch(asked, self._moved), list[Any]()
-        for source, _ in asked:
-            if (error := found.get(source)) is not None:
-                why = None if isinstance(error, WrongBytes) else str(error.__cause__ or error)
-            failed.append(error and (str(error), why))
+        with self._fetching({each["kind"] for each in sources}):
+            for each in sources:
+                wanted = defaultdict[PartsFile, Any](dict)
+                for name, number, sha in each["wanted"]:
+                    blocks.append((each["kind"], name, number))
+                    if not (file := self._files[each["kind"]][name]).has(number):
+                        wanted[file][number] = sha and bytes.fromhex(sha)
+                context = self._context if each["host"] else None
+                if (data := each.get("data")) is not None:
+                    read = base64.b64decode(data)
+                    source: RangeSource = GivenSource(each["name"], lambda *_, read=read: read)
+                else:
+                    source = RangeSource(each["name"], each["places"], context)
+                asked.append((source, wanted))
+            found = fetch(asked, self._moved)
+        failed = [error and _why(error) for error in (found.get(source) for source, _ in asked)]
         return {"has": self._here(blocks), "failed": failed}
 
     def read(self, kind: str, file: str, start: int, stop: int) -> str:
@@ -176,39 +131,49 @@ class WeightHost:
             stream.seek(start)
             return base64.b64encode(stream.read(stop - start)).decode()
 
-    def put(self, kind: str, file: str, number: int, data: str) -> list[Any]:
-        """Write a block that the launcher has read for this host."""
-        self._models[kind].files[file].write(number, block := base64.b64decode(data))
-        self._moved(len(block))
-        return self._here([(kind, file, number)])
-
     def end(self) -> None:
-        """What was fetched is on the disk, and no longer locked. Raises ModelError if a whole file
-        has another hash than the hub states."""
-        for model in self._models.values():
-            if not model.own:
-                for name, file in model.files.items():
-                    file.sync()
-                    file.compare(model.repository.files[name].sha256)
-                write_repository(model.repository)
-        self.unlock()
+        """Mark what was fetched as finished. Raises ModelError if a whole file has another hash
+        than the hub states."""
+        with self._fetching(self._shared):
+            for kind, of in self._shared.items():
+                for name, file in self._files[kind].items():
+                    file.compare(of.files[name].sha256)
+                folder.write_repository(of)
+
+    @contextmanager
+    def _fetching(self, kinds: Iterable[str]) -> Iterator[None]:
+        """Alone fetch into the folders of these models, of which another process may have fetched
+        some since."""
+        found = {kind: self._shared[kind] for kind in kinds}
+        with sole_fetcher(*{of.folder for of in found.values()}):
+            self._files |= {kind: folder.make_files(of, of.files) for kind, of in found.items()}
+            yield
 
     def _file(self, kind: str, name: str) -> Path:
         """The path of a file of a model. Raises ModelError for any other name."""
-        model = self._models.get(kind)
-        if model is None or name not in model.files:
+        if name not in (files := self._files.get(kind, {})):
             raise ModelError(f"{name!r} is no file of a model here")
-        return model.files[name].path
+        return files[name].path
 
     def _here(self, blocks: Iterable[Block]) -> list[Any]:
         """Those of the blocks that are here, with their hashes, or null of a whole file."""
         found: list[Any] = []
         for kind, name, number in blocks:
-            file = kind in self._models and self._models[kind].files.get(name)
-            if file and file.has(number):
+            file = self._files.get(kind, {}).get(name)
+            if file is not None and file.has(number):
                 sha = file.digest(number)
                 found.append((kind, name, number, sha and sha.hex()))
         return found
+
+
+def _files_here(path: Path, repository: Repository) -> dict[str, PartsFile]:
+    """The files of a checkpoint of a folder of its own."""
+    paths = (folder_of_checkpoint(path) / name for name in repository.files)
+    return {each.name: PartsFile(each) for each in paths if each.is_file()}
+
+
+def _why(error: ModelError) -> str:
+    return "" if isinstance(error, WrongBytes) else str(error.__cause__ or error)
 
 
 def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
@@ -245,16 +210,21 @@ def main() -> None:
 
     def answer(asked: dict[str, Any]) -> None:
         try:
-            with reported(parts_cache()):
+            with reported(folder.parts_cache()):
                 write(result=getattr(host, asked.pop("do"))(**asked))
         except PipespecError as error:
             write(error=str(error))
         except Exception as error:  # noqa: BLE001 - the launcher reports it
             write(error=f"{type(error).__name__}: {error}")
 
+    class Warner(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            write(warning=record.getMessage())
+
+    write(version=own_version())
+    folder.log.addHandler(Warner())
     host, calls = WeightHost(lambda count: write(moved=count)), ThreadPoolExecutor(1)
     threading.Thread(target=show_life, daemon=True).start()
-    write(version=own_version())
     try:
         for line in lines_of(sys.stdin.buffer):
             calls.submit(answer, json.loads(line))

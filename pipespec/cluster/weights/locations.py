@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.deployment.deployment import Deployment
-from pipespec.cluster.weights.peer import Peer, PeerSource, at_once
+from pipespec.cluster.weights.peer import Peer, at_once
 from pipespec.cluster.weights.plan import parts_needed
 from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
@@ -115,7 +115,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
         for kind in errors.keys() - found.keys():
             raise errors[kind]
         return {
-            kind: open_repository(PeerSource(peer, kind), repository, file) / (file or "")
+            kind: open_repository(peer.source(kind), repository, file)
             for kind, (peer, repository, file) in found.items()
         }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import base64
 import json
-import random
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,7 +15,7 @@ from pipespec.cluster.weights.host import ALIVE_S, lines_of
 from pipespec.cluster.weights.plan import Block, Needs
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint.parts.parts_file import Range
-from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource
+from pipespec.engine.checkpoint.parts.sources import GivenSource, HubSource
 from pipespec.errors import HostFailed, ModelError, RankFailed
 from pipespec.system.versions import has_own_protocol, own_version
 
@@ -25,12 +23,9 @@ T = TypeVar("T")
 MODULE = "pipespec.cluster.weights.host"
 ENDING_S = 5.0  # that a host's process may take to end
 OVER_S = 0.1  # between looks whether the cluster is over
-# Seconds between two tries to lock folders, drawn anew each time, so that two starts do not meet
-# for good.
-PAUSE_S = (0.2, 1.0)
 # Called with a host's name, the bytes that it has got of those it lacked, and how many these are.
 OnProgress = Callable[[str, int, int], None]
-# Called with a sentence on a host that is left out, or cannot be reached by another one.
+# Called with a sentence on a host that waits, is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
 
 
@@ -40,14 +35,19 @@ class Peer(Conversation):
     its `url`; None: through the launcher. Raises HostFailed."""
 
     def __init__(
-        self, host: Host, needs: Needs | None = None, on_progress: OnProgress = lambda *_: None
+        self,
+        host: Host,
+        needs: Needs | None = None,
+        on_progress: OnProgress = lambda *_: None,
+        on_warning: OnWarning = lambda _: None,
     ) -> None:
         super().__init__(host, MODULE, ENDING_S)
         self.name, self.needs = host.name, needs or {}
         self.has: dict[Block, str | None] = {}
         self.lacks: set[Block] = set()
         self.url: str | None = None
-        self._on_progress, self._lines = on_progress, lines_of(self._output)
+        self._on_progress, self._on_warning = on_progress, on_warning
+        self._lines = lines_of(self._output)
         self._calling, self._over = threading.Lock(), threading.Event()
         self._moved = self.wanted = 0
         self._understood = False  # it has told its version, which is known to be this one's
@@ -69,6 +69,8 @@ class Peer(Conversation):
                     return found["result"]
                 elif "moved" in found:
                     self.moved(found["moved"])
+                elif "warning" in found:
+                    self._on_warning(f"{self.name}: {found['warning']}")
                 else:
                     prefix = "" if self.host.shares_caches else f"{self.name}: "
                     raise ModelError(f"{prefix}{found['error']}")
@@ -92,24 +94,20 @@ class Peer(Conversation):
         self.has.update({(kind, file, number): sha for kind, file, number, sha in has})
         self.lacks -= self.has.keys()
 
+    def source(self, kind: str) -> GivenSource:
+        """The files of a model of this host, read through its process."""
+
+        def read(file: str, part: Range) -> bytes:
+            data = self.call("read", kind=kind, file=file, start=part[0], stop=part[1])
+            if len(found := base64.b64decode(data)) != part[1] - part[0]:
+                raise ModelError(f"{self.name}: {file} has changed; start again")
+            return found
+
+        return GivenSource(self.name, read)
+
     def _show_life(self) -> None:
         while not self._over.wait(ALIVE_S):
             self.write("")
-
-
-class PeerSource(RangeSource):
-    """The files of a model of a host, read through its process."""
-
-    def __init__(self, peer: Peer, kind: str) -> None:
-        super().__init__(peer.name, {})
-        self._peer, self._kind = peer, kind
-
-    def read(self, file: str, part: Range, size: int) -> bytes:
-        start, stop = part
-        data = self._peer.call("read", kind=self._kind, file=file, start=start, stop=stop)
-        if len(found := base64.b64decode(data)) != stop - start:
-            raise ModelError(f"{self.name}: {file} has changed; start again")
-        return found
 
 
 def at_once(
@@ -137,38 +135,3 @@ def at_once(
             for peer in peers:
                 peer.end()
             raise
-
-
-def lock_folders(
-    peers: Sequence[Peer], on_warning: OnWarning, pause: Callable[[float], object]
-) -> None:
-    """Be the only start that fetches into the folders of these hosts. Of hosts that share one, the
-    first fetches what all need. Raises ModelError, HostFailed; RankFailed if the `pause` ends it.
-
-    Two starts may have folders in common, under different names of hosts and in any order. So a
-    start that holds some locks waits for no other one: it gives them back, and tries again later.
-    """
-    run, warned = secrets.token_hex(8), False
-    while (taken := _lock(peers, run)) is not None:
-        for peer in peers:
-            peer.call("unlock")
-        if not warned:
-            on_warning(f"{taken}; waiting until it has ended.")
-            warned = True
-        if pause(random.uniform(*PAUSE_S)):
-            raise RankFailed("The cluster has ended.")
-
-
-def _lock(peers: Sequence[Peer], run: str) -> str | None:
-    """What keeps a start from locking these folders; None: it has, and knows who fetches what."""
-    needs: dict[str, dict[str, set[str]]] = {f"{run} {peer.name}": {} for peer in peers}
-    for peer in peers:
-        locks = peer.call("lock", owner=f"{run} {peer.name}")
-        for kind, parts in peer.needs.items():
-            owner, holder = locks.get(kind, (f"{run} {peer.name}", ""))
-            if owner not in needs:
-                return f"{peer.name}: {holder}"
-            needs[owner].setdefault(kind, set()).update(parts)
-    for peer in peers:
-        peer.needs = needs[f"{run} {peer.name}"]
-    return None

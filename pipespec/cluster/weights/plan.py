@@ -21,6 +21,8 @@ from pipespec.errors import ModelError
 Block = tuple[str, str, int]
 # The parts (`slice_tensors`) of each model, by its name in `model.`.
 Needs = Mapping[str, set[str]]
+# What a host gets in a round, by source and model.
+Transfers = Mapping[tuple[str, str], list[Block]]
 # Among the names of sources, of which hosts' have no blanks.
 HUB = "the hub"
 # Of neighbours that the same hosts lack and have, which one source sends.
@@ -60,38 +62,36 @@ def plan_round(
     lacks: Mapping[str, Collection[Block]],
     holders: Mapping[str, Collection[Block]],
     on_hub: Collection[str],
-) -> dict[tuple[str, str, str], list[Block]]:
-    """The blocks that each host gets from each source in the next round: `[host, source, model]`.
-    `on_hub`: the models of which the hub has every block. Raises ModelError if no host has one,
-    and the hub cannot be asked for it."""
-    having, needing = _by_block(holders), _by_block(lacks)
+) -> Mapping[str, Transfers]:
+    """What each host gets in the next round. `on_hub`: the models of which the hub has every block.
+    Raises ModelError if no host has one, and the hub cannot be asked for it."""
+    having, needing = _hosts_of(holders), _hosts_of(lacks)
     sent, got = Counter[str](), Counter[str]()
-    found: defaultdict[tuple[str, str, str], list[Block]] = defaultdict(list)
+    found: defaultdict[str, defaultdict[tuple[str, str], list[Block]]]
+    found = defaultdict(lambda: defaultdict(list))
 
     def alike(block: Block) -> tuple[int, list[str], list[str], str, str, int]:
-        kind, file, number = block
-        has = having[block]
-        # What can be sent by one host alone comes first; the others' work is divided accordingly.
+        """Few sources first: what several have goes by the less busy of them."""
+        has, (kind, file, number) = having[block], block
         return len(has), has, needing[block], kind, file, number // RUN_BLOCKS
 
     for (_, has, needs, kind, file, _), blocks in groupby(sorted(needing, key=alike), alike):
         run = list(blocks)
-        sources = has or [HUB]
         if not has and kind not in on_hub:
             raise ModelError(
                 f"{needs[0]} needs bytes of {file} of the {kind} that no host has; copy {file} to "
                 "one of them"
             )
+        sources = has or [HUB]
         for to in sorted(needs, key=got.__getitem__)[: len(sources)]:
             source = min(sources, key=sent.__getitem__)
-            found[to, source, kind] += run
+            found[to][source, kind] += run
             sent[source] += len(run)
             got[to] += len(run)
     return found
 
 
-def _by_block(blocks: Mapping[str, Collection[Block]]) -> defaultdict[Block, list[str]]:
-    """The hosts of each block."""
+def _hosts_of(blocks: Mapping[str, Collection[Block]]) -> defaultdict[Block, list[str]]:
     found: defaultdict[Block, list[str]] = defaultdict(list)
     for host, each in blocks.items():
         for block in each:

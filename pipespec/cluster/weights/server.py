@@ -52,29 +52,33 @@ class WeightServer(ThreadingTCPServer):
 
     def __init__(self, ip: str, certificate: Certificate, find: Callable[[str, str], Path]) -> None:
         self.find = find
-        self.unproven = threading.BoundedSemaphore(MOST_UNPROVEN)  # each has a thread
+        self._unproven = threading.BoundedSemaphore(MOST_UNPROVEN)  # each has a thread
         self._context = tls_context(certificate, ssl.PROTOCOL_TLS_SERVER)
         self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         super().__init__((ip, 0), _Handler)
         self.url = f"https://{f'[{ip}]' if ':' in ip else ip}:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """A connection, whose handshake its own thread makes."""
-        plain, client = super().get_request()
-        plain.settimeout(HANDSHAKE_S)
-        return self._context.wrap_socket(plain, True, do_handshake_on_connect=False), client
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether a connection gets a thread, in which it has to prove the key."""
-        return self.unproven.acquire(blocking=False)
-
     def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._unproven.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be started
-            self.unproven.release()
+            self._unproven.release()
             raise
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in its own thread, once it has proven the key."""
+        try:
+            request.settimeout(HANDSHAKE_S)
+            proven = self._context.wrap_socket(request, True)
+        finally:
+            self._unproven.release()
+        with proven:
+            proven.settimeout(IDLE_S)
+            super().finish_request(proven, client_address)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
@@ -83,14 +87,6 @@ class WeightServer(ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: WeightServer
     protocol_version = "HTTP/1.1"
-
-    def setup(self) -> None:
-        try:
-            self.request.do_handshake()
-        finally:
-            self.server.unproven.release()
-        self.request.settimeout(IDLE_S)
-        super().setup()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
         """Be silent: the reader says what is wrong."""

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from pipespec.engine.checkpoint.partial_checkpoint import open_repository
-from pipespec.engine.checkpoint.parts.folder import cached_model, known_folder
+from pipespec.engine.checkpoint.parts import folder as parts_folder
 from pipespec.engine.checkpoint.parts.sources import MAX_TRIES, HubSource, Unavailable
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import parts_of
@@ -68,7 +68,7 @@ def can_be_fetched(model: str) -> bool:
 def known_model(model: str) -> Path | None:
     """The checkpoint of a hub id that is here, whole or in parts; nothing is fetched."""
     named = _hub_name(model)
-    return None if named is None else _here(*named)
+    return None if named is None else parts_folder.known_model(*named)
 
 
 def resolve_config(model: str | Path) -> Path:
@@ -97,7 +97,7 @@ def resolve_config(model: str | Path) -> Path:
 
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
-    source, here = HubSource(hub_id), _here(hub_id, file)
+    source, here = HubSource(hub_id), parts_folder.known_model(hub_id, file)
     try:
         # With a copy here, a hub that does not answer at once is not waited for.
         revision = source.revision(max_tries=MAX_TRIES if here is None else 1)
@@ -108,14 +108,5 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
             f"there is no model folder {hub_id!r} and the hub could not be asked for a model of "
             f"that name: {error}; give an existing folder, or check the name and the network"
         ) from error
-    cached = cached_model(hub_id, revision.commit, file)
-    if cached is not None:
-        return cached
-    folder = open_repository(source, revision, file)
-    return folder if file is None else parts_of(folder / file)[0]
-
-
-def _here(hub_id: str, file: str | None) -> Path | None:
-    cached = cached_model(hub_id, "main", file)
-    folder = known_folder(hub_id, file) if cached is None else None
-    return cached if folder is None else folder if file is None else parts_of(folder / file)[0]
+    cached = parts_folder.cached_model(hub_id, revision.commit, file)
+    return cached or open_repository(source, revision, file)

@@ -4,6 +4,7 @@ it computes, and how it comes here."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -11,18 +12,25 @@ from pathlib import Path
 
 from pipespec.engine.checkpoint.checkpoint import open_files
 from pipespec.engine.checkpoint.parts.folder import (
+    REPOSITORY,
     Repository,
     StoredFile,
+    begun,
     cached_model,
     folder_of_checkpoint,
-    is_begun,
     is_checkpoint,
     make_files,
     read_repository,
     sole_fetcher,
     write_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import PartsFile, blocks_of, is_partial, ranges_of
+from pipespec.engine.checkpoint.parts.parts_file import (
+    PartsFile,
+    blocks_of,
+    is_partial,
+    ranges_of,
+    reported,
+)
 from pipespec.engine.checkpoint.parts.sources import HubSource, RangeSource, fetch_all
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import header_ends, part_names
@@ -101,14 +109,12 @@ def clause(lacking: Mapping[str, Collection[str]]) -> str:
 def own_path(path: Path, shared: Repository | None, parts: Collection[str]) -> Path | None:
     """Where this host has a checkpoint that the launcher has at `path`, and that other hosts call
     `shared`: a place with these parts, if there is one; None: nowhere."""
-    found = [path] if shared is None else []
+    found: list[Path | None] = [path]
     if shared is not None:
         file = None if folder_of_checkpoint(path) == path else path.name
-        elsewhere = shared.path or cached_model(shared.repo, shared.commit, file)
-        found += [Path(elsewhere)] if elsewhere else []
-        if is_begun(shared.folder, file):
-            found.append(shared.folder / (file or ""))
-    here = list(filter(is_checkpoint, found))
+        whole = cached_model(shared.repo, shared.commit, file) if shared.path is None else None
+        found = [Path(shared.path) if shared.path else whole, begun(shared.folder, file)]
+    here = [each for each in found if each is not None and is_checkpoint(each)]
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 
 
@@ -169,13 +175,13 @@ def fetch_parts(path: Path, parts: Collection[str]) -> int:
 
 
 def open_repository(source: RangeSource, found: Repository, file: str | None = None) -> Path:
-    """The folder of a repository with the small files and headers of a checkpoint, or of a GGUF
-    `file`, which are fetched unless they are there. `found` has all files of the repository. Raises
-    ModelError."""
+    """A checkpoint, or GGUF `file`, of a repository, whose small files and headers are fetched
+    unless they are here. `found` has all files of the repository. Raises ModelError."""
     folder = found.folder
-    if is_begun(folder, file) and (known := read_repository(folder)) is not None:
-        write_repository(known)
-        return folder
+    if here := begun(folder, file):
+        with reported(folder):
+            os.utime(folder / REPOSITORY)  # it was used last
+        return here
     small = [] if file else _required(found, {CONFIG, *filter(_is_small, found.files)})
     if large := [name for name in small if found.files[name].size > MOST_FILE_BYTES]:
         raise ModelError(
@@ -192,7 +198,7 @@ def open_repository(source: RangeSource, found: Repository, file: str | None = N
         while lacking := {each: rest for each in files if (rest := _rest_of_header(each))}:
             fetch_all(source, lacking)
         write_repository(replace(found, files={e: found.files[e] for e in (*small, *weights)}))
-    return folder
+    return folder / (part_names(file)[0] if file else "")
 
 
 def _is_small(name: str) -> bool:

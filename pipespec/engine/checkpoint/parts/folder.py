@@ -20,17 +20,11 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from pipespec.engine.checkpoint.parts.parts_file import (
-    RECORDS,
-    REPOSITORY,
-    PartsFile,
-    is_partial,
-    reported,
-)
+from pipespec.engine.checkpoint.parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.gguf_file import part_names
 from pipespec.engine.formats.safetensors_folder import is_whole
@@ -41,6 +35,7 @@ from pipespec.system.validation import Unreadable, from_fields, read_json
 
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
+REPOSITORY = f"{RECORDS}/repository.json"
 
 
 @dataclass(frozen=True)
@@ -91,12 +86,8 @@ def is_checkpoint(path: Path) -> bool:
 
 def read_repository(folder: Path) -> Repository | None:
     """What a folder of the parts cache is of; None: it is another folder, or not finished."""
-    with suppress(Unreadable, IndexError):
-        known = read_json(folder / REPOSITORY)
-        old = known.get("files") if isinstance(known, dict) else None
-        if isinstance(old, dict):  # earlier checkouts wrote a list of each
-            old |= {k: {"size": v[0], "sha256": v[1]} for k, v in old.items() if type(v) is list}
-        return from_fields(Repository, known)
+    with suppress(Unreadable):
+        return from_fields(Repository, read_json(folder / REPOSITORY))
     return None
 
 
@@ -118,31 +109,33 @@ def make_files(found: Repository, names: Iterable[str]) -> dict[str, PartsFile]:
         path = found.folder / name
         if path.is_symlink() and not path.exists():  # to a cache that has lost it
             path.unlink(missing_ok=True)
-        whole = cached_file(found.repo, found.commit, name) if found.on_hub else None
+        whole = _cached_file(found.repo, found.commit, name) if found.on_hub else None
         if whole is not None and not path.exists():
             os.symlink(os.path.realpath(whole), path)
         made[name] = PartsFile.create(path, found.files[name].size)
     return made
 
 
-def known_folder(repo: str, file: str | None) -> Path | None:
-    """The folder of a model that was used last, if it `is_begun`."""
+def known_model(repo: str, file: str | None = None) -> Path | None:
+    """A model of the hub, or GGUF file, that is here: whole, or begun in the folder that was used
+    last."""
     with suppress(ConfigError):
-        found = _last_used(Repository(repo, "any").folder.parent)
-        return found if found is not None and is_begun(found, file) else None
+        folder = _last_used(Repository(repo, "any").folder.parent)
+        return cached_model(repo, "main", file) or (folder and begun(folder, file))
     return None
 
 
-def is_begun(folder: Path, file: str | None) -> bool:
-    """Whether a folder has the files of a checkpoint, or a GGUF file, if without tensors. Links to
+def begun(folder: Path, file: str | None) -> Path | None:
+    """A checkpoint, or GGUF file, of which a folder has all files, if without tensors. Links to
     what was removed since do not count."""
     known = read_repository(folder)
     files = {} if known is None else known.files
     names = part_names(file) if file else [each for each in files if not is_gguf(each)]
-    return bool(names) and all(each in files and (folder / each).exists() for each in names)
+    here = all(each in files and (folder / each).exists() for each in names)
+    return folder / (names[0] if file else "") if names and here else None
 
 
-def cached_file(repo: str, commit: str, name: str) -> str | None:
+def _cached_file(repo: str, commit: str, name: str) -> str | None:
     """The path of a file that the cache of huggingface_hub holds whole, else None."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -153,7 +146,7 @@ def cached_file(repo: str, commit: str, name: str) -> str | None:
 def cached_model(repo: str, revision: str, file: str | None = None) -> Path | None:
     """A model, or GGUF file, that the cache of huggingface_hub holds whole, None if it does not."""
     names = part_names(file) if file else ("config.json",)
-    found = [cached_file(repo, revision, name) for name in names]
+    found = [_cached_file(repo, revision, name) for name in names]
     if found[0] is None or None in found:
         return None
     path = Path(found[0])
@@ -166,55 +159,33 @@ def _last_used(root: Path) -> Path | None:
     return None if latest is None else latest.parent.parent
 
 
-class FolderLock:
-    """The lock of a folder, until `release` or the end of the process, which is named in its file:
-    what a process has left that was killed is compared with its hashes first. It is `held` by this
-    process or by another one, which `holder` names as a clause, for an `owner`. Raises OSError."""
-
-    def __init__(self, folder: Path, owner: str = "", *, wait: bool = False) -> None:
-        path = folder / RECORDS / "lock"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.parent.mkdir(exist_ok=True)
-        self._descriptor = lock_file(path, wait=wait)
-        self.held = self._descriptor is not None
-        process = f"process {os.getpid()} of {socket.gethostname()}"
-        if self._descriptor is None:
-            owner, process, *_ = [*path.read_text().splitlines(), "", ""]
-        else:
-            try:
-                for each in filter(is_partial, folder.iterdir()) if path.stat().st_size else ():
-                    PartsFile(each).verify()
-                os.truncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, f"{owner}\n{process}".encode(), 0)
-                os.fsync(self._descriptor)  # so that a loss of power is noticed too
-            except BaseException:
-                os.close(self._descriptor)
-                raise
-        self.owner, self.holder = owner, f"{process or 'another process'} fetches into {folder}"
-
-    def release(self) -> None:
-        """Let others fetch into the folder; what was fetched is on the disk."""
-        if self.held and self._descriptor is not None:
-            os.truncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self.held = False
-
-
 @contextmanager
-def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into a folder. Raises ModelError if another one is and this
-    must not `wait`, or the folder cannot be written."""
-    with reported(folder):
-        lock = FolderLock(folder)
-        if not lock.held and wait:
-            log.warning("%s; waiting until it has ended", lock.holder)
-            lock = FolderLock(folder, wait=True)
-        if not lock.held:
-            raise ModelError(f"{lock.holder}; wait until it has ended")
-        try:
-            yield
-        finally:
-            lock.release()
+def sole_fetcher(*folders: Path, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into these folders; other ones take them in the same order.
+    The process is named in the file of the lock while it holds it: what one that was killed has
+    left is compared with its hashes. Raises ModelError if another one holds a lock and this must
+    not `wait`, or a folder cannot be written."""
+    with ExitStack() as held:
+        for folder in sorted(folders, key=lambda each: each.parts[-2:]):
+            held.enter_context(reported(folder))
+            path = folder / RECORDS / "lock"
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.parent.mkdir(exist_ok=True)
+            if (lock := lock_file(path)) is None:
+                holder = f"{path.read_text() or 'another process'} fetches into {folder}"
+                if not wait:
+                    raise ModelError(f"{holder}; wait until it has ended")
+                log.warning("%s; waiting until it has ended", holder)
+                lock = lock_file(path, wait=True)
+            assert lock is not None
+            held.callback(os.close, lock)
+            for each in filter(is_partial, folder.iterdir()) if path.stat().st_size else ():
+                PartsFile(each).verify()
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} of {socket.gethostname()}".encode(), 0)
+            os.fsync(lock)  # so that a loss of power is noticed too, and `.parts` outlasts it
+            held.callback(os.truncate, lock, 0)
+        yield
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """A file of which some blocks are here, and the record of which.
 
 The file is sparse: it has the size of the whole file, and holes where nothing was fetched, so every
-reader of weight files can open it once its header is here. It is divided into *blocks* of
-BLOCK_BYTES, the same on all hosts. Its record, `.parts/NAME.sha256`, has the SHA-256 of each block
-that is here, at 32 times the block's number, and zeros for the others; then that of the whole file,
-once it was compared with what the hub states. A hash is written after its bytes, so a process that
-is killed leaves at most bytes without a hash, which are fetched again. A file without a record is
-whole, unless others were fetched into its folder: then it has lost its record, and nothing of it
-counts as here.
+reader of weight files can open it once its header is here. Its *blocks* have BLOCK_BYTES, the same
+on all hosts. Its record, `.parts/NAME.sha256`, has the SHA-256 of each block that is here, at 32
+times the block's number, and zeros for the others; then that of the whole file, once it was
+compared with what the hub states. A hash is written after its bytes, so a process that is killed
+leaves at most bytes without a hash, which are fetched again. Beside `.parts` nothing of a file
+without a record counts as here, unless it is a link; elsewhere files are whole.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from pipespec.errors import ModelError
 
 Range = tuple[int, int]  # bytes of a file: start and stop
 BLOCK_BYTES = 2**20
-RECORDS = ".parts"
-REPOSITORY = f"{RECORDS}/repository.json"  # only where files were fetched into a folder
+RECORDS = ".parts"  # in folders of the parts cache alone
 DIGEST_BYTES = 32
 ABSENT = bytes(DIGEST_BYTES)
 
@@ -51,10 +49,7 @@ class PartsFile:
         begun = path.is_file() and record.is_file() and path.stat().st_size == size
         if not (begun or path.is_symlink()):
             record.parent.mkdir(exist_ok=True)
-            # In this order, also on the disk: a file without record would count as whole.
             record.write_bytes(b"")
-            for each in (record, record.parent, path.parent):
-                _to_disk(each)
             with path.open("ab") as stream:
                 stream.truncate(size)
         return cls(path)
@@ -78,10 +73,13 @@ class PartsFile:
     def num_bytes(self, blocks: Iterable[int]) -> int:
         return sum(stop - start for start, stop in map(self.place, blocks))
 
-    def write(self, block: int, data: bytes | memoryview, sha: bytes | None = None) -> None:
-        """Write a block, and then its hash, which may be known."""
+    def write(self, block: int, data: bytes | memoryview, sha: bytes | None = None) -> bool:
+        """Write a block, and then its hash; False: that is not the one which was expected."""
+        if sha not in (None, found := hashlib.sha256(data).digest()):
+            return False
         _write(self.path, data, block * BLOCK_BYTES)
-        self._note(block, sha or hashlib.sha256(data).digest())
+        self._note(block, found)
+        return True
 
     def verify(self) -> None:
         """Forget the blocks whose bytes are not as recorded."""
@@ -113,21 +111,14 @@ class PartsFile:
     def sync(self) -> None:
         """Have all on the disk, also after a loss of power."""
         for each in () if self.record is None else (self.path, record_of(self.path)):
-            _to_disk(each)
+            with each.open("rb") as stream:
+                os.fsync(stream.fileno())
 
     def _note(self, number: int, digest: bytes) -> None:
         assert self.record is not None
         at = DIGEST_BYTES * number
         _write(record_of(self.path), digest, at)
         self.record[at : at + DIGEST_BYTES] = digest
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(path: Path, data: bytes | memoryview, at: int) -> None:
@@ -138,10 +129,8 @@ def _write(path: Path, data: bytes | memoryview, at: int) -> None:
 
 def blocks_of(ranges: Iterable[Range]) -> list[int]:
     """The blocks that hold bytes of these ranges, in order."""
-    found = set[int]()
-    for start, stop in ranges:
-        found.update(range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)))
-    return sorted(found)
+    found = (range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)) for start, stop in ranges)
+    return sorted(set[int]().union(*found))
 
 
 def place_of(block: int, size: int) -> Range:
@@ -161,9 +150,8 @@ def record_of(path: Path) -> Path:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a file has, or has lost, a record, so that some of its bytes may not be here."""
-    lost = (path.parent / REPOSITORY).is_file() and not path.is_symlink()
-    return path.is_file() and (record_of(path).is_file() or lost)
+    """Whether some bytes of a file may not be here: it has a record, or has lost it."""
+    return path.is_file() and not path.is_symlink() and (path.parent / RECORDS).is_dir()
 
 
 @contextmanager

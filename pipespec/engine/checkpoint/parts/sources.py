@@ -9,7 +9,6 @@ huggingface_hub.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import shutil
@@ -38,6 +37,8 @@ COMMIT = re.compile("[0-9a-f]{40}")
 NUM_CONNECTIONS = 8
 REQUEST_BLOCKS = 4  # neighbours that are fetched by one request
 SPARE_BYTES, GIB = 256 * 2**20, 2**30  # left free on the disk
+# Where a file is read: a URL, and headers for it.
+Location = tuple[str, Mapping[str, str]]
 # Blocks by file, and the hash of each by the source's record, if it has one.
 Wanted = Mapping[PartsFile, Mapping[int, bytes | None]]
 
@@ -56,34 +57,30 @@ class _Again(Exception):
     wait_s = 0.0  # what the server asks for
 
 
-def host_session(context: ssl.SSLContext) -> Any:
-    """A client for sources that are other hosts, which prove by the context who they are."""
-    from huggingface_hub import utils
-
-    return type(utils.get_session())(verify=context, trust_env=False)  # type: ignore[attr-defined]
-
-
 class RangeSource:
-    """Files at URLs, which need no token; `session`: that of `host_session`, for another host.
-    Several threads may read at once. Others may set `stopped`, to end all reading soon. `wait` is
-    called with the seconds between two tries. Raises ModelError, Unavailable."""
+    """Files at these places; `context`: another host, which proves by it who it is. Several threads
+    may read at once. Others may set `stopped`, to end all reading soon. `wait` is called with the
+    seconds between two tries. Raises ModelError, Unavailable."""
 
-    def __init__(self, name: str, urls: Mapping[str, str], session: Any = None) -> None:
+    def __init__(
+        self, name: str, places: Mapping[str, Location], context: ssl.SSLContext | None = None
+    ) -> None:
         from huggingface_hub import utils
 
-        self.name, self._urls = name, urls
+        self.name, self.located = name, dict(places)
         self.stopped = threading.Event()
         self.wait: Callable[[float], object] = self.stopped.wait
-        self._session = session or utils.get_session()  # type: ignore[attr-defined]
-        self._max_tries = HOST_TRIES if session is not None else MAX_TRIES
-        self._connect_s = HOST_CONNECT_S if session is not None else CONNECT_S
+        self._session: Any = utils.get_session()  # type: ignore[attr-defined]
+        self._max_tries, self._connect_s = MAX_TRIES, CONNECT_S
+        if context is not None:
+            self._session = type(self._session)(verify=context, trust_env=False)
+            self._max_tries, self._connect_s = HOST_TRIES, HOST_CONNECT_S
 
-    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
-        """The URL of a file, and headers for it."""
-        return self._urls[file], {}
-
-    def forget(self, file: str) -> None:
-        raise Unavailable(f"{self.name} refuses a signed URL of {file}")
+    def locate(self, file: str) -> Location:
+        """Where a file is, until that is refused."""
+        if file not in self.located:
+            raise Unavailable(f"{self.name} refuses a signed URL of {file}")
+        return self.located[file]
 
     def read(self, file: str, part: Range, size: int) -> bytes | bytearray:
         """A part of a file of `size` bytes."""
@@ -92,7 +89,7 @@ class RangeSource:
         def ask() -> None:
             self._request(file, (start + len(data), stop), size, data)
 
-        self._tried(ask, file, self._max_tries, lambda: len(data))
+        self.tried(ask, file, self._max_tries, lambda: len(data))
         return data
 
     def _request(self, file: str, part: Range, size: int, data: bytearray) -> None:
@@ -107,7 +104,7 @@ class RangeSource:
         }
         with self._session.stream("GET", url, **how) as answer:
             if TOKEN not in headers and answer.status_code in (401, 403):
-                self.forget(file)
+                self.located.pop(file, None)
                 raise _Again(f"its signed URL is refused ({answer.status_code})")
             utils.hf_raise_for_status(answer)  # type: ignore[attr-defined]
             if (whole := answer.status_code == 200) and part != (0, size):
@@ -123,7 +120,7 @@ class RangeSource:
             if start < stop:
                 raise _Again("it ended the answer early")
 
-    def _tried(
+    def tried(
         self,
         ask: Callable[[], Any],
         what: str,
@@ -172,15 +169,24 @@ class RangeSource:
         return f"{self.name} answers {status}; start again"
 
 
+class GivenSource(RangeSource):
+    """A source whose parts of files a function reads."""
+
+    def __init__(self, name: str, read: Callable[[str, Range], bytes]) -> None:
+        super().__init__(name, {})
+        self._read = read
+
+    def read(self, file: str, part: Range, size: int) -> bytes:
+        return self._read(file, part)
+
+
 class HubSource(RangeSource):
-    """A commit of a repository of the hub, read with the token, if this host has one. `located`:
-    where files are read, until that is refused."""
+    """A commit of a repository of the hub, read with the token, if this host has one."""
 
     def __init__(self, repo: str, commit: str = "") -> None:
         from huggingface_hub import constants
 
         self.repo, self.commit, self.endpoint = repo, commit, constants.ENDPOINT
-        self.located: dict[str, str] = {}
         super().__init__(f"{self.endpoint} ({repo})", {})
 
     def revision(self, *, max_tries: int = MAX_TRIES) -> Repository:
@@ -190,7 +196,7 @@ class HubSource(RangeSource):
 
         ask = HfApi(endpoint=self.endpoint).model_info
         how: Any = {"revision": "main", "files_metadata": True, "timeout": CONNECT_S}
-        info = self._tried(lambda: ask(self.repo, **how), "its files", max_tries)
+        info = self.tried(lambda: ask(self.repo, **how), "its files", max_tries)
         if not COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
             raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
         files = {
@@ -201,25 +207,27 @@ class HubSource(RangeSource):
         self.commit = info.sha
         return Repository(self.repo, info.sha, None, files)
 
-    def locate(self, file: str) -> tuple[str, Mapping[str, str]]:
+    def locate(self, file: str) -> Location:
         """At the hub, or at a signed URL, which gets no token."""
         from huggingface_hub import get_hf_file_metadata
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-        if (url := self.located.get(file)) is None:
+        if (place := self.located.get(file)) is None:
             # Files are of the top folder, so a "/" is part of the name and leads nowhere.
             at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
-            url = self.located[file] = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-        own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
-        return url, build_hf_headers() if own else {}
+            url = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
+            own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+            place = self.located[file] = url, build_hf_headers() if own else {}
+        return place
 
-    def forget(self, file: str) -> None:
-        self.located.pop(file, None)
-
-    def signed_url(self, file: str) -> str | None:
-        """Where a file is read without a token; None: nowhere. Raises ModelError."""
-        url, headers = self._tried(lambda: self.locate(file), file)
-        return None if TOKEN in headers else url
+    def places(self, files: Iterable[str], *, with_token: bool) -> dict[str, Location] | None:
+        """Where files are read by another process; None: one of them with the token alone, which
+        it has not. Raises ModelError."""
+        names = list(files)
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            found = list(pool.map(lambda name: self.tried(lambda: self.locate(name), name), names))
+        known = with_token or not any(TOKEN in headers for _, headers in found)
+        return dict(zip(names, found, strict=True)) if known else None
 
     def _refused(self, status: int) -> str:
         if status == 404:
@@ -251,7 +259,9 @@ def fetch(
             )
     failed: dict[RangeSource, ModelError] = {}
 
-    def get(source: RangeSource, file: PartsFile, run: Sequence[int], wanted: Wanted) -> None:
+    def get(
+        source: RangeSource, file: PartsFile, run: Sequence[int], hashes: Mapping[int, bytes | None]
+    ) -> None:
         """Fetch neighbouring blocks and record them."""
         if source in failed or source.stopped.is_set():
             return
@@ -261,10 +271,8 @@ def fetch(
             read = source.read(file.path.name, (begin, places[-1][1]), file.size)
             for block, (start, stop) in zip(run, places, strict=True):
                 data = memoryview(read)[start - begin : stop - begin]
-                sha = hashlib.sha256(data).digest()
-                if wanted[file][block] not in (None, sha):
+                if not file.write(block, data, hashes[block]):
                     raise WrongBytes(f"{source.name} sends wrong bytes of {file.path.name}")
-                file.write(block, data, sha)
                 moved(stop - start)
         except (Unavailable, WrongBytes) as error:
             failed.setdefault(source, error)
@@ -278,8 +286,7 @@ def fetch(
                 # Neighbours, a few of which are fetched together.
                 numbered = enumerate(sorted(some))
                 for _, run in groupby(numbered, lambda e: (e[1] - e[0], e[1] // REQUEST_BLOCKS)):
-                    blocks = [block for _, block in run]
-                    tasks.append(pool.submit(get, source, file, blocks, wanted))
+                    tasks.append(pool.submit(get, source, file, [block for _, block in run], some))
         try:
             for task in as_completed(tasks):
                 task.result()

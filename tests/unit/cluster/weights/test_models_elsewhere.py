@@ -12,20 +12,16 @@ from pipespec.cluster.weights.locations import described
 from pipespec.engine.checkpoint.partial_checkpoint import open_repository, repository_of
 from pipespec.engine.checkpoint.parts.folder import entries
 from pipespec.engine.checkpoint.parts.parts_file import Range
-from pipespec.engine.checkpoint.parts.sources import RangeSource
+from pipespec.engine.checkpoint.parts.sources import GivenSource
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
 
 
-class Beta(RangeSource):
-    """A host that has it."""
-
-    def read(self, file: str, part: Range, size: int) -> bytes:
-        data = (TARGET / file).read_bytes()
-        assert len(data) == size
-        return data[slice(*part)]
+def read(file: str, part: Range) -> bytes:
+    """As a host that has it."""
+    return (TARGET / file).read_bytes()[slice(*part)]
 
 
 @pytest.fixture
@@ -38,7 +34,7 @@ def test_a_described_checkpoint_is_opened_in_the_parts_cache(
     told: dict[str, Any], tmp_path: Path
 ) -> None:
     repository, file = described(told, "beta")
-    path = open_repository(Beta("beta", {}), repository, file)
+    path = open_repository(GivenSource("beta", read), repository, file)
     assert path == repository.folder
     assert path.is_relative_to(tmp_path / "pipespec" / "weights" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +24,16 @@ from pipespec.cluster.weights import distribution, host
 from pipespec.cluster.weights.distribution import WeightMoves, distribute_weights
 from pipespec.cluster.weights.host import WeightHost, lines_of
 from pipespec.cluster.weights.peer import Peer as FarPeer
-from pipespec.cluster.weights.peer import lock_folders
 from pipespec.cluster.weights.plan import Needs, parts_needed
 from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import repository_of
-from pipespec.engine.checkpoint.parts.folder import FolderLock, Repository
 from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
 
 NUM_LAYERS = 16  # of the demo's target
 PATIENCE_S = 60.0
-ABSENT = "/models/nowhere"
 
 
 @pytest.fixture
@@ -146,76 +145,32 @@ def test_a_host_that_does_not_tell_its_version_has_another_one(
         peer.call("prepare")
 
 
-# --- starts that need the same folders --------------------------------------------------------
+# --- hosts that share a folder ----------------------------------------------------------------
 
 
-class Host:
-    """A host of this process, which lacks a model; target and draft are in one folder there."""
-
-    def __init__(self, name: str, repository: Repository) -> None:
-        self.name, self.needs = name, {kind: {name} for kind in ("target", "draft")}
-        self.own = WeightHost(lambda count: None)
-        for kind in self.needs:
-            known = {"path": ABSENT, "repository": asdict(repository)}
-            assert not self.own.prepare(kind, parts=["0"], **known)
-
-    def call(self, do: str, **arguments: Any) -> Any:
-        return getattr(self.own, do)(**arguments)
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """As that of a folder that is not here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = repository_of(resource_dir("demo") / "target", as_folder=True)
-    return replace(found, path=ABSENT)
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_start_that_waits_holds_nothing_and_says_so_once(
-    taken: int, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts: list[Any] = []
-    own = []
-    for name in ("beta", "the launcher"):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        hosts.append(Host(name, repository))
-        own.append(repository.folder)
-    other = FolderLock(own[taken], "other gamma")
-    assert other.held
-    sentences: list[str] = []
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        second = FolderLock(own[1 - taken], "other gamma")  # so two starts do not wait for good
-        assert second.held
-        second.release()
-        if len(pauses) == 3:
-            other.release()
-
-    lock_folders(hosts, sentences.append, pause)
-    assert len(pauses) == len(set(pauses)) == 3
-    (sentence,) = sentences
-    assert sentence.startswith(f"{hosts[taken].name}: process ")
-    assert sentence.endswith(f" fetches into {own[taken]}; waiting until it has ended.")
-    assert all(each.needs == {"target": {each.name}, "draft": {each.name}} for each in hosts)
-    assert not any(FolderLock(each, "other gamma").held for each in own)
+    """Of hosts that share a file system, and of starts at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    whole = resource_dir("demo") / "target"
+    repository = asdict(replace(repository_of(whole, as_folder=True), path="/models/nowhere"))
+    moved: list[int] = []
+    hosts = [WeightHost(moved.append) for _ in range(2)]
+    wanted = ("target", "config.json", 0)
     for each in hosts:
-        each.own.unlock()
-
-
-def test_of_hosts_that_share_a_folder_the_first_fetches_for_all(repository: Repository) -> None:
-    hosts: list[Any] = [Host(name, repository) for name in ("beta", "gamma")]
-    lock_folders(hosts, pytest.fail, pytest.fail)
-    needs = {"beta", "gamma"}
-    assert [each.needs for each in hosts] == [{"target": needs, "draft": needs}, {}]
-    assert not (repository.folder / "config.json").exists()  # nobody has written before
-    blocks = [("target", "config.json", 0)]
-    assert hosts[0].call("offer", kinds=["target"], blocks=blocks) == {"has": [], "own": []}
-    assert (repository.folder / "config.json").exists()
-    hosts[0].call("end")
-    assert FolderLock(repository.folder, "other delta").held
+        assert not each.prepare("target", "/models/nowhere", repository, ["0"])
+        assert each.offer([wanted]) == {"has": [], "own": []}
+    data = (whole / "config.json").read_bytes()
+    text, found = base64.b64encode(data).decode(), {"has": [(*wanted, sha256(data).hexdigest())]}
+    source = {"kind": "target", "name": "alpha", "host": True, "data": text}
+    for each in hosts:
+        assert each.fetch([source | {"wanted": [(*wanted[1:], None)]}]) == found | {
+            "failed": [None]
+        }
+    assert moved == [len(data)]
+    wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
+    assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": [""]}
 
 
 # --- epochs that wait for their weights -------------------------------------------------------

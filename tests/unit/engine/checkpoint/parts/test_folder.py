@@ -1,24 +1,25 @@
-"""Locks of folders, among the hosts of one start and between starts."""
+"""Locks of folders of the parts cache, and what is in one that is not finished."""
 
 from __future__ import annotations
 
-import json
 import os
+import queue
 import shutil
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from pipespec.engine.checkpoint.partial_checkpoint import own_path
 from pipespec.engine.checkpoint.parts.folder import (
-    FolderLock,
     Repository,
     StoredFile,
-    read_repository,
+    log,
     sole_fetcher,
     write_repository,
 )
-from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, REPOSITORY, PartsFile
+from pipespec.engine.checkpoint.parts.parts_file import BLOCK_BYTES, PartsFile
 from pipespec.errors import ModelError
 
 
@@ -26,30 +27,48 @@ from pipespec.errors import ModelError
 def test_what_a_killed_process_has_left_is_compared_with_its_hashes(
     killed: bool, tmp_path: Path
 ) -> None:
-    file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES)
-    lock = FolderLock(tmp_path, "1 beta")
-    for block in range(2):
-        file.write(block, bytes([block]) * BLOCK_BYTES)
-    with file.path.open("r+b") as stream:
-        stream.write(b"wrong")
+    def fetch() -> None:
+        with sole_fetcher(tmp_path):
+            file = PartsFile.create(tmp_path / "m.safetensors", 3 * BLOCK_BYTES)
+            for block in range(2):
+                file.write(block, bytes([block]) * BLOCK_BYTES)
+            with file.path.open("r+b") as stream:
+                stream.write(b"wrong")
+            if killed:
+                os._exit(0)
+
     if killed:
-        assert lock._descriptor is not None
-        os.close(lock._descriptor)
+        if not (child := os.fork()):
+            fetch()
+        os.waitpid(child, 0)
     else:
-        lock.release()
+        fetch()
     with sole_fetcher(tmp_path):
-        assert PartsFile(file.path).absent() == ([0, 2] if killed else [2])
+        assert PartsFile(tmp_path / "m.safetensors").absent() == ([0, 2] if killed else [2])
 
 
-def test_a_process_that_fetches_alone_is_named(tmp_path: Path) -> None:
-    with sole_fetcher(tmp_path):
-        assert not FolderLock(tmp_path, "1 beta").held
-        with (
-            pytest.raises(ModelError, match=r"^process \d+ of .* fetches into .*; wait until"),
-            sole_fetcher(tmp_path, wait=False),
-        ):
+def test_two_starts_take_folders_in_one_order_and_the_one_that_waits_names_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "x" / "1", tmp_path / "x" / "2"
+    said = queue.Queue[str]()
+    monkeypatch.setattr(log, "warning", lambda text, *of: said.put(text % of))
+
+    def second() -> None:
+        with sole_fetcher(two, one):
+            said.put("done")
+
+    with sole_fetcher(one, two):
+        sentence = f"process {os.getpid()} of {socket.gethostname()} fetches into"
+        refused = pytest.raises(ModelError, match=f"^{sentence} .*/2; wait until it has ended$")
+        with refused, sole_fetcher(two, wait=False):
             pass
-    assert FolderLock(tmp_path, "1 beta").held
+        other = threading.Thread(target=second)
+        other.start()
+        assert said.get(timeout=60) == f"{sentence} {one}; waiting until it has ended"
+        assert said.empty()
+    assert said.get(timeout=60) == "done"
+    other.join()
 
 
 def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: Path) -> None:
@@ -57,21 +76,9 @@ def test_the_lock_of_a_folder_that_was_removed_is_that_of_the_new_one(tmp_path: 
     with sole_fetcher(folder):
         assert folder.stat().st_mode & 0o077 == 0  # gated weights are its user's alone
         shutil.rmtree(folder)
-        new = FolderLock(folder)
-        assert new.held
-    assert not FolderLock(folder).held
-    new.release()
-
-
-def test_what_earlier_checkouts_have_fetched_is_used(tmp_path: Path) -> None:
-    files = {"a": [8, None], "b": [9, "abc"], "c": {"size": 10}}
-    (tmp_path / REPOSITORY).parent.mkdir()
-    (tmp_path / REPOSITORY).write_text(
-        json.dumps({"repo": "org/model", "commit": "0" * 40, "path": None, "files": files})
-    )
-    found = read_repository(tmp_path)
-    assert found is not None
-    assert found.files == {"a": StoredFile(8), "b": StoredFile(9, "abc"), "c": StoredFile(10)}
+        refused = pytest.raises(ModelError, match="fetches into")
+        with sole_fetcher(folder, wait=False), refused, sole_fetcher(folder, wait=False):
+            pass
 
 
 def test_a_gguf_file_without_its_header_is_nowhere(

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from pipespec.engine.checkpoint.parts import parts_file
 from pipespec.engine.checkpoint.parts.parts_file import (
-    REPOSITORY,
+    RECORDS,
     PartsFile,
     blocks_of,
     is_partial,
@@ -58,22 +58,14 @@ def test_a_file_that_was_made_by_half_is_made_anew(file):
     assert (again.size, again.absent()) == (SIZE, list(range(NUM_BLOCKS)))
 
 
-def test_a_record_is_on_the_disk_before_its_file_is_there(tmp_path, monkeypatch):
-    there = []
-    path = tmp_path / "m.safetensors"
-    monkeypatch.setattr(os, "fsync", lambda _: there.append(path.exists()))
-    PartsFile.create(path, SIZE)
-    assert there and not any(there)
-
-
 @pytest.mark.parametrize("fetched", [True, False])
 def test_nothing_is_here_of_a_file_that_has_lost_its_record(fetched, file):
     put(file, *range(NUM_BLOCKS))
     link = file.path.with_name("link.safetensors")
     link.symlink_to(file.path)
     record_of(file.path).unlink()
-    if fetched:
-        (file.path.parent / REPOSITORY).write_text("{}")
+    if not fetched:
+        (file.path.parent / RECORDS).rmdir()
     assert PartsFile(file.path).absent() == (list(range(NUM_BLOCKS)) if fetched else [])
     assert not is_partial(link)
     assert PartsFile.create(link, SIZE).record is None  # whole, in another cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,6 @@ def test_a_hub_that_stays_away_is_one_sentence(hub, client, waits, fault, why, t
     assert why in str(caught.value)
 
 
-def test_a_hub_without_ranges_is_refused_without_reading_whole_files(hub, client):
-    hub.without_ranges = True
-    with pytest.raises(Unavailable, match="does not send parts of files"):
-        read(client)
-    assert client.read("config.json", (0, 2), 2) == b"{}"
-
-
 def test_a_slow_answer_times_out_and_is_asked_for_again(hub, client, monkeypatch):
     monkeypatch.setattr(sources, "READ_S", 0.2)
     slow, calls = threading.Event(), []
@@ -152,19 +146,28 @@ def test_a_slow_answer_times_out_and_is_asked_for_again(hub, client, monkeypatch
     slow.set()
 
 
-@pytest.mark.parametrize(
-    ("repo", "token", "message"),
-    [
-        ("org/model", "another", r"refuses org/model \(401\).* set HF_TOKEN"),
-        ("org/other", None, r"org/other\) has no such model"),
-    ],
-)
-def test_a_model_that_is_gated_or_not_there_is_one_sentence(hub, repo, token, message):
-    hub.token = token
-    client = HubSource(repo, COMMIT)
-    for ask in (client.revision, lambda: read(client)):
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "gated": ({"token": "another"}, r"refuses org/model \(401\).* set HF_TOKEN"),
+    "absent": ({"folders": {}}, r"org/model\) has no such model"),
+    "gone": ({"faults": [Fault(410)]}, r"refuses org/model \(410\); check the name and your"),
+    "no ranges": ({"without_ranges": True}, "does not send parts of files"),
+    "stopped": ({"faults": [Fault(503)]}, "was stopped"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_a_hub_refuses_is_one_sentence(why, hub, client):
+    changes, message = REFUSED[why]
+    for name, value in changes.items():
+        setattr(hub, name, value)
+    if why == "stopped":
+        client.stopped.set()
+    asked = [lambda: read(client)] + [client.revision] * (why in ("gated", "absent"))
+    for ask in asked:
         with pytest.raises(ModelError, match=message):
             ask()
+    if why == "no ranges":
+        assert client.read("config.json", (0, 2), 2) == b"{}", "it is the whole file"
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -180,18 +183,12 @@ def test_without_a_hub_nothing_is_waited_for_for_good(waits, offline, monkeypatc
             ask()
 
 
-def test_reading_that_is_stopped_ends_at_once(hub, client):
-    hub.faults = [Fault(503)]
-    client.stopped.set()
-    with pytest.raises(Unavailable, match="was stopped"):
-        read(client)
-
-
 def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
     """They are told a URL only where they need no token."""
-    url = client.signed_url(NAME)
-    assert f"/cdn/0/org/model/{NAME}" in url
-    other = RangeSource("the hub", {NAME: url})
+    places = client.places([NAME], with_token=False)
+    ((url, headers),) = places.values()
+    assert f"/cdn/0/org/model/{NAME}" in url and not headers
+    other = RangeSource("the hub", places)
     other.wait = waits.append
     assert read(other) == DATA[1000:90_000]
     assert hub.tokens_at_cdn == []
@@ -200,23 +197,19 @@ def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
         read(other)
     hub.signs = False
     client.located.clear()
-    assert client.signed_url(NAME) is None
+    assert client.places([NAME], with_token=False) is None
+    ((url, headers),) = client.places([NAME], with_token=True).values()
+    assert f"/resolve/{COMMIT}/{NAME}" in url and headers["authorization"] == "Bearer secret"
     client.located.clear()
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert f"/resolve/{COMMIT}/{NAME}" in client.signed_url(NAME)
-
-
-def test_a_refusal_that_is_not_of_access_is_not_called_one(hub, client):
-    hub.faults = [Fault(410)]
-    with pytest.raises(ModelError, match=r"refuses org/model \(410\); check the name and your"):
-        read(client)
+    assert client.places([NAME], with_token=False).keys() == {NAME}
 
 
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
     hub.folders["org/other"] = hub.folders["org/model"]
     with pytest.raises(ModelError, match="or not that file of it"):
-        client.signed_url(f"../../../other/resolve/{COMMIT}/{NAME}")
+        client.places([f"../../../other/resolve/{COMMIT}/{NAME}"], with_token=True)
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -246,31 +239,31 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PartsFile:
     return PartsFile.create(tmp_path / NAME, 256)
 
 
-def get(own: PartsFile, source: Any, *blocks: int, **hashes: bytes) -> dict[Any, ModelError]:
-    return fetch([(source, {own: {each: hashes.get(f"of_{each}") for each in blocks}})])
-
-
-def test_neighbours_are_asked_for_together_and_nothing_else_is_written(own: PartsFile) -> None:
-    beta = Beta()
-    assert get(own, beta, 1, 2, 5) == {}
-    assert sorted(beta.asked) == [(16, 48), (80, 96)]
-    assert own.path.read_bytes() == (bytes(16) + DATA[16:48] + bytes(32) + DATA[80:96] + bytes(160))
-    assert PartsFile(own.path).absent() == [0, 3, 4, *range(6, 16)]
-
-
-def test_what_came_before_a_source_was_given_up_is_kept(own: PartsFile) -> None:
-    (error,) = get(own, Beta(fails_at=40), 0, 2).values()
-    assert str(error) == "it broke"
-    assert PartsFile(own.path).absent() == list(range(1, 16))
-
-
-def test_bytes_of_another_hash_are_dropped_and_their_source_named(own: PartsFile) -> None:
-    (error,) = get(own, Beta(), 0, 1, of_1=bytes(32)).values()
-    assert isinstance(error, WrongBytes)
-    assert str(error) == f"beta sends wrong bytes of {NAME}"
-    assert PartsFile(own.path).absent() == list(range(1, 16))
+@pytest.mark.parametrize(
+    ("beta", "wanted", "error", "here"),
+    [
+        (Beta(), {1: None, 2: None, 5: None}, "", [1, 2, 5]),
+        (Beta(), {0: sha256(DATA[:16]).digest()}, "", [0]),
+        # What came before a source was given up is kept, and bytes of another hash are not.
+        (Beta(fails_at=40), {0: None, 2: None}, "it broke", [0]),
+        (Beta(), {0: None, 1: bytes(32)}, f"beta sends wrong bytes of {NAME}", [0]),
+    ],
+    ids=["neighbours", "of a known hash", "given up", "wrong bytes"],
+)
+def test_blocks_are_written_as_they_come(beta, wanted, error, here, own: PartsFile) -> None:
+    found = fetch([(beta, {own: wanted})])
+    assert [*map(str, found.values())] == [error] * bool(error)
+    assert isinstance(found.get(beta), WrongBytes) == ("wrong" in error)
+    again = PartsFile(own.path)
+    assert [block for block in range(16) if again.has(block)] == here
+    data = own.path.read_bytes()  # and nothing else is written
+    assert data == b"".join(
+        DATA[slice(*own.place(block))] if block in here else bytes(16) for block in range(16)
+    )
+    if 5 in wanted:  # neighbours are asked for together
+        assert sorted(beta.asked) == [(16, 48), (80, 96)]
 
 
 def test_a_source_that_refuses_ends_the_start(own: PartsFile) -> None:
     with pytest.raises(ModelError, match="it broke"):
-        get(own, Beta(fails_at=0, error=ModelError), 0, 1)
+        fetch([(Beta(fails_at=0, error=ModelError), {own: {0: None, 1: None}})])
