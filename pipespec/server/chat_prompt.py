@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipespec.client.model_info import ModelInfo, TemplateFailed
+from pipespec.client.chat_template import TemplateFailed
+from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Message, NamedTool, Tool, ToolsChoice
 from pipespec.server.request_schema import ChatRequest, TokenizeRequest
@@ -61,7 +62,7 @@ def _check_options(body: ChatRequest | TokenizeRequest) -> None:
         )
     assert body.messages
     last = body.messages[-1]
-    if last.role != "assistant" or not last.content or last.tool_calls:
+    if last.role != "assistant" or not last.continued or last.tool_calls:
         raise invalid_field(
             "continue_final_message is true, but the last message is no text of the role "
             f"'assistant'; its role is {shown(last.role)}."
@@ -124,7 +125,7 @@ def tool_use_of(
     """How the calls of a chat are parsed, and what the answer must match if one is required: as
     forced JSON then, else by `parser` or, if that is None, as the chat template has it. Raises
     ApiError."""
-    name = parser or family_for_template(served.tokenizer.chat_template or "")
+    name = parser or family_for_template(served.chat_template(tools=True) or "")
     parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
     family = ToolParser if name is None else FAMILIES[name]
     if isinstance(choice, NamedTool):
@@ -159,7 +160,7 @@ def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:
 
 def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
     """Raise ApiError if the model's chat template would leave tools or calls out."""
-    template = served.tokenizer.chat_template or ""
+    template = served.chat_template(tools=bool(tools)) or ""
     called = any(message.tool_calls for message in messages)
     for given, variable, problem in (
         (tools, "tools", "tools are given"),

@@ -122,7 +122,8 @@ class RequestParser:
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             clamps=clamps,
         )
-        reasoning = reasoning_use(self._served.tokenizer.chat_template or "", text)
+        template = self._served.chat_template(tools=bool(tools)) or ""
+        reasoning = reasoning_use(template, text)
         parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
         # A required call takes precedence over other constraints.
         return self._with_grammar(parsed, body, constraint)
