@@ -13,6 +13,7 @@ from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Message, NamedTool, Tool, ToolsChoice
 from pipespec.server.request_schema import ChatRequest, TokenizeRequest
 from pipespec.server.response_format import OutputConstraint, tool_calls_constraint
+from pipespec.server.tool_parsers.declared import Declared
 from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
 from pipespec.server.tool_parsers.tool_parser import ToolParser
 from pipespec.system.validation import shown
@@ -85,13 +86,13 @@ def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 @dataclass(frozen=True)
 class ToolUse:
     """How calls are parsed out of an answer, one at most unless `parallel`; `family` makes their
-    ids. With `named` the client chose the function. `strings` are parameters that are texts."""
+    ids. With `named` the client chose the function."""
 
     parser: type[ToolParser]
     family: type[ToolParser]
     parallel: bool
     named: bool = False
-    strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    declared: Mapping[str, Declared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parser.patterns()  # compiled here, where a request is prepared, beside the event loop
@@ -131,31 +132,20 @@ def tool_use_of(
     if isinstance(choice, NamedTool):
         required = [tool for tool in offered if tool.function.name == choice.function.name]
         use = ToolUse(ForcedJson, family, False, named=True)
-        return use, tool_calls_constraint(required, 1)
+        return use, tool_calls_constraint(required, several=False)
     mode = choice.allowed_tools.mode if isinstance(choice, ToolsChoice) else choice
     if mode == "required":
         use = ToolUse(ForcedJson, family, parallel)
-        return use, tool_calls_constraint(offered, None if parallel else 1)
+        return use, tool_calls_constraint(offered, several=parallel)
     if name is None:
         raise invalid_field(
             "tools are given, but the chat template does not show how this model writes a "
             f"call; forms that are known: {', '.join(FAMILIES)}.",
             "unsupported_field",
         )
-    return ToolUse(family, family, parallel, strings=string_parameters(offered)), None
-
-
-def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:
-    """The parameters that are texts, by function, as far as the tools declare them."""
-    found = {}
-    for tool in tools:
-        properties = (tool.function.parameters or {}).get("properties")
-        found[tool.function.name] = frozenset(
-            name
-            for name, schema in (properties.items() if isinstance(properties, dict) else ())
-            if isinstance(schema, dict) and schema.get("type") == "string"
-        )
-    return found
+    functions = [tool.function for tool in offered]
+    declared = {each.name: Declared(each.parameters or {}) for each in functions}
+    return ToolUse(family, family, parallel, declared=declared), None
 
 
 def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

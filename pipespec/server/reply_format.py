@@ -61,7 +61,7 @@ class AnswerBlocks:
         self.blocks: list[Block] = []
         self.keeps = True  # whether blocks keep their texts, beside those of calls
         self._tool_use = tool_use
-        self._parser = tool_use.parser(tool_use.strings) if tool_use else None
+        self._parser = tool_use.parser(tool_use.declared) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
         self._num_calls = 0  # also of those that are dropped
 
