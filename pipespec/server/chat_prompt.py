@@ -80,6 +80,20 @@ def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return found | ({"reasoning_effort": effort} if thinks else {})
 
 
+def switched_off(served: ModelInfo, body: ChatRequest) -> bool:
+    """Whether the template has a switch for reasoning, and a request leaves or turns it off."""
+    given = thinking_variables(body) | (body.chat_template_kwargs or {})
+    switches = [{}, *(dict.fromkeys(THINKING_VARIABLES, on) for on in (False, True))]
+    try:
+        now, off, on = (
+            served.render([{"role": "user", "content": "a"}], variables={**given, **switch})
+            for switch in switches
+        )
+    except TemplateFailed:
+        return False
+    return now == off != on
+
+
 # --- tools --------------------------------------------------------------------------------------
 
 
