@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urljoin
 
@@ -44,50 +44,36 @@ class Declared:
     def as_json(self, name: str, text: str) -> str:
         """The JSON of an argument: of what its text may mean the first that is declared, in value
         or at least in type. Without a declaration it is what the text is as JSON, else a string."""
+
+        def fits(value: Any, *, exact: bool) -> bool:
+            try:
+                return self._allows(self._root, {name: value}, exact, {})
+            except RecursionError:
+                return True
+
         string = json.dumps(text, ensure_ascii=False)
         found = text if is_json(text) else None
-        schemas = [*self._schemas(name)]
-        if not self._fits(schemas, ..., exact=True):  # which is no JSON, so it fits what fits all
+        if not fits(..., exact=True):  # which is no JSON, so it fits what fits all
             quoted = found is not None and found.lstrip().startswith('"')
             meanings = [None if quoted else found, _word(text), string, found, python_as_json(text)]
             known = [(each, json.loads(each)) for each in meanings if each is not None]
             for exact in (True, False):
                 for each, value in known:
-                    if self._fits(schemas, value, exact=exact):
+                    if fits(value, exact=exact):
                         return each
         return found or string
 
-    def _schemas(self, name: str) -> Iterator[Any]:
-        """Those of an argument, also from schemas to which the parameters refer."""
-        left: list[Any] = [self._root]
-        seen = set[int]()
-        while left and len(seen) < MAX_SCHEMAS:
-            schema = left.pop()
-            if not isinstance(schema, dict) or id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            properties, others = schema.get("properties"), schema.get("additionalProperties")
-            if isinstance(properties, dict) and name in properties:
-                yield properties[name]
-            elif isinstance(others, dict):
-                yield others
-            left.append(self._referred(schema))
-            left += [each for key in UNITED for each in _listed(schema, key)]
-
-    def _fits(self, schemas: Sequence[Any], value: Any, *, exact: bool) -> bool:
-        try:
-            return any(self._allows(schema, value, exact, {}) for schema in schemas)
-        except RecursionError:
-            return True
-
-    def _allows(self, schema: Any, value: Any, exact: bool, known: dict[int, bool]) -> bool:
-        """Whether a schema allows a value as far as its own type goes, and if `exact` the values
-        that are listed; `known`: what was found of schemas for this value."""
+    def _allows(
+        self, schema: Any, value: Any, exact: bool, known: dict[tuple[int, int], bool]
+    ) -> bool:
+        """Whether a schema allows a value as far as types go, and if `exact` the values that are
+        listed; `known`: what was found of schemas and values."""
         if not isinstance(schema, dict):
             return schema is not False
-        if id(schema) in known or len(known) >= MAX_SCHEMAS:
-            return known.get(id(schema), True)
-        known[id(schema)] = True  # where it refers to itself
+        both = id(schema), id(value)
+        if both in known or len(known) >= MAX_SCHEMAS:
+            return known.get(both, True)
+        known[both] = True  # where it refers to itself
 
         def allows(other: Any) -> bool:
             return self._allows(other, value, exact, known)
@@ -106,7 +92,11 @@ class Declared:
         )
         for key in UNITED[:2]:
             found = found and (not _listed(schema, key) or any(map(allows, _listed(schema, key))))
-        known[id(schema)] = found
+        properties, others = schema.get("properties"), schema.get("additionalProperties", True)
+        for name, member in value.items() if isinstance(value, dict) else ():
+            own = properties.get(name, others) if isinstance(properties, dict) else others
+            found = found and self._allows(own, member, exact, known)
+        known[both] = found
         return found
 
     def _referred(self, schema: Mapping[str, Any]) -> Any:
