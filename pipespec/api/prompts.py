@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pipespec.client.model_info import ModelInfo, TemplateFailed
+from pipespec.client.chat_template import TemplateFailed
+from pipespec.client.model_info import ModelInfo
 from pipespec.errors import PromptError
 
 Prompt: TypeAlias = str | Sequence[int]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.client.chat_template import (
+    PROBE_TOOL,
+    MessageForm,
+    TemplateFailed,
+    find_form,
+    require_shown,
+    with_end,
+)
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.checkpoint.tokenizer import (
     BackendTokenizer,
@@ -23,10 +29,6 @@ from pipespec.system.validation import is_whole, reason
 
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 16
-# An argument of the probe, which the text must have.
-MARK = "probe-of-tool-calls"
-# Mistral's templates accept ids of nine letters and digits alone.
-PROBE_ID = "probe0000"
 
 if TYPE_CHECKING:  # `pipespec status` can do without
     from pipespec.cluster.deployment.deployment import Deployment
@@ -136,23 +138,34 @@ class ModelInfo:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation, with `answering` up to where the model's answer begins, with
-        `continuing` up to the end of the last message's content. `tools` are functions that it may
-        call, as Transformers gives them to templates, and `variables` are for the template alone.
-        Raises TemplateFailed, also if the model has no chat template."""
-        if not self.tokenizer.chat_template:
-            raise TemplateFailed("there is none")
-        conversation = [self._call_form.adapted(each) for each in messages]
+        `continuing` up to the end of the last message's content, or reasoning if it has none.
+        `tools` are functions that it may call, as Transformers gives them to templates, and
+        `variables` are for the template alone. Raises TemplateFailed, also if the model has no
+        chat template, or one that leaves a text out."""
+        template, reader = self.chat_template(tools=bool(tools)), self.tokenizer
+        if not template:
+            raise TemplateFailed("there is none" + " named 'default'" * bool(reader.chat_template))
+
+        def apply(conversation: list[dict[str, Any]], **options: Any) -> str:
+            return reader.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, **options
+            )
+
+        key = template, bool(tools)
+        if key not in self._forms:
+            probed = [PROBE_TOOL] if tools else None
+            self._forms[key] = find_form(lambda probe: apply(probe, tools=probed))
+        conversation = [self._forms[key].adapted(each) for each in messages]
+        options = {
+            **(variables or {}),
+            "tools": [dict(tool) for tool in tools] or None,
+            "add_generation_prompt": answering,
+        }
         mark = f"<{secrets.token_hex(16)}>"
         if continuing:
-            conversation[-1]["content"] += mark
+            conversation[-1] = with_end(conversation[-1], mark)
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation,
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=answering,
-                tokenize=False,
-                **(variables or {}),
-            )
+            text = apply(conversation, **options)
         except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
             why = reason(error)
             raise TemplateFailed(why) from None
@@ -160,16 +173,23 @@ class ModelInfo:
             raise TemplateFailed("what it makes is no text")
         if continuing and mark not in text:
             raise TemplateFailed("it leaves the last message out, which is to be continued")
+        require_shown(lambda marked: apply(marked, **options), conversation, text)
         return text.rpartition(mark)[0] if continuing else text
 
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """The chat template, of several the one that Transformers takes with tools or without."""
+        found = self.tokenizer.chat_template
+        if found is None or isinstance(found, str):
+            return found
+        return (tools and found.get("tool_use")) or found.get("default")
+
     @cached_property
-    def _call_form(self) -> CallForm:
-        return find_call_form(
-            lambda conversation: self.tokenizer.apply_chat_template(conversation, tokenize=False)
-        )
+    def _forms(self) -> dict[tuple[str, bool], MessageForm]:
+        """Those in which templates take messages, without tools or with them."""
+        return {}
 
     def _as_chat(self, prompt: str) -> str:
-        if not self.tokenizer.chat_template:
+        if not self.chat_template():
             raise PromptError(
                 f"--chat needs a chat template, but the tokenizer of {self.target} has none."
             )
@@ -186,70 +206,6 @@ class PromptTooLong(PromptError):
     """The prompt leaves no room for an answer."""
 
 
-class TemplateFailed(Exception):
-    """Why a chat template made no text, as a clause."""
-
-
 def full_name(target: str) -> str:
     """A model that was set by `target`: its absolute path, or its id on the hub."""
     return str(Path(target).absolute() if Path(target).exists() else target)
-
-
-# How a chat template wants earlier tool calls: the forms differ between families of models.
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """The form of messages with tool calls. `as_json`: arguments are a JSON text instead of an
-    object, as DeepSeek V3's template joins them with other texts. `no_content`: a message without
-    text has None as its content, as DeepSeek R1's distilled models leave the calls out beside an
-    empty text."""
-
-    as_json: bool = False
-    no_content: bool = False
-
-    def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as the template wants it, from one as Transformers has it: arguments are
-        objects and the content is a text."""
-        changed = dict(message)
-        calls = message.get("tool_calls")
-        if calls and self.no_content and not message["content"]:
-            changed["content"] = None
-        if calls and self.as_json:
-            changed["tool_calls"] = [_with_json(call) for call in calls]
-        return changed
-
-
-FORMS = [CallForm(*form) for form in product((False, True), repeat=2)]
-
-
-def find_call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
-    """The first form with which a template shows the arguments of a call; the usual one if there is
-    none. `render` applies the template to a conversation; it may raise any exception."""
-    for form in FORMS:
-        try:
-            text = render([form.adapted(message) for message in _probe()])
-        except Exception:  # noqa: BLE001 - a template may fail in any way
-            continue
-        if MARK in text:
-            return form
-    return FORMS[0]
-
-
-def _probe() -> list[dict[str, Any]]:
-    call = {
-        "id": PROBE_ID,
-        "type": "function",
-        "function": {"name": "probe", "arguments": {"text": MARK}},
-    }
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "probe", "tool_call_id": PROBE_ID, "content": "b"},
-    ]
-
-
-def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}

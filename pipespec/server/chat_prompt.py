@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipespec.client.model_info import ModelInfo, TemplateFailed
+from pipespec.client.chat_template import TemplateFailed
+from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import invalid_field
 from pipespec.server.message_schema import Message, NamedTool, Tool, ToolsChoice
 from pipespec.server.request_schema import ChatRequest, TokenizeRequest
 from pipespec.server.response_format import OutputConstraint, tool_calls_constraint
+from pipespec.server.tool_parsers.declared import Declared
 from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
 from pipespec.server.tool_parsers.tool_parser import ToolParser
 from pipespec.system.validation import shown
@@ -61,7 +63,7 @@ def _check_options(body: ChatRequest | TokenizeRequest) -> None:
         )
     assert body.messages
     last = body.messages[-1]
-    if last.role != "assistant" or not last.content or last.tool_calls:
+    if last.role != "assistant" or not last.continued or last.tool_calls:
         raise invalid_field(
             "continue_final_message is true, but the last message is no text of the role "
             f"'assistant'; its role is {shown(last.role)}."
@@ -78,19 +80,33 @@ def thinking_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return found | ({"reasoning_effort": effort} if thinks else {})
 
 
+def switched_off(served: ModelInfo, body: ChatRequest) -> bool:
+    """Whether the template has a switch for reasoning, and a request leaves or turns it off."""
+    given = thinking_variables(body) | (body.chat_template_kwargs or {})
+    switches = [{}, *(dict.fromkeys(THINKING_VARIABLES, on) for on in (False, True))]
+    try:
+        now, off, on = (
+            served.render([{"role": "user", "content": "a"}], variables={**given, **switch})
+            for switch in switches
+        )
+    except TemplateFailed:
+        return False
+    return now == off != on
+
+
 # --- tools --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """How calls are parsed out of an answer, one at most unless `parallel`; `family` makes their
-    ids. With `named` the client chose the function. `strings` are parameters that are texts."""
+    ids. With `named` the client chose the function."""
 
     parser: type[ToolParser]
     family: type[ToolParser]
     parallel: bool
     named: bool = False
-    strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    declared: Mapping[str, Declared] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parser.patterns()  # compiled here, where a request is prepared, beside the event loop
@@ -124,42 +140,31 @@ def tool_use_of(
     """How the calls of a chat are parsed, and what the answer must match if one is required: as
     forced JSON then, else by `parser` or, if that is None, as the chat template has it. Raises
     ApiError."""
-    name = parser or family_for_template(served.tokenizer.chat_template or "")
+    name = parser or family_for_template(served.chat_template(tools=True) or "")
     parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
     family = ToolParser if name is None else FAMILIES[name]
     if isinstance(choice, NamedTool):
         required = [tool for tool in offered if tool.function.name == choice.function.name]
         use = ToolUse(ForcedJson, family, False, named=True)
-        return use, tool_calls_constraint(required, 1)
+        return use, tool_calls_constraint(required, several=False)
     mode = choice.allowed_tools.mode if isinstance(choice, ToolsChoice) else choice
     if mode == "required":
         use = ToolUse(ForcedJson, family, parallel)
-        return use, tool_calls_constraint(offered, None if parallel else 1)
+        return use, tool_calls_constraint(offered, several=parallel)
     if name is None:
         raise invalid_field(
             "tools are given, but the chat template does not show how this model writes a "
             f"call; forms that are known: {', '.join(FAMILIES)}.",
             "unsupported_field",
         )
-    return ToolUse(family, family, parallel, strings=string_parameters(offered)), None
-
-
-def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:
-    """The parameters that are texts, by function, as far as the tools declare them."""
-    found = {}
-    for tool in tools:
-        properties = (tool.function.parameters or {}).get("properties")
-        found[tool.function.name] = frozenset(
-            name
-            for name, schema in (properties.items() if isinstance(properties, dict) else ())
-            if isinstance(schema, dict) and schema.get("type") == "string"
-        )
-    return found
+    functions = [tool.function for tool in offered]
+    declared = {each.name: Declared(each.parameters or {}) for each in functions}
+    return ToolUse(family, family, parallel, declared=declared), None
 
 
 def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
     """Raise ApiError if the model's chat template would leave tools or calls out."""
-    template = served.tokenizer.chat_template or ""
+    template = served.chat_template(tools=bool(tools)) or ""
     called = any(message.tool_calls for message in messages)
     for given, variable, problem in (
         (tools, "tools", "tools are given"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
+from pipespec.client.chat_template import REASONING, text_of, text_part
 from pipespec.system.validation import Unreadable, parse_json, shown
 
 MAX_TOOLS = 128
@@ -89,16 +90,18 @@ class TextPart(RequestModel):
     text: str
 
 
-def joined(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return "\n".join(part.text for part in value)
+TextOrParts: TypeAlias = str | list[dict[str, str]]
+
+
+def as_content(value: Any) -> Any:
+    """A text as it is, and parts as those of OpenAI's chats."""
+    return [text_part(part.text) for part in value] if isinstance(value, list) else value
 
 
 def contents(kind: Any, types: str) -> Accepts:
-    """Annotates a text that may be given as parts of these types, which are joined."""
+    """Annotates a text that may be given as parts of these types."""
     must = f"a text or a list of parts; the model reads parts of type {types} alone"
-    return Accepts(kind, must, joined)
+    return Accepts(kind, must, as_content)
 
 
 def _arguments(value: Any) -> Any:
@@ -115,7 +118,7 @@ def _arguments(value: Any) -> Any:
     return parsed
 
 
-Content = Annotated[str | None, contents(str | list[TextPart] | None, "'text'"), READABLE]
+Content = Annotated[TextOrParts | None, contents(str | list[TextPart] | None, "'text'"), READABLE]
 Arguments = Annotated[
     dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
 ]
@@ -140,6 +143,15 @@ class Message(RequestModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
+
+    @property
+    def continued(self) -> str:
+        """What an answer that continues this message continues."""
+        return self.text or self.reasoning_content or ""
+
     @model_validator(mode="after")
     def _fits(self) -> Message:
         if self.tool_calls and self.role != "assistant":
@@ -160,8 +172,7 @@ class Message(RequestModel):
         if self.name is not None:
             message["name"] = self.name
         if self.reasoning_content:
-            # The names that templates have for it.
-            message |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
+            message |= dict.fromkeys(REASONING, self.reasoning_content)
         if self.tool_calls:
             message["tool_calls"] = [
                 call.model_dump(

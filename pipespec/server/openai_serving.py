@@ -246,7 +246,7 @@ class OpenAIServing:
             model_max_length=served.context,
             eos_token_ids=list(served.eos),
             eos_tokens=[token_text(served.tokenizer, token) for token in served.eos],
-            chat_template=served.tokenizer.chat_template,
+            chat_template=served.chat_template(),
             special_tokens=dict(backend.special_tokens) if backend else {},
         )
 

@@ -170,8 +170,8 @@ class Preparer:
         if isinstance(fields, CompletionRequest):
             text = fields.prompt[0]
         elif isinstance(fields, ChatRequest):
-            asked = (each.content for each in reversed(fields.messages) if each.role == "user")
-            text = next((content for content in asked if content), "")
+            asked = (each.text for each in reversed(fields.messages) if each.role == "user")
+            text = next(filter(None, asked), "")
         if not isinstance(text, str):
             text = self._parser.decode(text[:PREVIEW_TOKENS])
         return text[:PREVIEW_LENGTH]

@@ -22,15 +22,19 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 class Tagged:
     """`<think>...</think>` and then the answer, without white space around the reasoning. With
-    `begun` the prompt ends with the opening tag; otherwise an answer without it has no
-    reasoning."""
+    `begun` the prompt has the opening tag, with `amid` reasoning behind it too; otherwise an answer
+    without it has no reasoning, unless it is `implicit`: all before a closing tag without opening
+    one, so that text is certain at such a tag or the end alone."""
 
-    def __init__(self, opening: str, closing: str, *, begun: bool):
+    def __init__(self, opening: str, closing: str, *, begun: bool, amid: bool, implicit: bool):
         self._opening, self._closing = opening, closing
+        self._tags = re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
+        self._implicit = implicit
         self._inside = begun
         self._before = not begun  # whether the opening tag may still come
+        self._searched = 0  # characters of an answer that does not begin with it
         self._held = ""  # what may belong to a tag, or is blank at an edge
-        self._trims = begun  # whether blanks that come next are left out
+        self._trims = begun and not amid  # whether blanks that come next are left out
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -48,12 +52,20 @@ class Tagged:
         return [Piece("text", rest)] if rest and not self._trims else []
 
     def _find_opening(self) -> bool:
-        begins = self._held.lstrip()
+        """Whether it is known if the answer begins with reasoning."""
+        begins = "" if self._searched else self._held.lstrip()
         if begins.startswith(self._opening):
             self._held = begins[len(self._opening) :]
             self._inside = self._trims = True
-        elif self._opening.startswith(begins):
+        elif not self._searched and self._opening.startswith(begins):
             return False
+        elif self._implicit:
+            longest = max(len(self._opening), len(self._closing))
+            tag = self._tags.search(self._held, max(0, self._searched - longest))
+            self._searched = len(self._held)
+            if tag is None:
+                return False
+            self._inside = self._trims = tag[0] == self._closing
         self._before = False
         return True
 
@@ -87,9 +99,12 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([\w-]+)")
 
 
-def continues_message(prompt: str) -> bool:
-    """Whether a prompt ends within the text of a message."""
-    return MESSAGE in prompt and not _MARKER.search(prompt, prompt.rindex(MESSAGE) + len(MESSAGE))
+def open_channel(prompt: str) -> str | None:
+    """The channel of the message within whose text a prompt ends; None: it ends in none."""
+    if MESSAGE not in prompt or _MARKER.search(prompt, prompt.rindex(MESSAGE) + len(MESSAGE)):
+        return None
+    channel = _CHANNEL.search(prompt, max(0, prompt.rfind(START)))
+    return channel[1] if channel else ""
 
 
 class Harmony:
@@ -97,16 +112,16 @@ class Harmony:
     is for a function a call, all else text.
 
     With `calls` False a call is text, as no tool was offered. With `begun` the prompt ends within
-    a message, which the answer continues.
+    a message, which the answer continues, with `amid` within one of reasoning.
     """
 
-    def __init__(self, *, calls: bool, begun: bool = False):
+    def __init__(self, *, calls: bool, begun: bool, amid: bool):
         self._calls = calls
         self._held = ""
         # Of the message that begins; None: its text has begun.
         self._header: str | None = None if begun else ""
         self._in_messages = begun
-        self._kind: BlockKind = "text"
+        self._kind: BlockKind = "reasoning" if amid else "text"
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -167,10 +182,13 @@ TAGS: Mapping[str, tuple[str, str]] = {
 @dataclass(frozen=True)
 class ReasoningUse:
     """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag, or for
-    gpt-oss ends within the message that the answer continues."""
+    gpt-oss ends within the message that the answer continues; `amid`: it ends amid reasoning.
+    `implicit`: the answer may lack the opening tag."""
 
     family: Family
     begun: bool = False
+    amid: bool = False
+    implicit: bool = True
 
     @property
     def special(self) -> tuple[str, ...]:
@@ -178,9 +196,9 @@ class ReasoningUse:
 
     def splitter(self, *, calls: bool) -> Tagged | Harmony:
         if self.family == "gpt_oss":
-            return Harmony(calls=calls, begun=self.begun)
-        opening, closing = TAGS[self.family]
-        return Tagged(opening, closing, begun=self.begun)
+            return Harmony(calls=calls, begun=self.begun, amid=self.amid)
+        tags = TAGS[self.family]
+        return Tagged(*tags, begun=self.begun, amid=self.amid, implicit=self.implicit)
 
     def grammar(self, tokenizer: Tokenizer, grammar: str) -> str:
         ids = {text: token for token, text in special_markers(tokenizer, self.special).items()}
@@ -188,13 +206,14 @@ class ReasoningUse:
         def terminal(text: str) -> str:
             return f"<[{ids[text]}]>" if text in ids else f'"{text}"'
 
-        if self.family == "gpt_oss" and self.begun:
+        if self.family == "gpt_oss" and self.begun and not self.amid:
             return grammar
         if self.family == "gpt_oss":  # the messages before the answer's text
             channel, message, start, end = map(terminal, (CHANNEL, MESSAGE, START, ENDS[0]))
+            thought = "" if self.amid else f'{channel} "analysis" {message}'
             lines = [
-                f'start: thought? {channel} "final" {message} @answer',
-                f'thought: {channel} "analysis" {message} any {end} {start} "assistant"',
+                f'start: thought{"" if self.amid else "?"} {channel} "final" {message} @answer',
+                f'thought: {thought} any {end} {start} "assistant"',
                 "any: /(.|\\n)*/",
             ]
             return grammar_after("\n".join(lines), grammar)
@@ -213,16 +232,21 @@ class ReasoningUse:
         return grammar_after("\n".join(lines), grammar)
 
 
-def reasoning_use(template: str, prompt: str) -> ReasoningUse | None:
-    """How the answer to a prompt in a chat template is split; None: it has no reasoning."""
+def reasoning_use(template: str, prompt: str, continued: str = "") -> ReasoningUse | None:
+    """How the answer to a prompt in a chat template is split, which may continue a text at its end;
+    None: it has no reasoning."""
     if CHANNEL in template and "analysis" in template:
-        return ReasoningUse("gpt_oss", begun=continues_message(prompt))
-    end = prompt.rstrip()
+        channel = open_channel(prompt)
+        return ReasoningUse("gpt_oss", begun=channel is not None, amid=channel == "analysis")
+    end = prompt.removesuffix(continued.lstrip()).rstrip()
     families: tuple[Family, ...] = ("think", "mistral", "seed")
     for family in families:
         opening, closing = TAGS[family]
-        if closing in template or opening in template:
-            if end.endswith(closing):  # it was switched off
-                return None
-            return ReasoningUse(family, begun=end.endswith(opening))
+        if not any(tag in text for tag in (opening, closing) for text in (template, continued)):
+            continue
+        _, opened, thought = continued.rpartition(opening)
+        begun = bool(opened) or end.endswith(opening)
+        if closing in thought or (not begun and end.endswith(closing)):  # it was switched off
+            return None
+        return ReasoningUse(family, begun=begun, amid=begun and bool(thought.strip()))
     return None

@@ -59,9 +59,10 @@ class AnswerBlocks:
 
     def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []
+        self.undecided = 0  # tokens before the first block
         self.keeps = True  # whether blocks keep their texts, beside those of calls
         self._tool_use = tool_use
-        self._parser = tool_use.parser(tool_use.strings) if tool_use else None
+        self._parser = tool_use.parser(tool_use.declared) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
         self._num_calls = 0  # also of those that are dropped
 
@@ -204,9 +205,13 @@ class ReplyFormat(ABC):
             self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
         if last:
             self.ends[delta.index] = delta
+        begins = not answer.blocks
+        answer.undecided += len(delta.token_ids)
         parts = answer.push(delta.text, last=last)
-        if answer.thinking:
-            self.num_reasoning += len(delta.token_ids)
+        if answer.thinking or (begins and parts and parts[0].block.kind == "reasoning"):
+            self.num_reasoning += answer.undecided
+        if answer.blocks:
+            answer.undecided = 0
         return parts
 
     @property

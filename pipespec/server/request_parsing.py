@@ -13,7 +13,13 @@ from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError, PromptError
 from pipespec.sampling.params import check_sampling, check_vocabulary
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.chat_prompt import ToolUse, offered_tools, render_chat, tool_use_of
+from pipespec.server.chat_prompt import (
+    ToolUse,
+    offered_tools,
+    render_chat,
+    switched_off,
+    tool_use_of,
+)
 from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
@@ -122,7 +128,12 @@ class RequestParser:
             max_tokens_field="max_completion_tokens" if newer else "max_tokens",
             clamps=clamps,
         )
-        reasoning = reasoning_use(self._served.tokenizer.chat_template or "", text)
+        template = self._served.chat_template(tools=bool(tools)) or ""
+        reasoning = reasoning_use(
+            template, text, body.messages[-1].continued if body.continue_final_message else ""
+        )
+        if reasoning is not None and not reasoning.begun and switched_off(self._served, body):
+            reasoning = replace(reasoning, implicit=False)
         parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
         # A required call takes precedence over other constraints.
         return self._with_grammar(parsed, body, constraint)
@@ -266,6 +277,7 @@ class RequestParser:
             )
         if parsed.reasoning is not None:
             grammar = parsed.reasoning.grammar(self._served.tokenizer, grammar)
+            parsed = replace(parsed, reasoning=replace(parsed.reasoning, implicit=False))
         # The grammar decides where the answer ends, also if `decode.ignore_eos` is the default.
         eos = parsed.eos
         if not set(self._served.eos) <= set(eos):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,11 +13,14 @@ from pipespec.client.request_settings import GRAMMARS
 from pipespec.engine.llguidance_backend import Grammars, grammar_from_json_schema, installed
 from pipespec.sampling.grammar import GrammarFailed
 from pipespec.server.api_errors import invalid_field
-from pipespec.server.message_schema import RequestModel, Tool
+from pipespec.server.message_schema import Function, RequestModel, Tool
 
 ANY_OBJECT = {"type": "object"}
-# Where a schema keeps definitions to which its other parts refer.
-DEFINITIONS = ("$defs", "definitions")
+# Keywords that declare no property of an object.
+ANNOTATIONS = {
+    *("type", "title", "description", "default", "examples", "$schema", "$id", "$comment"),
+    *("$defs", "definitions"),
+}
 
 
 class JsonSchema(RequestModel):
@@ -129,28 +133,31 @@ def output_constraint(
     return None
 
 
-def tool_calls_constraint(tools: Sequence[Tool], most: int | None) -> OutputConstraint:
-    """A list of calls of these tools: one at least, and `most` at most (None: any number)."""
-    return OutputConstraint(
-        "tools", lambda called: grammar_from_json_schema(calls_schema(called, most)), tools
-    )
+def tool_calls_constraint(tools: Sequence[Tool], *, several: bool) -> OutputConstraint:
+    """A list of calls of these tools: one, or if `several` any number but none."""
+    return OutputConstraint("tools", lambda called: _calls_grammar(called, several), tools)
 
 
-def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
-    """The schema of `[{"name": ..., "arguments": {...}}, ...]`. Raises GrammarFailed."""
-    shared: dict[str, dict[str, Any]] = {}
-    calls = []
-    for tool in tools:
-        parameters = dict(tool.function.parameters or ANY_OBJECT)
-        for key in DEFINITIONS:  # references in the parameters point there
-            defined = parameters.pop(key, None) or {}
-            if not isinstance(defined, dict):
-                raise GrammarFailed(f"the {key} of {tool.function.name} are no JSON object")
-            for name, schema in defined.items():
-                if shared.setdefault(key, {}).setdefault(name, schema) != schema:
-                    raise GrammarFailed(f"two tools define {key}/{name} in different ways")
-        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
-        call = {"type": "object", "properties": properties, "required": [*properties]}
-        calls.append(call | {"additionalProperties": False})
-    several = {} if most is None else {"maxItems": most}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **several, **shared}
+def _calls_grammar(tools: Sequence[Tool], several: bool) -> str:
+    """The grammar of `[{"name": ..., "arguments": {...}}, ...]`. The parameters of each function
+    are a schema of their own, so that references mean their parts. Raises GrammarFailed."""
+    calls, parts = [], []
+    for number, function in enumerate(tool.function for tool in tools):
+        (made,) = json.loads(grammar_from_json_schema(_arguments_schema(function)))["grammars"]
+        parts.append({**made, "name": f"arguments_{number}"})
+        begins = json.dumps(f'{{"name":"{function.name}","arguments":')
+        calls.append(f'{begins} @arguments_{number} "}}"')
+    more = '("," call)*' if several else ""
+    lark = f'start: "[" call {more} "]"\ncall: {" | ".join(calls)}'
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    """The schema of an object, which is empty if no parameter is declared. Raises GrammarFailed."""
+    schema = function.parameters or {}
+    kind = schema.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise GrammarFailed(f"the parameters of {function.name} are of a type that is no object")
+    declared = {key for key, value in schema.items() if value or key == "additionalProperties"}
+    closed = {} if declared - ANNOTATIONS else {"additionalProperties": False}
+    return {**schema, "type": "object", **closed}

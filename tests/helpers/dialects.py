@@ -50,6 +50,11 @@ def prompt_of(served: ModelInfo, request: PreparedRequest) -> str:
     return served.tokenizer.decode(request.parsed.prompts[0])
 
 
+def parts(*texts: str) -> list[dict[str, str]]:
+    """A message's content as parts."""
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def deltas(
     text: str,
     *,

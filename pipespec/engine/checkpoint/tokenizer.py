@@ -30,7 +30,7 @@ class ChatTokenizer(Tokenizer, Protocol):
     """The methods of a Hugging Face tokenizer that we use, those for chats included."""
 
     @property
-    def chat_template(self) -> str | None: ...
+    def chat_template(self) -> str | Mapping[str, str] | None: ...
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
@@ -43,12 +43,12 @@ class BackendTokenizer:
 
     Attributes:
         backend: the tokenizer as JSON.
-        chat_template: the model's template, if it has one.
+        chat_template: the model's template, if it has one, or several by name.
         special_tokens: texts of special tokens by name, such as `bos_token`, for the template.
     """
 
     backend: str = field(repr=False)
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -92,14 +92,15 @@ class BackendTokenizer:
         self,
         conversation: list[dict[str, Any]],
         *,
+        chat_template: str,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
         **variables: Any,
     ) -> str:
         """The conversation as one text. Raises whatever the template raises."""
-        assert self.chat_template is not None and not tokenize
-        return _compiled(self.chat_template).render(
+        assert not tokenize
+        return _compiled(chat_template).render(
             messages=conversation,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -114,6 +115,7 @@ def load(path: Path) -> ChatTokenizer:
     try:
         depends = {
             "files": files.tokenizer_state(),
+            "templates": "all",  # of several; earlier checkouts kept one
             "transformers": importlib.metadata.version("transformers"),
             "tokenizers": importlib.metadata.version("tokenizers"),
         }
@@ -129,11 +131,8 @@ def _backend(files: StoredFiles) -> BackendTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return BackendTokenizer("")
-    template = tokenizer.chat_template
-    if isinstance(template, dict):  # several of them, by name
-        template = template.get("default")
     special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-    return BackendTokenizer(backend.to_str(), template, special)
+    return BackendTokenizer(backend.to_str(), tokenizer.chat_template, special)
 
 
 def _checked(files: StoredFiles) -> Any:

@@ -88,9 +88,11 @@ def require_tokenizer(path: Path) -> None:
         raise ModelError(f"the tokenizer in {path} cannot be used ({why}); {FOREIGN}")
 
 
-def load_tokenizer(field: Field) -> tuple[Tokenizer, str | None, dict[str, str]]:
-    """The tokenizer in a file, its chat template if it has one, and the texts of special tokens by
-    names such as `bos_token`. Raises ValueError if its kind is not read."""
+def load_tokenizer(
+    field: Field,
+) -> tuple[Tokenizer, str | dict[str, str] | None, dict[str, str]]:
+    """The tokenizer in a file, its chat template if it has one, or several by name, and the texts
+    of special tokens by names such as `bos_token`. Raises ValueError if its kind is not read."""
     name = str(field("general.name")).lower()
     kind, named = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
     if (why := refusal(kind, named)) is not None:
@@ -128,7 +130,10 @@ def load_tokenizer(field: Field) -> tuple[Tokenizer, str | None, dict[str, str]]
         special.get("bos_token") if first else None,
         special.get("eos_token") if last else None,
     )
-    return backend, field("tokenizer.chat_template"), special
+    template = field("tokenizer.chat_template") or field("tokenizer.chat_template.default")
+    if for_tools := field("tokenizer.chat_template.tool_use"):
+        template = {"tool_use": for_tools} | ({"default": template} if template else {})
+    return backend, template, special
 
 
 def ends(field: Field) -> list[int]:

@@ -63,6 +63,7 @@ SETTINGS_FILES = (
     "added_tokens.json",
     "merges.txt",
     "chat_template*.jinja",
+    "additional_chat_templates/*.jinja",
 )
 FOREIGN = "correct it, or fetch the checkpoint again"
 

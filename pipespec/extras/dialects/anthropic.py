@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
+from pipespec.client.chat_template import text_part
 from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
@@ -32,6 +33,7 @@ from pipespec.server.message_schema import (
     MAX_TOOLS,
     READABLE,
     RequestModel,
+    TextOrParts,
     TextPart,
     contents,
 )
@@ -65,7 +67,7 @@ class ToolUseBlock(RequestModel):
     input: dict[str, Any]
 
 
-Contents = Annotated[str, contents(str | list[TextPart], "'text'"), READABLE]
+Contents = Annotated[TextOrParts, contents(str | list[TextPart], "'text'"), READABLE]
 
 
 class ToolResultBlock(RequestModel):
@@ -105,7 +107,7 @@ class AnthropicMessage(RequestModel):
         texts, calls, thoughts = [], [], []
         for block in self.content:
             if isinstance(block, TextPart):
-                texts.append(block.text)
+                texts.append(text_part(block.text))
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             elif isinstance(block, ToolUseBlock):
@@ -114,7 +116,7 @@ class AnthropicMessage(RequestModel):
                 result = {"tool_call_id": block.tool_use_id, "content": block.content or ""}
                 made.append({"role": "tool", **result})
         if texts or calls or not made:
-            spoken: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+            spoken: dict[str, Any] = {"role": self.role, "content": texts or ""}
             spoken |= {"tool_calls": calls} if calls else {}
             made.append(spoken | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {}))
         return made

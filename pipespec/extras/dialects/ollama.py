@@ -94,8 +94,11 @@ def tags_reply(names: Sequence[str], started: float) -> TagsReply:
 
 
 def _show_reply(served: ModelInfo) -> bytes:
-    template = served.tokenizer.chat_template or ""
-    able = {"tools": "tools" in template, "thinking": reasoning_use(template, "") is not None}
+    template = served.chat_template() or ""
+    able = {
+        "tools": "tools" in (served.chat_template(tools=True) or ""),
+        "thinking": reasoning_use(template, "") is not None,
+    }
     known = {"general.architecture": ARCHITECTURE}
     reply = ShowReply(
         template=template,

@@ -18,6 +18,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pipespec.client.chat_template import text_of
 from pipespec.extras.dialects.translation import (
     PARTS,
     TEXT,
@@ -38,6 +39,7 @@ from pipespec.server.message_schema import (
     READABLE,
     Accepts,
     RequestModel,
+    TextOrParts,
     contents,
 )
 from pipespec.server.openai_format import scored_tokens, token_logprob
@@ -76,7 +78,9 @@ class InputText(RequestModel):
     text: str
 
 
-Contents = Annotated[str, contents(str | list[InputText], "'input_text' and the like"), READABLE]
+Contents = Annotated[
+    TextOrParts, contents(str | list[InputText], "'input_text' and the like"), READABLE
+]
 
 
 class InputMessage(RequestModel):
@@ -111,10 +115,12 @@ class FunctionOutputItem(RequestModel):
 
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
-    content: Annotated[str | None, contents(list[InputText] | None, "'reasoning_text'")] = None
+    content: Annotated[TextOrParts | None, contents(list[InputText] | None, "'reasoning_text'")] = (
+        None
+    )
 
     def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": "", "reasoning_content": self.content or ""}
+        return {"role": "assistant", "content": "", "reasoning_content": text_of(self.content)}
 
 
 def _kind_of_item(item: Any) -> str | None:

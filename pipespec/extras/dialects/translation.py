@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import Discriminator, Tag
 
+from pipespec.client.chat_template import text_part
+from pipespec.server.message_schema import TextOrParts
+
 
 def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -33,11 +36,17 @@ def add_turn(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if last.get("role") != message["role"] or message["role"] not in ("user", "assistant"):
         messages.append(message)
         return
-    for name in ("content", "reasoning_content"):
-        if parts := [part for part in (last.get(name), message.get(name)) if part]:
-            last[name] = "\n".join(parts)
+    if parts := [*_parts(last["content"]), *_parts(message["content"])]:
+        last["content"] = parts
+    name = "reasoning_content"
+    if thoughts := [each[name] for each in (last, message) if each.get(name)]:
+        last[name] = "\n".join(thoughts)
     if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
         last["tool_calls"] = calls
+
+
+def _parts(content: TextOrParts) -> list[dict[str, str]]:
+    return content if isinstance(content, list) else [text_part(content)] if content else []
 
 
 # For fields that hold a text or a list of parts, so that an error is about what is there.

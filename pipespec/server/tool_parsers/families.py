@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import secrets
 from collections.abc import Mapping
 from string import ascii_letters, digits
 
+from pipespec.server.tool_parsers.declared import MAX_VALUE, Declared, python_as_json
 from pipespec.server.tool_parsers.tool_parser import OBJECT, WS, ToolParser
 
 LETTERS = ascii_letters + digits
@@ -88,7 +87,7 @@ class KimiK2(ToolParser):
 
 
 class TaggedArguments(ToolParser):
-    """Each argument is a string if the tool declares it as one, or its text is no JSON."""
+    """Each argument is a text, whose meaning the tool declares."""
 
     value_end = "</parameter>"
     around = "\n"  # no part of a value, once at each end
@@ -98,10 +97,8 @@ class TaggedArguments(ToolParser):
         if end < 0:
             return None
         text = self._held[start:end].removeprefix(self.around).removesuffix(self.around)
-        declared = key in self.strings.get(self.name, ())
-        is_json = not declared and _is_json(text)
-        written = text if is_json else json.dumps(text, ensure_ascii=False)
-        return end + len(self.value_end), written
+        declared = self.declared.get(self.name) or Declared({})
+        return end + len(self.value_end), declared.as_json(key, text)
 
 
 class Qwen3Coder(TaggedArguments):
@@ -146,22 +143,10 @@ class Glm45(TaggedArguments):
     last, value_end, around = rf"{WS}</tool_call>", "</arg_value>", ""
 
 
-def _is_json(text: str) -> bool:
-    def refuse(constant: str) -> None:
-        raise ValueError(constant)  # NaN and infinities are no JSON
-
-    try:
-        json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 # --- arguments in Python ----------------------------------------------------------------------
 
 _WORD = r"[A-Za-z0-9_.-]++"
 _CLOSING = {"(": ")", "[": "]", "{": "}", "'": "'", '"': '"'}
-MAX_VALUE = 2**16  # a longer one is text
 
 
 class Pythonic(ToolParser):
@@ -182,7 +167,7 @@ class Pythonic(ToolParser):
             wrong = character in ")]}" and not quoted and not closes
             if ended or wrong or place - start == MAX_VALUE:
                 self._awaited, self._escaped, self._num_read = [], False, 0
-                value = _json_of(self._held[start:place]) if ended else None
+                value = python_as_json(self._held[start:place]) if ended else None
                 return place + (ended and character == ","), value
             self._escaped = quoted and character == "\\" and not self._escaped
             if closes:
@@ -190,14 +175,6 @@ class Pythonic(ToolParser):
             elif character in _CLOSING and not quoted:
                 self._awaited.append(_CLOSING[character])
         self._num_read = len(self._held)
-        return None
-
-
-def _json_of(text: str) -> str | None:
-    try:
-        # Escapes of Python can name half characters, which JSON writes as escapes.
-        return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import regex
 
+from pipespec.server.tool_parsers.declared import Declared
 from pipespec.system.validation import is_whole
 
 BLANKS = " \t\r\n"
@@ -104,10 +105,9 @@ class ToolParser:
         sources |= {"object_end": _OBJECT_END, "end": cls.end, "key": cls.key, "last": cls.last}
         return {name: regex.compile(source, regex.DOTALL) for name, source in sources.items()}
 
-    def __init__(self, strings: Mapping[str, frozenset[str]] | None = None) -> None:
-        """`strings`: the parameters that are texts, by function, for families that do not write
-        JSON."""
-        self.strings = strings or {}
+    def __init__(self, declared: Mapping[str, Declared] | None = None) -> None:
+        """`declared`: the parameters of functions, for families that do not write JSON."""
+        self.declared = declared or {}
         self.name = ""  # of the last call
         self._pieces: list[Piece] = []
         self._num_arguments = 0  # of the last call, where they are returned one by one

@@ -115,7 +115,10 @@ CONVERSATION = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "Seen."},
 ]
-ROUNDS = "{% for m in messages %}{% for c in m.tool_calls or [] %}PART{% endfor %}{% endfor %}"
+ROUNDS = (
+    "{% for m in messages %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}PART{% endfor %}{% endfor %}"
+)
 FUNCTION = "c.function.arguments"
 
 
@@ -133,4 +136,6 @@ FUNCTION = "c.function.arguments"
 def test_earlier_calls_have_the_form_that_the_template_wants(
     served: ModelInfo, part: str, shown: str
 ) -> None:
-    assert rendered(calling(served, ROUNDS.replace("PART", part)), CONVERSATION) == shown
+    assert rendered(calling(served, ROUNDS.replace("PART", part)), CONVERSATION) == (
+        f"Hello{shown}Seen."
+    )

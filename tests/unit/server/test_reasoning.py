@@ -58,6 +58,12 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
     ("think", True, "Hm. \n</thin", "Hm. \n</thin", "", []),
     ("think", True, f"Hm.</think>I look. {CALL}", "Hm.", "I look.", ['f{"a": 1}']),
     ("think", True, f"{CALL}</think>{CALL}", CALL, "", ['f{"a": 1}']),
+    ("think", False, "\nuser wants.\n</think>\n\nHi", "user wants.", "Hi", []),
+    ("think", False, "Hm.</think> Hi <think>.</think>", "Hm.", "Hi <think>.</think>", []),
+    ("think", False, f"Hm.\n{CALL}</think>{CALL}", f"Hm.\n{CALL}", "", ['f{"a": 1}']),
+    ("think", False, f"Hm. {CALL}", "", "Hm.", ['f{"a": 1}']),
+    ("mistral", False, "Hm.[/THINK]Hi.", "Hm.", "Hi.", []),
+    ("seed", False, "Hm.</seed:think>Hi.", "Hm.", "Hi.", []),
     ("mistral", False, "[THINK]Hm.[/THINK]Hi.", "Hm.", "Hi.", []),
     ("seed", False, "<seed:think>Hm.</seed:think>\nHi.", "Hm.", "Hi.", []),
     ("gpt_oss", False, HARMONY, "Hm <|x|> so.", "", ['f{"a": 1}']),
@@ -115,6 +121,131 @@ def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
     assert after == ReasoningUse("gpt_oss", begun=False)
 
 
+# What the template writes before the text that is continued, that text, and how the answer begins.
+CONTINUED: list[tuple[str, str, ReasoningUse | None]] = [
+    ("<assistant>", "<think>\nThe ", ReasoningUse("think", True, amid=True)),
+    ("<assistant>", "<think>\n", ReasoningUse("think", True)),
+    ("<assistant>", "<think>a</think>b", None),
+    ("<think>\n\n</think>\n\n", "<think>\nThe ", ReasoningUse("think", True, amid=True)),
+    ("<think>\n\n</think>\n\n", "The ", None),
+    ("<assistant><think>\n", "The ", ReasoningUse("think", True, amid=True)),
+    ("<assistant>", "It is", ReasoningUse("think")),
+    ("<assistant>", "[THINK]The ", ReasoningUse("mistral", True, amid=True)),
+    ("<assistant>", "<seed:think>The ", ReasoningUse("seed", True, amid=True)),
+]
+
+
+@pytest.mark.parametrize(("before", "text", "expected"), CONTINUED)
+def test_answer_continues_the_reasoning_in_which_the_prompt_ends(
+    before: str, text: str, expected: ReasoningUse | None
+) -> None:
+    template = "" if "THINK" in text or "seed" in text else QWEN
+    assert reasoning_use(template, f"<user>Why <think>?{before}{text}", text) == expected
+
+
+def test_answer_continues_the_channel_in_which_the_prompt_ends() -> None:
+    begins = "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>The "
+    use = reasoning_use("<|channel|>analysis", begins, "The ")
+    assert use == ReasoningUse("gpt_oss", True, amid=True)
+    answer = AnswerBlocks(None, use)
+    answer.push(f"user wants.<|end|><|start|>assistant{FINAL[FINAL.index('<|channel|>final') :]}")
+    assert (answer.text_of("reasoning"), answer.text_of("text")) == ("user wants.", "Hi.")
+
+
+# Within reasoning, by the ways in which a client can say so.
+PREFILLS: list[tuple[str, Any]] = [
+    (CHATS, {"content": "<think>\nThe"}),
+    (CHATS, {"content": [{"type": "text", "text": "<think>\nThe"}]}),
+    (CHATS, {"content": "", "reasoning_content": "The"}),
+    ("/v1/messages", {"content": "<think>\nThe"}),
+    ("/v1/messages", {"content": [{"type": "thinking", "thinking": "The"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "prefill"), PREFILLS)
+@pytest.mark.parametrize("streams", [False, True])
+def test_prefill_within_reasoning_is_continued(
+    demo: ModelInfo, path: str, prefill: dict[str, Any], streams: bool
+) -> None:
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+    )
+    served = calling(demo, template)
+    body = {
+        "model": "demo",
+        "max_tokens": 50,
+        "messages": [*HELLO, {"role": "assistant"} | prefill],
+    }
+    body |= {"continue_final_message": True} if path == CHATS else {}
+    preparer = dialects.preparer(served)
+    request = dialects.prepared(preparer, path, body)
+    assert dialects.prompt_of(served, request) == "<user>Hi<assistant><think>\nThe"
+    shape = dialects.shape_of(served, preparer, path, body)
+    answer = dialects.deltas(" user wants\n</think>\n\nHi")
+    if streams:
+        dialects.stream_of(shape, answer)
+        events = b"".join(
+            dialects.stream_of(dialects.shape_of(served, preparer, path, body), answer)
+        )
+        assert b"think>" not in events and b'" user' in events
+    else:
+        dialects.whole_of(shape, answer)
+        found = shape.answers[0]
+        assert (found.text_of("reasoning"), found.text_of("text")) == (" user wants", "Hi")
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/messages", "/v1/responses", "/api/chat"])
+def test_stream_without_opening_tag_has_reasoning(demo: ModelInfo, path: str) -> None:
+    """As distilled models of R1 write, whose template mentions the closing tag alone."""
+    served = calling(
+        demo, "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    )
+    field = {"input": "Hi"} if path == "/v1/responses" else {"messages": HELLO}
+    body = {"model": "demo"} | field | ({"max_tokens": 50} if path == "/v1/messages" else {})
+    shape = dialects.shape_of(served, dialects.preparer(served), path, body)
+    events = []
+    for delta in dialects.deltas("The user wants.</think>Hi", step=4):
+        events += [*shape.events(delta)]
+        if not shape.answers[0].blocks:
+            assert not events, "nothing is sent before it is certain what it is"
+    assert [block.kind for block in shape.answers[0].blocks] == ["reasoning", "text"]
+    assert shape.num_reasoning == 6  # with the token of the tag
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "held"),
+    [
+        ("{% if enable_thinking %}Think.{% endif %}", {}, False),
+        ("{% if enable_thinking %}Think.{% endif %}", {"reasoning_effort": "low"}, True),
+        ("{% if thinking is not false %}Think.{% endif %}", {}, True),
+        (
+            "{% if thinking is not false %}Think.{% endif %}",
+            {"chat_template_kwargs": {"thinking": False}},
+            False,
+        ),
+        ("", {}, True),
+    ],
+)
+def test_text_is_not_held_where_reasoning_is_switched_off(
+    demo: ModelInfo, template: str, asked: dict[str, Any], held: bool
+) -> None:
+    served = calling(demo, template + "{{ messages[0].content }}{# <think> </think> #}")
+    request = dialects.prepared(dialects.preparer(served), CHATS, {"messages": HELLO} | asked)
+    answer = AnswerBlocks(None, request.parsed.reasoning)
+    assert bool(answer.push("Hello")) != held
+    assert bool(answer.push("", last=True)) == held
+
+
+def test_tag_in_structured_output_is_text(demo: ModelInfo) -> None:
+    served = calling(demo, QWEN)
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}}
+    request = dialects.prepared(dialects.preparer(served), CHATS, body)
+    answer = AnswerBlocks(None, request.parsed.reasoning)
+    answer.push('{"a": "</think>"}', last=True)
+    assert answer.text_of("text") == '{"a": "</think>"}'
+
+
 # --- grammars ---------------------------------------------------------------------------------
 
 
@@ -147,6 +278,12 @@ FORM = {
             ("[THINK]", "[/THINK]"),
             ['Hm.[/THINK]{"a":1}'],
             ['{"a":1}'],
+        ),
+        (
+            "{{ messages }}<|start|>assistant<|channel|>analysis<|message|>So",
+            SPECIAL,
+            ['Hm.<|end|><|start|>assistant<|channel|>final<|message|>{"a":1}'],
+            ['{"a":1}', FINAL],
         ),
         (
             "{{ messages }}<|channel|>analysis",
@@ -188,7 +325,7 @@ def test_grammar_of_a_continued_message_has_no_channels_before_it(demo: ModelInf
     messages = [*HELLO, {"role": "assistant", "content": "It is"}]
     body = {"messages": messages, "continue_final_message": True, "response_format": FORM}
     parsed = dialects.prepared(dialects.preparer(served), CHATS, body).parsed
-    assert parsed.reasoning == ReasoningUse("gpt_oss", begun=True)
+    assert parsed.reasoning is not None and parsed.reasoning.begun
     assert fits(served, parsed, '{"a":1}')
 
 

@@ -14,8 +14,8 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.core import TokenLogprobs
 from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
-from pipespec.server.chat_prompt import render_chat, string_parameters
-from pipespec.server.message_schema import Tool
+from pipespec.server.api_errors import ApiError
+from pipespec.server.chat_prompt import render_chat
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.reply_format import OutputDelta
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
@@ -114,7 +114,7 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningClus
         ),
         (
             {"tool_choice": "required", "parallel_tool_calls": False},
-            ['[{"name":"dig","arguments":{"depth":3,"more":[null]}}]'],
+            ['[{"name":"dig","arguments":{}}]'],
             ['[{"name":"dig","arguments":{}},{"name":"dig","arguments":{}}]'],
             "tool_calls",
         ),
@@ -157,33 +157,94 @@ def test_required_call_is_the_only_answer_that_matches(
     ] == json.loads(texts[0])
 
 
-def test_parameters_that_are_texts_are_known() -> None:
-    properties: dict[str, Any] = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}}
-    properties |= {"c": {}, "d": True}
-    tools = [
-        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": given}})
-        for name, given in (
-            ("f", {"properties": properties}),
-            ("g", {"properties": []}),
-            ("h", None),
-        )
-    ]
-    none: frozenset[str] = frozenset()
-    assert string_parameters(tools) == {"f": frozenset(("a",)), "g": none, "h": none}
+TEXT, OWN = {"type": "string"}, "https://example.org/go"
+CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
+# Parameters, arguments that fit, and others that do not.
+PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
+    (
+        {"$defs": {"at": {"enum": ["Bern", "Uri"]}}, "properties": {"at": {"$ref": "#/$defs/at"}}},
+        ['{"at":"Uri"}'],
+        ['{"at":"Ulm"}', "3"],
+    ),
+    (
+        CLOSED | {"properties": {"a": {"type": "integer"}, "next": {"$ref": "#"}}},
+        ['{"a":1,"next":{"a":2,"next":{}}}'],
+        ['{"next":[{"name":"go","arguments":{}}]}', '{"next":3}'],
+    ),
+    (
+        CLOSED | {"properties": {"a": TEXT, "b": {"$ref": "#/properties/a"}}},
+        ['{"b":"c"}'],
+        ['{"b":1}'],
+    ),
+    (
+        CLOSED | {"properties": {"a": {"items": TEXT}, "b": {"$ref": "#/properties/a/items"}}},
+        ['{"b":"c"}'],
+        ['{"b":1}'],
+    ),
+    (
+        CLOSED | {"$id": OWN, "properties": {"a": TEXT, "b": {"$ref": f"{OWN}#/properties/a"}}},
+        ['{"b":"c"}'],
+        ['{"b":1}'],
+    ),
+    (
+        CLOSED | {"properties": {"a": TEXT | {"$id": "item"}, "b": {"$ref": "item"}}},
+        ['{"b":"c"}'],
+        ['{"b":1}'],
+    ),
+    (
+        CLOSED | {"properties": {"a": TEXT | {"$anchor": "item"}, "b": {"$ref": "#item"}}},
+        ['{"b":"c"}'],
+        ['{"b":1}'],
+    ),
+    (
+        {"$ref": "#/definitions/all", "definitions": {"all": CLOSED | {"properties": {"a": TEXT}}}},
+        ['{"a":"b"}'],
+        ['{"a":1}', "[]"],
+    ),
+    ({"type": ["object", "null"], "properties": {"a": TEXT}}, ['{"a":"b"}'], ["null"]),
+    ({"anyOf": [CLOSED, TEXT]}, ["{}"], ['"a"']),
+    (None, ["{}"], ['{"a":1}']),
+    ({}, ["{}"], ['{"a":1}']),
+    ({"type": "object", "properties": {}, "required": [], "title": "No"}, ["{}"], ['{"a":1}']),
+    ({"type": "object", "additionalProperties": True}, ["{}", '{"a":1}'], ["[]"]),
+]
 
 
-def test_references_to_definitions_of_tools_are_resolved(running: RunningCluster) -> None:
-    parameters = {
-        "type": "object",
-        "$defs": {"place": {"enum": ["Bern", "Uri"]}},
-        "properties": {"at": {"$ref": "#/$defs/place"}},
-        "required": ["at"],
-    }
-    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
-    ask = chat(running, tools=[tool, WEATHER], tool_choice="required")
-    for place in ("Uri", "Ulm"):
-        text = json.dumps([{"name": "go", "arguments": {"at": place}}], separators=(",", ":"))
-        assert fits(running.served, ask, text) == (place == "Uri")
+@pytest.mark.parametrize(("parameters", "good", "unfit"), PARAMETERS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_of_required_calls_are_what_the_function_declares(
+    running: RunningCluster,
+    path: str,
+    named: bool,
+    parameters: dict[str, Any] | None,
+    good: list[str],
+    unfit: list[str],
+) -> None:
+    own = {} if parameters is None else {"parameters": parameters}
+    go, other = {"name": "go"} | own, {"name": "stay", "parameters": {"$defs": {"at": {}}}}
+    choice: Any = {"type": "function", "function": {"name": "go"}} if named else "required"
+    tools: list[Any] = [{"type": "function", "function": each} for each in (go, other)]
+    body: dict[str, Any] = {"messages": CONVERSATION[:1], "max_completion_tokens": 5}
+    if path == "/v1/responses":
+        tools = [{"type": "function"} | each for each in (go, other)]
+        choice = {"type": "function", "name": "go"} if named else "required"
+        body = {"input": "Hi", "max_output_tokens": 5}
+    elif path == "/v1/messages":
+        tools = [{"name": e["name"], "input_schema": e.get("parameters", {})} for e in (go, other)]
+        choice = {"type": "tool", "name": "go"} if named else {"type": "any"}
+        body = {"messages": CONVERSATION[:1], "max_tokens": 5}
+    preparer = dialects.preparer(running.served)
+    ask = dialects.prepared(preparer, path, body | {"tools": tools, "tool_choice": choice}).parsed
+    for arguments in (*good, *unfit):
+        text = f'[{{"name":"go","arguments":{arguments}}}]'
+        assert fits(running.served, ask, text) == (arguments in good), arguments
+
+
+def test_parameters_that_are_no_object_are_refused(running: RunningCluster) -> None:
+    tool = {"type": "function", "function": {"name": "go", "parameters": {"type": "string"}}}
+    with pytest.raises(ApiError, match="the parameters of go are of a type that is no object"):
+        chat(running, tools=[tool], tool_choice="required")
 
 
 def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:

@@ -17,6 +17,7 @@ from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import Preparer
 from tests.helpers import dialects
 from tests.helpers.calling import HERMES, calling
+from tests.helpers.dialects import parts
 
 PATH = "/v1/messages"
 TOOL = {
@@ -93,12 +94,12 @@ def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
     call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
     calls = {"tool_calls": [{"id": "a", "type": "function", "function": call}]}
     assert made["messages"] == [
-        {"role": "system", "content": "Be brief.\nBe kind."},
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."} | calls,
-        {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+        {"role": "system", "content": parts("Be brief.", "Be kind.")},
+        {"role": "user", "content": parts("Weather?")},
+        {"role": "assistant", "content": parts("I look."), "reasoning_content": "Hm."} | calls,
+        {"role": "tool", "tool_call_id": "a", "content": parts("Sunny.")},
         {"role": "tool", "tool_call_id": "b", "content": ""},
-        {"role": "user", "content": "Well?\nTell me."},
+        {"role": "user", "content": parts("Well?", "Tell me.")},
     ]
     (tool,) = made["tools"]
     assert tool["function"]["parameters"] == TOOL["input_schema"]

@@ -16,6 +16,7 @@ from pipespec.server.api_errors import ApiError
 from pipespec.server.preparation import Preparer
 from pipespec.server.response_stream import kept_name
 from tests.helpers import dialects
+from tests.helpers.dialects import parts
 
 PATH = "/v1/responses"
 TOOL = {
@@ -93,15 +94,15 @@ def test_items_become_messages() -> None:
     assert made == [
         {"role": "system", "content": "Be kind."},
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "What\nnow?"},
+        {"role": "user", "content": parts("What", "now?")},
         {
             "role": "assistant",
-            "content": "I look.",
+            "content": parts("I look."),
             "reasoning_content": "Hm.",
             "tool_calls": calls,
         },
         {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
-        {"role": "tool", "tool_call_id": "b", "content": "Rain."},
+        {"role": "tool", "tool_call_id": "b", "content": parts("Rain.")},
     ]
 
 

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.server.tool_parsers.families import (
-    FAMILIES,
-    MAX_VALUE,
-    ForcedJson,
-    family_for_template,
-)
+from pipespec.server.tool_parsers.declared import MAX_VALUE, Declared
+from pipespec.server.tool_parsers.families import FAMILIES, ForcedJson, family_for_template
 from pipespec.server.tool_parsers.tool_parser import MAX_LENGTH, Piece, merged
 
 Call = tuple[str, str]
@@ -279,7 +275,8 @@ CASES = [
 
 
 def read(family: str, pieces: list[str]) -> list[Piece]:
-    parser = PARSERS[family]({"g": frozenset(("text",)), "g.h": frozenset(("text",))})
+    texts = Declared({"properties": {"text": {"type": "string"}}})
+    parser = PARSERS[family]({"g": texts, "g.h": texts})
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return merged([*deltas, *parser.finish()])
 
