@@ -297,15 +297,19 @@ def join_rank(
             # rank's.
             delay_ms = config.emulate_link.latency_ms * config.emulate.scale * (2 if rank else 1)
             transport = config.emulate_link.delayed(transport, config.emulate.scale)
-            begin = None if grammars is None else grammars.begin
             if not rank:
-                _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
+                assert grammars is not None
+                _run_head(deployment, runner, mid, controller, transport, delay_ms, grammars)
                 return
             assert runner is not None
             attention = runner.model.attention
-            settings = StageSettings(
-                layout, delay_ms, config.emulate, attention, begin, compute.share_cores
-            )
+            common = layout, delay_ms, config.emulate, attention
+            if grammars is None:
+                settings = StageSettings(*common, share_cores=compute.share_cores)
+            else:
+                settings = StageSettings(
+                    *common, grammars.begin, grammars.masks, compute.share_cores
+                )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
             with progress.part(LATE_S):
@@ -321,7 +325,7 @@ def _run_head(
     controller: Controller,
     transport: Transport,
     delay_ms: float,
-    begin_grammar: Callable[[str], Any] | None,
+    grammars: Grammars,
 ) -> None:
     config = deployment.config
     kv_tokens = controller.kv_tokens(deployment.num_ranks - 1)
@@ -335,7 +339,8 @@ def _run_head(
         rank_components.stop_check(deployment),
         delay_ms,
         config.emulate,
-        begin_grammar,
+        grammars.begin,
+        grammars.masks,
         keep_learnt=partial(store_cached, STEP_TIMES, key),
     )
     if rank_components.measures_steps(config):
