@@ -174,11 +174,6 @@ class Grammars:
     def begin(self, grammar: str) -> Future[Matcher]:
         return self._thread.submit(self.compile, grammar)
 
-    @property
-    def compilations(self) -> int:
-        """How many grammars were compiled so far."""
-        return self._compiled.cache_info().misses
-
     def compile(self, grammar: str) -> Matcher:
         """A matcher at the start of a text. Raises GrammarFailed."""
         found = self._compiled(grammar)
@@ -256,7 +251,7 @@ class LlguidanceMatcher:
         began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
-        self._spend(thread_time() - began - MASK_S)
+        self._spent_s[0] = max(self._spent_s[0] + thread_time() - began - MASK_S, 0.0)
         if self._spent_s[0] > BURST_S:
             raise GrammarFailed(_TOO_SLOW)
         return bits
@@ -264,15 +259,12 @@ class LlguidanceMatcher:
     def consume(self, tokens: Sequence[int]) -> int:
         began = thread_time()
         taken = self._matcher.try_consume_tokens([*tokens])
-        self._spend(thread_time() - began)
+        self._spent_s[0] += thread_time() - began
         return taken
 
     def rollback(self, count: int) -> None:
         if count:
             self._matcher.rollback(count)
-
-    def _spend(self, seconds: float) -> None:
-        self._spent_s[0] = max(self._spent_s[0] + seconds, 0.0)
 
     def _check(self) -> None:
         if self._matcher.is_error():

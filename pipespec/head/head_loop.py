@@ -158,13 +158,8 @@ class HeadLoop:
         self._compiling = [each for each in self._compiling if each not in done]
         for request, answer, compiling in done:
             try:
-                guide = GrammarGuide(
-                    compiling.result(),
-                    request.eos,
-                    answer,
-                    self.settings.masks,
-                    request.sampling.grammar,
-                )
+                grammar, masks = request.sampling.grammar, self.settings.masks
+                guide = GrammarGuide(compiling.result(), request.eos, answer, masks, grammar)
             except GrammarFailed as error:
                 log.warning("request %d cannot follow its grammar: %s", request.id, error)
                 self.start_request(request, answer)
@@ -261,20 +256,18 @@ class HeadLoop:
 
     def end_request(self, request: int, reason: str) -> None:
         """End a request before its text is complete."""
-        sequence = self.admission.cancel(request)
-        if sequence is not None:
+        if sequence := self.admission.cancel(request):
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         self.log_accepted()
         request = sequence.request
         control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
-        # Events are those of the whole pipeline: use a trace with one request at a time.
-        events = list(self.timeline.events)
         # The only report, if no stage knows the request.
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
-        report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
-        report["times"] = pack(self._rounds.measured())
+        report: dict[str, Any] = {"rank": 0, "alone": alone, "control_ns": control}
+        # Those of the whole pipeline: use a trace with one request at a time.
+        report |= {"events": [*self.timeline.events], "times": pack(self._rounds.measured())}
         report["overlap"] = self.scheduler.stats.overlap
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
@@ -323,9 +316,8 @@ class HeadLoop:
     def publish_tree(self) -> None:
         """Publish the batch that was just sent, and the trees, if a client watches them."""
         if self.telemetry.enabled:
-            scheduler = self.scheduler
+            sent, totals = self.scheduler.step - 1, self.scheduler.totals
             with self.timeline("control"):
-                sent, totals = scheduler.step - 1, scheduler.totals
                 self.controller.publish_step(
                     self.telemetry.snapshot(sent, totals, self.admission.sequences)
                 )

@@ -45,6 +45,7 @@ from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.system.cores import should_spin
 from pipespec.system.device_copy import make_current
+from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.timing.batch_times import RowTimes
@@ -303,13 +304,10 @@ def join_rank(
                 return
             assert runner is not None
             attention = runner.model.attention
-            common = layout, delay_ms, config.emulate, attention
-            if grammars is None:
-                settings = StageSettings(*common, share_cores=compute.share_cores)
-            else:
-                settings = StageSettings(
-                    *common, grammars.begin, grammars.masks, compute.share_cores
-                )
+            begin, masks = (grammars.begin, grammars.masks) if grammars else (None, FairThread())
+            settings = StageSettings(
+                layout, delay_ms, config.emulate, attention, begin, masks, compute.share_cores
+            )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
             with progress.part(LATE_S):
