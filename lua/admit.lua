@@ -10,8 +10,9 @@
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  seconds for which the log keeps a request that has ended
 -- ARGV[3]  how many requests to take at most
--- Reply    {closed, {id, specification, length of the sequence so far}, ...}; closed is 1
---          if the queue is empty and closed, else 0
+-- Reply    {closed, shared, {id, own, length of the sequence so far, number of what it shares}, ...};
+--          closed is 1 if the queue is empty and closed, else 0; shared has the number and the
+--          specification of what requests have in common, one after the other
 -- Errors   STALE
 --
 -- Fewer requests than ARGV[3]: the queue is empty, and the head is notified of the next request.
@@ -23,8 +24,8 @@ local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
-local found, most = { 0 }, tonumber(ARGV[3])
-while #found <= most do
+local found, most, shared = { 0, {} }, tonumber(ARGV[3]), {}
+while #found < most + 2 do
   local first = redis.call('ZPOPMIN', KEYS[2])
   local id, score = first[1], first[2]
   if not id then
@@ -33,12 +34,18 @@ while #found <= most do
     break
   end
   local request = KEYS[4] .. ':' .. id
-  local known = redis.call('HMGET', request, 'spec', 'length', 'cancelled')
-  if known[3] then
-    end_request(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
+  local known = redis.call('HMGET', request, 'own', 'length', 'cancelled', 'shared')
+  if known[3] or not known[4] then -- an older version has written it without what it shares
+    end_request(request, request .. ':events', KEYS[6], known[2], known[3] or 'failed', ARGV[2])
   else
     redis.call('ZADD', KEYS[3], score, id)
-    found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]) }
+    local number, parts = tonumber(known[4]), found[2]
+    if not shared[number] then
+      shared[number] = true
+      parts[#parts + 1] = number
+      parts[#parts + 1] = redis.call('HGET', KEYS[4] .. ':' .. number .. ':shared', 'spec')
+    end
+    found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]), number }
   end
 end
 return found

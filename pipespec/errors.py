@@ -9,6 +9,8 @@
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
      │    ├── GraphError    a task or an edge is not valid
+     │    ├── LogFull       the request log takes no further request now
+     │    ├── WritesRefused Redis reads, but writes nothing
      │    └── UnknownRequest    the request log does not have it
      ├── GrammarError       the text cannot follow its grammar any further
      ├── NonFiniteLogits    the target's logits are not finite
@@ -83,6 +85,14 @@ class StaleEpoch(ControllerError):
 
 class GraphError(ControllerError):
     """The controller refused a task or an edge."""
+
+
+class LogFull(ControllerError):
+    """The request log takes no further request now."""
+
+
+class WritesRefused(ControllerError):
+    """Redis reads, but writes nothing."""
 
 
 class UnknownRequest(ControllerError):

@@ -2,8 +2,10 @@
 
 -- The keys of a request; <request> is "<prefix>:<id>". They are the only durable state.
 --
---   <request>          hash    spec: the specification (opaque); length: tokens of the sequence so
---                              far, prompt included; prompt: tokens of the prompt;
+--   <request>          hash    own: what is not in common with others (opaque) and shared: the
+--                              number of the request that has what is, both until it ends;
+--                              length: tokens of the sequence so far, prompt included;
+--                              prompt: tokens of the prompt;
 --                              reason: why it finished, if it has;
 --                              cancelled: the reason with which the head is to end it, if so;
 --                              scored: the end of the prompt's published log-probabilities;
@@ -16,6 +18,8 @@
 --                              if the request wants log-probabilities of its prompt, are
 --                              "<position>-0" with base and logprobs
 --   <request>:reports  stream  an entry per report of a rank
+--   <request>:shared   hash    spec: what it and those after it have in common (opaque); left: how
+--                              many of them have not ended; it goes with the last one
 --
 -- Two sorted sets hold the ids of the requests that wait (queue) and of those that an epoch has
 -- admitted, each with the score priority * 2^32 + id: the lowest priority value is first, and among

@@ -23,10 +23,17 @@ from pipespec.controller.async_request_log import (
     TelemetryReader,
     block_ms,
 )
-from pipespec.controller.log_records import Accepted, Event, Finished, entries_of, event_from
+from pipespec.controller.log_records import (
+    Accepted,
+    Event,
+    Finished,
+    check_size,
+    entries_of,
+    event_from,
+)
 from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.core import SamplingParams
+from pipespec.core import Request, SamplingParams
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.timing.clock import monotonic_ns
 from pipespec.timing.stats import Report, empty_report
@@ -76,22 +83,31 @@ class AsyncAnswer:
         """Put a request in the queue and follow it; its number. Raises Unreachable. `prompt` are
         token ids; prompt and answer must fit into the model's context, which ends an answer that
         does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
+        request = Request(0, tuple(prompt), sampling=sampling, **fields)
+        return (await self.submit_all([request]))[0]
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[int]:
+        """The same for requests that differ in prompt, length and seed alone; their `id` is not
+        looked at. Raises ConfigError if they may occupy too much, and LogFull."""
         client = self._client
-        assert 0 < len(prompt) < client.served.context, "the KV pools are made for no more"
-        log = client.log
-        asking = asyncio.ensure_future(
-            log.enqueue(prompt=tuple(prompt), sampling=sampling, **fields)
+        context = client.served.context
+        assert all(0 < len(each.prompt) < context for each in requests), (
+            "the KV pools are too small"
         )
+        check_size(requests, context)
+        log = client.log
+        asking = asyncio.ensure_future(log.enqueue_all(requests))
         try:
-            # Its number must be known, or it could not be cancelled.
-            request = await asyncio.shield(asking)
+            # Their numbers must be known, or they could not be cancelled.
+            numbers = await asyncio.shield(asking)
         except asyncio.CancelledError:
             client.cancel(log, asking)
             raise
         if log is not client.log:  # meanwhile the cluster has become another
             raise client.ended()
-        await client.follow_for(self, request, known=True)
-        return request
+        for number in numbers:
+            await client.follow_for(self, number, known=True)
+        return numbers
 
     async def add(self, request: int) -> None:
         """Follow a request that is in the log, from its first event on."""
@@ -238,15 +254,16 @@ class AsyncClient:
     def leave(self, request: int) -> None:
         self._followed.pop(request, None)
         self._first_seen.pop(request, None)
-        self.cancel(self.log, request)
+        self.cancel(self.log, [request])
 
-    def cancel(self, log: AsyncRequestLog, request: int | asyncio.Future[int]) -> None:
-        """Cancel a request; only the end of this client waits for it."""
+    def cancel(self, log: AsyncRequestLog, requests: list[int] | asyncio.Future[list[int]]) -> None:
+        """Cancel requests; only the end of this client waits for it."""
 
         async def cancelling() -> None:
             # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
             with suppress(ControllerError):
-                await log.cancel(request if isinstance(request, int) else await request)
+                for request in requests if isinstance(requests, list) else await requests:
+                    await log.cancel(request)
 
         task = asyncio.ensure_future(cancelling())
         self._leaving.add(task)

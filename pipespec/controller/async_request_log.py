@@ -27,6 +27,7 @@ from pipespec.controller.log_records import entries_of
 from pipespec.controller.lua_scripts import ScriptsLost, evalsha, load_scripts, translate
 from pipespec.controller.redis_connection import (
     ANSWER_TIMEOUT_S,
+    PROBE_S,
     RETRY_S,
     AsyncPinnedConnection,
     explain,
@@ -158,9 +159,16 @@ class AsyncRequestLog:
 
     async def enqueue(self, **fields: Any) -> int:
         """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
-        command = enqueuing(self._keys, Request(id=0, **fields))
-        request: int = await self._patiently(self._pipe, command)
-        return request
+        return (await self.enqueue_all([Request(id=0, **fields)]))[0]
+
+    async def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
+        """Puts requests of one user in the queue (`enqueuing`); their ids. Raises LogFull."""
+        first: int = await self._patiently(self._pipe, enqueuing(self._keys, requests))
+        return [*range(first, first + len(requests))]
+
+    async def check_writable(self) -> None:
+        """Raises WritesRefused if Redis reads, but writes nothing."""
+        await self._pipe.call("SET", self._keys.probe, "", "EX", PROBE_S)
 
     async def cancel(self, request: int) -> None:
         """Ends a request whose client no longer waits, with the reason "cancelled": at once if it

@@ -18,8 +18,8 @@ from pipespec.system.validation import Missing, Unreadable, from_fields, read_js
 
 IDENTITY, MODEL = "server.json", "model.json"
 LOCK = "server.lock"
-# Files that a killed Redis leaves of a rewrite that it had begun.
-PARTIAL = "temp-*.aof"
+# Files that a killed Redis leaves of what it had begun to write, there and in its subfolder.
+PARTIAL = "temp-*", "*/temp-*"
 # A server whose starter was killed needs this long to end.
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.02
@@ -90,8 +90,8 @@ def write_model(data: Path, model: KeptModel) -> None:
 
 def remove_partial(data: Path) -> None:
     """Removes the partial files of a killed server. The caller must hold the folder's lock."""
-    for file in data.glob(PARTIAL):
-        file.unlink()
+    for file in (each for pattern in PARTIAL for each in data.glob(pattern)):
+        file.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """A private Redis for one cluster, when no server is configured."""
 
+# Longer than 350 lines: one server, from its configuration to its end.
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -41,6 +43,8 @@ FRONT_STOPPED_S = 3.0
 CLIENT_KEEPALIVE_S = 10
 SERVERS = ("redis-server", "valkey-server")
 SOCKET = "redis.sock"
+# Bytes of its memory: for requests and answers, which are kept for an hour.
+MAX_MEMORY = 2**30
 # Another process may take a port between the check that it is free and the server's bind.
 PORT_ATTEMPTS = 5
 PORT_IN_USE = "Address already in use"
@@ -176,7 +180,6 @@ class EmbeddedRedis:
             self._scratch = TemporaryFolder(SOCKET)
             if self._data:
                 self._lock = self._held.enter_context(locked(self._data))
-                remove_partial(self._data)
             known_port = self._choose_identity()
             for attempt in range(PORT_ATTEMPTS):
                 try:
@@ -235,6 +238,7 @@ class EmbeddedRedis:
     def _run(self) -> None:
         binary = find_redis()
         assert self._scratch
+        remove_partial(self._data or self._folder)
         with open(self._folder / "redis.log", "w+b") as log:
             self._process = self._spawner.make(partial(self._spawn, binary, log))
             assert self._process.stdin
@@ -265,7 +269,8 @@ class EmbeddedRedis:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
         for process in self._processes:
-            process.kill()
+            if process.poll() is None:  # with its child, which would go on writing a file
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._process = self._proxy = self._front_stopped_at = None
 
@@ -284,6 +289,9 @@ class EmbeddedRedis:
             # It is written anew when it has doubled, but is not small.
             "auto-aof-rewrite-percentage 100",
             "auto-aof-rewrite-min-size 64mb",
+            # lua/enqueue.lua refuses requests before that.
+            f"maxmemory {MAX_MEMORY}",
+            "maxmemory-policy noeviction",
             f"tcp-keepalive {CLIENT_KEEPALIVE_S}",
             "loglevel warning",
         ]

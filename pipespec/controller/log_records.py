@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipespec.core import GRAMMAR, NOT_FINITE, PromptLogprobs, Request, TokenLogprobs
-from pipespec.errors import GrammarError, NonFiniteLogits, PipespecError, RankFailed
+from pipespec.errors import ConfigError, GrammarError, NonFiniteLogits, PipespecError, RankFailed
 from pipespec.system.validation import from_fields
 
 # Why a request with an answer ends.
@@ -25,6 +26,9 @@ NO_GRAMMAR = (
     "the cluster lacks llguidance (the worker's log says which); simplify it, or install "
     "pipespec[grammar] there."
 )
+# What one user's requests may occupy, and at most: an answer by itself, each of its tokens (in its
+# stream and in the head's report), and each log-probability.
+MAX_BYTES, ANSWER_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 18 << 20, 4096, 48, 32
 # The id and the fields of an entry of a Redis stream.
 Entry = tuple[str, dict[bytes, bytes]]
 
@@ -104,12 +108,51 @@ def unpack_logprobs(text: str) -> TokenLogprobs:
     return TokenLogprobs(float(own), tuple((int(token), float(value)) for token, value in split))
 
 
-def pack_request(request: Request) -> str:
-    spec = asdict(request)
+def pack_requests(requests: Sequence[Request]) -> tuple[str, list[str]]:
+    """What requests of one user have in common, each prompt once, and what each has of its own:
+    they differ in nothing but prompt, length and seed."""
+    number = {
+        prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(r.prompt) for r in requests))
+    }
+    spec = asdict(replace(requests[0], prompt=()))
     del spec["id"]
-    return json.dumps(spec)
+    own = [
+        [number[tuple(each.prompt)], each.max_new_tokens, each.sampling.seed] for each in requests
+    ]
+    shared = [spec, [*number]]
+    return json.dumps(shared, separators=(",", ":")), [*map(json.dumps, own)]
 
 
-def unpack_request(request: int, spec: bytes) -> Request:
-    """The request of that number, from what `pack_request` made of it."""
-    return from_fields(Request, {**json.loads(spec), "id": request})
+# A request without a prompt, and the prompts.
+Shared = tuple[Request, list[tuple[int, ...]]]
+
+
+def unpack_shared(packed: bytes) -> Shared:
+    spec, prompts = json.loads(packed)
+    return from_fields(Request, {**spec, "id": 0}), [*map(tuple, prompts)]
+
+
+def unpack_request(request: int, shared: Shared, own: bytes) -> Request:
+    """The request of that number, from what `pack_requests` made of it."""
+    common, prompts = shared
+    prompt, longest, seed = json.loads(own)
+    sampling = replace(common.sampling, seed=seed)
+    found = replace(common, id=request, prompt=prompts[prompt], max_new_tokens=longest)
+    return replace(found, sampling=sampling)
+
+
+def check_size(requests: Sequence[Request], context: int) -> None:
+    """Raise ConfigError if requests of one user may occupy more than `MAX_BYTES` of the log.
+    `context`: the most tokens of a prompt and its answer."""
+    size = len(pack_requests(requests)[0])
+    for each in requests:
+        counts = each.sampling.logprobs, each.sampling.prompt_logprobs
+        new, scored = (0 if k is None else TOKEN_BYTES + (k + 1) * LOGPROB_BYTES for k in counts)
+        longest = min(each.max_new_tokens, context - len(each.prompt))
+        size += ANSWER_BYTES + longest * (TOKEN_BYTES + new) + len(each.prompt) * scored
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"The request may take {size >> 20} MiB of the cluster's memory for {len(requests)} "
+            f"answers, but may take {MAX_BYTES >> 20}; ask for fewer answers, prompts, tokens "
+            "(max_tokens) or log-probabilities."
+        )

@@ -16,9 +16,11 @@ import redis
 from pipespec.errors import (
     ControllerError,
     GraphError,
+    LogFull,
     StaleEpoch,
     UnknownRequest,
     Unreachable,
+    WritesRefused,
 )
 from pipespec.system.folders import resource_dir
 
@@ -27,15 +29,12 @@ ERRORS: Mapping[str, type[ControllerError]] = {
     "STALE": StaleEpoch,
     "GRAPH": GraphError,
     "REQUEST": UnknownRequest,
+    "FULL": LogFull,
 }
 
 
 class ScriptsLost(ControllerError):
     """Redis does not know a transition any more. It has not run."""
-
-
-class WritesRefused(ControllerError):
-    """Redis reads, but writes nothing."""
 
 
 # Why a Redis that answers writes nothing, and what helps; by the word with which it says so.

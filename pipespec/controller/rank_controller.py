@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.controller.log_records import entries_of, unpack_request
+from pipespec.controller.log_records import entries_of, unpack_request, unpack_shared
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.task_graph import Graph, Task, TaskKind
@@ -264,11 +264,12 @@ class Controller(RequestLog):
             keys.finished,
             keys.arrived(self._epoch),
         )
-        closed, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        closed, parts, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        shared = {n: unpack_shared(spec) for n, spec in zip(parts[::2], parts[1::2], strict=True)}
         self._arrived, self._closed = len(taken) == count, bool(closed)
         found = []
-        for number, spec, length in taken:
-            request = unpack_request(number, spec)
+        for number, own, length, first in taken:
+            request = unpack_request(number, shared[first], own)
             resumed = length > len(request.prompt)
             found.append((request, self.tokens(number) if resumed else ()))
         return found

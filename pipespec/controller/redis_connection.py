@@ -20,9 +20,9 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from pipespec.controller.lua_scripts import WritesRefused, load_scripts, translate
+from pipespec.controller.lua_scripts import load_scripts, translate
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.errors import ConfigError, ControllerError, Unreachable, WritesRefused
 
 MIN_VERSION = (6, 0)
 # A key that tries whether writes are taken is gone after so many seconds, whatever happens.

@@ -38,6 +38,7 @@ class RedisKeys:
     assignments = _named("assignments")  # the stream of epochs, each with its assignment
     suspicions = _named("suspicions")
     fault = _named("fault")  # which epoch ended last, and why
+    probe = _named("probe")  # written to learn whether Redis writes
     plain = _named("plain")  # why all ranks dequantise four-bit weights
     launcher = _named("launcher")  # the launcher's lease
     # The sums of the counts of all epochs that have ended, and the launcher's counts of faults
@@ -81,6 +82,7 @@ class RedisKeys:
     queue, admitted = _named("queue"), _named("admitted")
     requests = _named("requests")  # the prefix of a request's keys
     request, events, reports = _of_request(), _of_request("events"), _of_request("reports")
+    shared = _of_request("shared")  # what it and others have in common
 
     def listener(self, name: str) -> str:
         """The stream that wakes a listener which is to follow more requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from pipespec.controller.log_records import (
@@ -13,7 +14,7 @@ from pipespec.controller.log_records import (
     entries_of,
     event_from,
     pack_logprobs,
-    pack_request,
+    pack_requests,
 )
 from pipespec.controller.lua_scripts import evalsha
 from pipespec.controller.redis_connection import RedisClient
@@ -48,7 +49,7 @@ class RequestLog(RedisClient):
 
     def enqueue(self, **fields: Any) -> int:
         """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
-        return self._pipe.call(*enqueuing(self._keys, Request(id=0, **fields)))
+        return self._pipe.call(*enqueuing(self._keys, [Request(id=0, **fields)]))
 
     def cancel(self, request: int) -> None:
         self._pipe.call(*cancelling(self._keys, request))
@@ -120,18 +121,21 @@ class RequestLog(RedisClient):
 # --- what users ask for, as commands that may run twice ----------------------------------------
 
 
-def enqueuing(keys: RedisKeys, request: Request) -> tuple[Any, ...]:
-    """Puts a request in the queue; the reply is its number. `request.id` is not looked at."""
+def enqueuing(keys: RedisKeys, requests: Sequence[Request]) -> tuple[Any, ...]:
+    """Puts requests in the queue that differ in prompt, length and seed alone; the reply is the
+    number of the first. Their `id` is not looked at."""
+    shared, own = pack_requests(requests)
+    lengths = [len(each.prompt) for each in requests]
     return evalsha(
         "enqueue",
         (keys.epoch, keys.counter, keys.queue, keys.requests),
         keys.epochs,
-        pack_request(request),
-        len(request.prompt),
+        shared,
         # If the reply is lost with the connection, the second try finds the first.
         secrets.token_hex(8),
         KEEP_TICKET_S,
-        request.priority,
+        requests[0].priority,
+        *chain.from_iterable(zip(own, lengths, strict=True)),
     )
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property, lru_cache
 from random import Random
 from time import thread_time
@@ -22,26 +23,34 @@ from pipespec.engine.checkpoint.tokenizer import BackendTokenizer, ChatTokenizer
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher, unpack_mask
 from pipespec.system import heap
+from pipespec.system.fair_thread import FairThread
 from pipespec.system.validation import Unreadable, parse_json
 
 # Bytes of a grammar as JSON; it is sent with the first rows of its request.
 MAX_GRAMMAR = 1 << 17
-# Limits of the work for one token. Grammars designed to be slow took up to 0.26 s with these.
+# Limits of the work for one token, of the states of a lexer (1 to 2 kB each), and so of its memory.
 LIMITS: Mapping[str, Any] = {
     "step_lexer_fuel": 50_000,
     "initial_lexer_fuel": 500_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
+    "step_max_items": 8_000,
+    "max_lexer_states": 16_384,
     "verbose_errors": False,
 }
-# When a grammar is checked, at most so many tokens are generated, for at most so much processor
-# time: the cost of nested repetitions shows after some dozens.
+# Seconds of processor time that the masks of a grammar may take on average, and beyond that in all.
+MASK_S, BURST_S = 0.002, 0.05
+# When a grammar is checked, at most so many tokens are generated: the cost of nested repetitions
+# shows after some dozens.
 PROBED = 64
-PROBE_S = 0.1
+# Compiled grammars that are kept for further answers.
+KEPT = 16
 # Characters of the library's own message in an error message.
 LONGEST_REASON = 200
 # Messages of the library, and ours.
 _TOO_COMPLEX = "it is too complex to follow: its counts multiply to too many states; lower them"
+_TOO_SLOW = (
+    f"it is too slow to follow: a token may take {MASK_S * 1e3:g} ms of processor time on average; "
+    "shorten its texts and alternatives"
+)
 _KNOWN_REASONS: Mapping[str, str] = {
     "NoExtensionBias": "no text fits it",
     "too many expressions constructed": _TOO_COMPLEX,
@@ -142,13 +151,16 @@ def _check_size(grammar: str) -> None:
 
 
 class Grammars:
-    """Compiles grammars for the tokens of one model, in a thread of its own."""
+    """Compiles grammars for the tokens of one model, in a thread of its own; `masks` follows texts
+    in another. What answers share is compiled once."""
 
     def __init__(self, tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos: Sequence[int]):
         """`tokenizer` loads the model's; `vocab_size`: for how many token ids it has logits; `eos`:
         those that end a text."""
         self._load, self._vocab_size, self._eos = tokenizer, vocab_size, (*eos,)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self.masks = FairThread()
 
     def warm(self) -> None:
         """Begin to read the vocabulary, which takes a second if it is large."""
@@ -156,24 +168,33 @@ class Grammars:
             self._thread.submit(lambda: self._tokens)
 
     def close(self) -> None:
-        """Cancel compilations that have not begun; no further grammar is compiled."""
+        """Cancel compilations that have not begun; no further grammar is compiled or followed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self.masks.close()
 
     def begin(self, grammar: str) -> Future[Matcher]:
         return self._thread.submit(self.compile, grammar)
 
     def compile(self, grammar: str) -> Matcher:
         """A matcher at the start of a text. Raises GrammarFailed."""
-        _check_size(grammar)
-        if not installed():
-            raise GrammarFailed("llguidance is not installed (pipespec[grammar])")
-        return LlguidanceMatcher(self._tokens, grammar)
+        found = self._compiled(grammar)
+        if isinstance(found, GrammarFailed):
+            raise found
+        return found.copy()
+
+    def _compile(self, grammar: str) -> LlguidanceMatcher | GrammarFailed:
+        try:
+            _check_size(grammar)
+            if not installed():
+                raise GrammarFailed("llguidance is not installed (pipespec[grammar])")
+            return LlguidanceMatcher(self._tokens, grammar)
+        except GrammarFailed as error:
+            return error
 
     def check(self, grammar: str) -> None:
-        """Raise GrammarFailed unless a random text can be generated within a grammar, up to PROBED
-        tokens."""
+        """Raise GrammarFailed unless a random text can be generated within a grammar in time, up to
+        PROBED tokens."""
         matcher, random = self.compile(grammar), Random(0)
-        began = thread_time()
         for probed in range(PROBED):
             mask = unpack_mask(matcher.allowed(), self._tokens.vocab_size)
             allowed = np.flatnonzero(mask).tolist()
@@ -182,7 +203,7 @@ class Grammars:
             further = [token for token in allowed if token not in self._eos]
             if not further and not probed:
                 raise GrammarFailed("no text but the empty one fits it")
-            if not further or thread_time() - began > PROBE_S:
+            if not further:
                 break
             matcher.consume([random.choice(further)])
 
@@ -210,25 +231,39 @@ def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
 
 
 class LlguidanceMatcher:
-    """See `Matcher`."""
+    """See `Matcher`. Copies count their processor time together, and fail once it is too much."""
 
     def __init__(self, tokens: Any, grammar: str):
         from llguidance import LLMatcher, LLParserLimits
 
         self._matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         self._words = -(-tokens.vocab_size // BITS_PER_WORD)
+        self._spent_s = [0.0]  # beyond what the masks so far may take
         self._check()
+
+    def copy(self) -> LlguidanceMatcher:
+        """Another matcher, at the same place of another text."""
+        made = copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
 
     def allowed(self) -> np.ndarray:
         bits = np.zeros(self._words, np.int32)
         if self._matcher.stop_reason() == "EndOfSentence":
             return bits
+        began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
+        self._spent_s[0] = max(self._spent_s[0] + thread_time() - began - MASK_S, 0.0)
+        if self._spent_s[0] > BURST_S:
+            raise GrammarFailed(_TOO_SLOW)
         return bits
 
     def consume(self, tokens: Sequence[int]) -> int:
-        return self._matcher.try_consume_tokens([*tokens])
+        began = thread_time()
+        taken = self._matcher.try_consume_tokens([*tokens])
+        self._spent_s[0] += thread_time() - began
+        return taken
 
     def rollback(self, count: int) -> None:
         if count:

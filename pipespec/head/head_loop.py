@@ -10,7 +10,7 @@ import collections.abc
 import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipespec.controller.log_records import CANCELLED, Accepted
@@ -27,8 +27,9 @@ from pipespec.head.step import run_step
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree_telemetry import TreeTelemetry
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
+from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LOADING_S, progress
-from pipespec.timing.batch_times import RowTimes, merge_times, pack
+from pipespec.timing.batch_times import Ema, RowTimes, merge_times, pack
 from pipespec.timing.clock import REAL_TIME, StepClock
 from pipespec.timing.trace import Timeline
 from pipespec.transport.transport import Transport
@@ -51,6 +52,7 @@ class HeadSettings:
         delay_ms: milliseconds that a verdict takes to the head at least.
         clock: the least time of a draft round.
         compile_grammar: begins to compile the grammar of a request; None: no request has one.
+        masks: follows the texts in their grammars.
         keep_learnt: keeps what was learnt of steps for the next run.
     """
 
@@ -59,6 +61,7 @@ class HeadSettings:
     delay_ms: float = 0.0
     clock: StepClock = REAL_TIME
     compile_grammar: Compile | None = None
+    masks: FairThread = field(default_factory=FairThread)
     keep_learnt: Callable[[dict[str, Any]], None] = lambda learnt: None
 
 
@@ -87,6 +90,7 @@ class HeadLoop:
         self.timing = SendTiming()
         self.telemetry = TreeTelemetry()
         self._step_started_ns = 0  # when this step began, on the timeline's clock
+        self._usual_ms = Ema()  # of a step
         self._done: list[Task] = []
         self._submitted = 0  # steps
         self._rounds = RowTimes()  # of the draft, by the nodes that they expanded
@@ -154,7 +158,8 @@ class HeadLoop:
         self._compiling = [each for each in self._compiling if each not in done]
         for request, answer, compiling in done:
             try:
-                guide = GrammarGuide(compiling.result(), request.eos, answer)
+                grammar, masks = request.sampling.grammar, self.settings.masks
+                guide = GrammarGuide(compiling.result(), request.eos, answer, masks, grammar)
             except GrammarFailed as error:
                 log.warning("request %d cannot follow its grammar: %s", request.id, error)
                 self.start_request(request, answer)
@@ -176,6 +181,7 @@ class HeadLoop:
     def begin_step(self) -> None:
         step = self.timeline.step = self.scheduler.step
         self._step_started_ns = self.timeline.clock()
+        self.settings.masks.grant_share(self._usual_ms.value)
         # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
         ahead = self.layout.num_steps if self.layout.sync == "free" else 0
         self.submit_steps(step + ahead)
@@ -250,20 +256,18 @@ class HeadLoop:
 
     def end_request(self, request: int, reason: str) -> None:
         """End a request before its text is complete."""
-        sequence = self.admission.cancel(request)
-        if sequence is not None:
+        if sequence := self.admission.cancel(request):
             self.finish(sequence, reason)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         self.log_accepted()
         request = sequence.request
         control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
-        # Events are those of the whole pipeline: use a trace with one request at a time.
-        events = list(self.timeline.events)
         # The only report, if no stage knows the request.
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
-        report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
-        report["times"] = pack(self._rounds.measured())
+        report: dict[str, Any] = {"rank": 0, "alone": alone, "control_ns": control}
+        # Those of the whole pipeline: use a trace with one request at a time.
+        report |= {"events": [*self.timeline.events], "times": pack(self._rounds.measured())}
         report["overlap"] = self.scheduler.stats.overlap
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
@@ -294,6 +298,7 @@ class HeadLoop:
                     self.controller.publish_draft_tokens(number, sequence.draft_tokens(batch))
 
     def after_send(self) -> None:
+        self._usual_ms.add(self.elapsed_ms())
         self.log_accepted()
         self.publish_tree()
 
@@ -311,9 +316,8 @@ class HeadLoop:
     def publish_tree(self) -> None:
         """Publish the batch that was just sent, and the trees, if a client watches them."""
         if self.telemetry.enabled:
-            scheduler = self.scheduler
+            sent, totals = self.scheduler.step - 1, self.scheduler.totals
             with self.timeline("control"):
-                sent, totals = scheduler.step - 1, scheduler.totals
                 self.controller.publish_step(
                     self.telemetry.snapshot(sent, totals, self.admission.sequences)
                 )

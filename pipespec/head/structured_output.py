@@ -8,6 +8,7 @@ token, that token follows for certain.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,10 @@ import numpy as np
 from pipespec.head.proposer import Proposal
 from pipespec.head.tree import Tree
 from pipespec.sampling.grammar import GrammarFailed, Matcher, allows, only_token
+from pipespec.system.fair_thread import FairThread
+
+# Tokens that must follow one another and are added at once.
+MOST_FORCED = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,35 +55,67 @@ def add_ahead(tree: Tree, found: Sequence[LookAhead]) -> tuple[np.ndarray, np.nd
 class GrammarGuide:
     """Applies the grammar of one sequence to its tree of draft tokens.
 
-    The matcher moves from the root to a node and back. After it has failed, any token is allowed.
+    The matcher moves from the root to a node and back, in the thread of `masks`; what is found too
+    late for one draft round serves a later one. After it has failed, any token is allowed.
     """
 
-    def __init__(self, matcher: Matcher, eos: Collection[int], answer: Sequence[int] = ()):
+    def __init__(
+        self,
+        matcher: Matcher,
+        eos: Collection[int],
+        answer: Sequence[int] = (),
+        masks: FairThread | None = None,
+        grammar: str = "",
+    ):
         """`eos` are the tokens that end the text; `answer` holds the tokens decided so far."""
         self._matcher: Matcher | None = matcher
         self._eos = eos
         self._path: list[int] = []  # tokens from the root to the state of the matcher
-        matcher.consume(answer)
+        self._masks, self._grammar = masks or FairThread(), grammar
+        self._asked: Future[list[LookAhead]] | None = None
+        self._found: dict[int, LookAhead] = {}  # by the ids of the nodes that were asked for last
+        self._masks.submit(grammar, lambda: matcher.consume(answer))
 
     def accept(self, token: int) -> None:
         """Move on to a decided token, which is the root now."""
+        self._masks.submit(self._grammar, lambda: self._accept(token))
+
+    def _accept(self, token: int) -> None:
         if self._move_to(()) and token not in self._eos:
             assert self._matcher is not None
             self._matcher.consume([token])
 
     def allowed(self, tree: Tree, nodes: np.ndarray) -> np.ndarray | None:
         """The tokens that may follow each node, as bits (`Matcher`), int32 `[nodes, words]`; None:
-        any."""
-        return _stack([self._allowed_after(_text(tree, node)) for node in nodes.tolist()])
+        any, or one of them is not known in time."""
+        found = self.look_ahead(tree, nodes, 0)
+        return _stack([each.bits for each in found]) if len(found) == len(nodes) else None
 
     def look_ahead(self, tree: Tree, nodes: np.ndarray, end: int) -> tuple[LookAhead, ...]:
-        """What must follow each of the nodes, at positions below `end`."""
-        found = []
-        for node in nodes.tolist():
-            forced, bits = self._forced(_text(tree, node), end - 1 - int(tree.position[node]))
-            ends = bits is not None and (not bits.any() or only_token(bits) in self._eos)
-            found.append(LookAhead(int(tree.id[node]), forced, bits, ends))
-        return tuple(found)
+        """What must follow each of the nodes, at positions below `end`, as far as it is known in
+        time."""
+        ids, wanted = tree.id[nodes].tolist(), []
+        self._found = {node: self._found[node] for node in ids if node in self._found}
+        self._take(ids)
+        for node, at in zip(ids, nodes.tolist(), strict=True):
+            if node not in self._found:
+                wanted.append((node, _text(tree, at), end - 1 - int(tree.position[at])))
+        if wanted and self._asked is None:
+            self._asked = self._masks.submit(self._grammar, lambda: [*map(self._ahead_of, wanted)])
+            self._take(ids)
+        return tuple(self._found[node] for node in ids if node in self._found)
+
+    def _take(self, ids: Collection[int]) -> None:
+        """Take what was found about nodes, if that is there in time."""
+        if self._asked is not None and self._masks.wait_for(self._asked):
+            self._found |= {each.node: each for each in self._asked.result() if each.node in ids}
+            self._asked = None
+
+    def _ahead_of(self, wanted: tuple[int, list[int], int]) -> LookAhead:
+        node, text, room = wanted
+        forced, bits = self._forced(text, min(room, MOST_FORCED))
+        ends = bits is not None and (not bits.any() or only_token(bits) in self._eos)
+        return LookAhead(node, forced, bits, ends)
 
     def _forced(self, text: list[int], room: int) -> tuple[list[int], np.ndarray | None]:
         """The tokens that must follow a text, `room` at most, and what may follow then."""

@@ -6,16 +6,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from pipespec.core import RELAXED, STRICT, DraftTokens, PromptLogprobs, SequenceStart
 from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
-from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
+from pipespec.sampling.grammar import Compile, GrammarFailed, unpack_mask
 from pipespec.sampling.wire_format import unpack
 from pipespec.system.device_copy import to_device, to_host
-from pipespec.system.liveness import LOADING_S, progress
+from pipespec.system.fair_thread import FairThread
 
 
 class SamplingState:
@@ -25,15 +26,20 @@ class SamplingState:
     Every decided token is appended to the text, so the state only moves forward.
     """
 
-    def __init__(self, start: SequenceStart, compile_grammar: Compile | None = None):
-        """`compile_grammar` begins to compile a grammar; None: no request has one."""
+    def __init__(
+        self,
+        start: SequenceStart,
+        compile_grammar: Compile | None = None,
+        masks: FairThread | None = None,
+    ):
+        """`compile_grammar` begins to compile a grammar, and `masks` follows the text in it; None:
+        no request has one."""
         self.sampling, self.eos = unpack(start.params)
         self.failure: str | None = None  # why the grammar cannot be followed any further
-        self._compiling = None
         if self.sampling.grammar:
-            assert compile_grammar is not None
-            self._compiling = compile_grammar(self.sampling.grammar)
-        self._matcher: Matcher | None = None
+            assert compile_grammar is not None and masks is not None
+            self._masks, self._compiling = masks, compile_grammar(self.sampling.grammar)
+        self._mask: Future[np.ndarray] | None = None  # of the next token, once it is asked for
         self._allowed: np.ndarray | None = None  # the tokens that may follow, if there is a grammar
         self.length = start.committed_len
         self._prompt_len = start.prompt_len
@@ -95,21 +101,35 @@ class SamplingState:
                 self._draft_tokens.pop(parent, None)
 
     def update_allowed(self) -> bool:
-        """Look up which tokens may follow; False: the grammar cannot be followed (`failure`)."""
+        """Look up which tokens may follow. False: that is not known yet, or the grammar cannot be
+        followed (`failure`)."""
         if not self.sampling.grammar:
             return True
         try:
-            if self._matcher is None:
-                assert self._compiling is not None and self._text is not None
-                with progress.part(LOADING_S):
-                    self._matcher = self._compiling.result()
-                self._matcher.consume(self._text[self._prompt_len :])
-            self._allowed = self._matcher.allowed()
+            if self._mask is None:
+                if not self._masks.wait_for(self._compiling):
+                    return False
+                assert self._text is not None
+                self._follow(self._text[self._prompt_len :])
+            assert self._mask is not None
+            if not self._masks.wait_for(self._mask):
+                return False
+            self._allowed = self._mask.result()
             if not self._allowed.any():
                 raise GrammarFailed("nothing may follow")
         except GrammarFailed as error:
             self.failure = str(error)
         return self.failure is None
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Begin to compute the mask that follows these tokens."""
+        matcher = self._compiling.result()
+
+        def mask() -> np.ndarray:
+            matcher.consume(tokens)
+            return matcher.allowed()
+
+        self._mask = self._masks.submit(self.sampling.grammar, mask)
 
     def adjust(self, scores: torch.Tensor) -> torch.Tensor:
         """The next token's logits `[vocab]` after bias, penalties and what is barred, float64;
@@ -147,8 +167,8 @@ class SamplingState:
     def append(self, token: int) -> None:
         if self._counts is not None:
             self._counts.append(token)
-        if self._matcher is not None and token not in self.eos:
-            self._matcher.consume([token])
+        if self._mask is not None and token not in self.eos:
+            self._follow([token])
         self.length += 1
 
 

@@ -30,7 +30,8 @@ class AcceptedPath:
     """The accepted path of one sequence through the rows of a batch.
 
     Attributes:
-        row: the row whose logits decide the next token; None: the path has ended.
+        row: the row whose logits decide the next token; None: the path has ended. One that is left
+            after `verify_batch` waits for a grammar's mask.
         tokens: those decided, one more than the accepted draft tokens; none if the tip is not in
             the batch.
         logprobs: of these tokens, if requested.
@@ -104,10 +105,14 @@ def verify_plain_greedy(parts: Sequence[Part], values: Tensor, tokens: Tensor) -
 
 
 def _continues(state: SamplingState, path: AcceptedPath) -> bool:
-    """Whether the next token of a path is to be decided."""
-    if path.row is not None and not state.update_allowed():
+    """Whether the next token of a path is to be decided now; it waits for the mask otherwise."""
+    if path.row is None:
+        return False
+    if state.update_allowed():
+        return True
+    if state.failure is not None:
         path.fail(GRAMMAR)
-    return path.row is not None
+    return False
 
 
 def _decide_next(parts: Sequence[Part], logits: Tensor) -> None:

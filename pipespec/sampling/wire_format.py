@@ -15,7 +15,8 @@ _DEFAULTS = asdict(SamplingParams())
 
 def pack(sampling: SamplingParams, eos: tuple[int, ...]) -> bytes:
     """`eos`: the tokens that end the text."""
-    changed = {name: value for name, value in asdict(sampling).items() if value != _DEFAULTS[name]}
+    values = {name: getattr(sampling, name) for name in _DEFAULTS}  # asdict copies a long bias
+    changed = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
     return json.dumps([changed, eos], separators=(",", ":")).encode()
 
 

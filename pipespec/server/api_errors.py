@@ -9,7 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipespec.errors import ConfigError, GrammarError, NonFiniteLogits, PipespecError, Unreachable
+from pipespec.errors import (
+    ConfigError,
+    GrammarError,
+    LogFull,
+    NonFiniteLogits,
+    PipespecError,
+    Unreachable,
+    WritesRefused,
+)
 from pipespec.system.validation import shown
 
 # After how many seconds a client may try again that was refused because of load.
@@ -90,6 +98,8 @@ def api_error_of(error: PipespecError) -> ApiError:
     for kind, status, code in (
         (ConfigError, HTTPStatus.BAD_REQUEST, None),
         (ServerShuttingDown, HTTPStatus.SERVICE_UNAVAILABLE, "shutting_down"),
+        (LogFull, HTTPStatus.SERVICE_UNAVAILABLE, "log_full"),
+        (WritesRefused, HTTPStatus.SERVICE_UNAVAILABLE, "log_not_writable"),
         (GrammarError, HTTPStatus.BAD_REQUEST, "grammar_failed"),  # it would fail again
         (NonFiniteLogits, HTTPStatus.INTERNAL_SERVER_ERROR, "not_finite"),
     ):

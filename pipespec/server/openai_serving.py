@@ -262,9 +262,13 @@ class OpenAIServing:
             return None
 
     async def health(self) -> dict[str, str]:
-        """Whether the cluster answers requests: 200 or 503."""
+        """Whether the cluster answers requests, and its log can be written: 200 or 503."""
         if await self.cluster_status() is None:
             raise cluster_unavailable()
+        try:
+            await self.client.log.check_writable()
+        except ControllerError as error:
+            raise api_error_of(error) from None
         return {"status": "ok"}
 
 

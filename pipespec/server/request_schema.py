@@ -30,7 +30,7 @@ from pipespec.system.validation import is_whole, shown
 MAX_CHOICES = 128  # of one prompt
 MAX_PROMPTS = 256  # of one request
 MAX_ANSWERS = 1024  # to one request
-MAX_STOPS = 64
+MAX_STOPS, MAX_STOP = 64, 256  # and characters of each
 MAX_SALT = 1024  # characters; it is kept with the request
 MAX_TEMPERATURE = 1e6
 
@@ -86,12 +86,13 @@ def refuse_fields(given: Mapping[str, Any], refused: Refused) -> None:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Texts = Annotated[list[_Text], Field(max_length=MAX_STOPS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Texts = Annotated[
     list[str],
     Accepts(
-        _Text | _Texts | None,
-        f"a text or a list of up to {MAX_STOPS} texts, none of them empty",
+        _Stop | _Stops | None,
+        f"a text or a list of up to {MAX_STOPS} texts of up to {MAX_STOP} characters, none empty",
         lambda value: [value] if isinstance(value, str) else value or [],
     ),
 ]

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from pipespec.client.async_client import AsyncAnswer, AsyncClient
 from pipespec.controller.log_records import Accepted, Event, Finished, check_answered
+from pipespec.core import Request
 from pipespec.errors import PipespecError
 from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.metrics import ABORTED, Metrics, RequestTimer
@@ -136,18 +137,22 @@ class ResponseStream:
     async def submit(self) -> None:
         self._events = await self._following.enter_async_context(self._client.follow())
         request = self.request
-        for answer, sampling in zip(self._answers, request.sampling_params, strict=True):
-            number = await self._events.submit(
-                request.prompt_of(answer.index),
-                sampling,
+        asked = [
+            Request(
+                id=0,
+                prompt=request.prompt_of(answer.index),
                 # The cluster decodes one token at least, also if only the prompt is wanted.
                 max_new_tokens=answer.max_tokens or 1,
-                stop=request.stop,
                 eos=request.eos,
+                stop=request.stop,
+                sampling=sampling,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
             )
-            self._by_number[number] = answer
+            for answer, sampling in zip(self._answers, request.sampling_params, strict=True)
+        ]
+        numbers = await self._events.submit_all(asked)
+        self._by_number = dict(zip(numbers, self._answers, strict=True))
 
     async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
         """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
@@ -230,7 +235,7 @@ def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
 
 
 async def full_response(
-    stream: ResponseStream, reply_format: ReplyFormat, request: Request
+    stream: ResponseStream, reply_format: ReplyFormat, request: HttpRequest
 ) -> Response:
     """The answers in one reply, unless the client disconnects before. Raises ApiError."""
     collecting = asyncio.ensure_future(_collect(stream, reply_format))
@@ -265,7 +270,7 @@ def _to_json(reply_format: ReplyFormat) -> str:
     return reply_format.response().model_dump_json()
 
 
-async def _until_disconnected(request: Request) -> None:
+async def _until_disconnected(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
 from pipespec.sampling.sampling_state import SamplingState
-from pipespec.timing.batch_times import RowTimes, pack
+from pipespec.system.fair_thread import FairThread
+from pipespec.timing.batch_times import Ema, RowTimes, pack
 from pipespec.timing.clock import REAL_TIME, StepClock
 from pipespec.timing.stats import PERIOD
 from pipespec.timing.trace import Timeline
@@ -42,6 +43,7 @@ class StageSettings:
         clock: the least time of a step.
         attention: the backend, for the statistics.
         compile_grammar: begins to compile a grammar, at the last stage.
+        masks: follows the texts in their grammars there.
         share_cores: is told before a batch whether other stages compute meanwhile.
     """
 
@@ -50,6 +52,7 @@ class StageSettings:
     clock: StepClock = REAL_TIME
     attention: str = ""
     compile_grammar: Compile | None = None
+    masks: FairThread = field(default_factory=FairThread)
     share_cores: Callable[[bool], None] = lambda shares: None
 
 
@@ -86,6 +89,7 @@ class StageLoop:
         # Whether the batches of the steps before, which are in later stages now, had rows.
         self._behind = deque[bool](maxlen=layout.num_steps - 1)
         self._times = times or RowTimes()
+        self._usual_ms = Ema()  # of a batch with rows
         self._published_ns = timeline.clock()  # when measurements were published last
         self._worked = Counter[str]()  # totals when the last sequence ended
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
@@ -198,7 +202,7 @@ class StageLoop:
                 self._since = self.timeline.clock()
             self._sequences[start.sequence] = start, self.counted()
             if self.last:
-                verifier = SamplingState(start, self.settings.compile_grammar)
+                verifier = SamplingState(start, self.settings.compile_grammar, self.settings.masks)
                 self._verifiers[start.sequence] = verifier
 
     def compute(self, batch: Batch) -> Batch:
@@ -220,6 +224,7 @@ class StageLoop:
                     for sequence, logprobs in self.runner.score_prompts(computed, state_of):
                         start_of, _ = self._sequences[sequence]
                         self.controller.add_prompt_logprobs(start_of.request, logprobs)
+                self.settings.masks.grant_share(self._usual_ms.value)
                 self._verdicts = self.runner.verify(computed, state_of)
                 self.log_failures()
         with self.timeline("pace"):
@@ -229,6 +234,7 @@ class StageLoop:
         if len(computed):
             took_ms = (self.timeline.clock() - start) / 1e6
             self._times.add(len(computed), took_ms, self.runner.slots_read)
+            self._usual_ms.add(took_ms)
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
         computed.step = self.step

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher
+from pipespec.system.fair_thread import FairThread
 
 
 class OneOf:
@@ -43,6 +44,13 @@ class OneOf:
     def rollback(self, count: int) -> None:
         assert count <= len(self.text)
         del self.text[len(self.text) - count :]
+
+
+class PatientMasks(FairThread):
+    """Lets a loop wait for every mask, however long it takes."""
+
+    def grant_share(self, usual_ms: float | None) -> None:
+        pass
 
 
 def compiled(matcher: Matcher | Exception) -> Future[Matcher]:

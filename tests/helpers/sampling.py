@@ -17,6 +17,7 @@ from pipespec.sampling.grammar import Matcher
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
 from pipespec.sampling.wire_format import pack
+from pipespec.system.fair_thread import FairThread
 from tests.helpers.grammar import compiled
 
 VOCAB = 97
@@ -65,7 +66,9 @@ def opened(
     """The state of a sequence of which `answer` was decided before."""
     text = (*prompt, *answer)
     start = SequenceStart(1, 1, len(prompt), len(text), pack(params, eos))
-    mine = SamplingState(start, None if matcher is None else lambda _: compiled(matcher))
+    mine = SamplingState(
+        start, None if matcher is None else lambda _: compiled(matcher), FairThread()
+    )
     if mine.needs_text:
         mine.set_text(text)
     return mine

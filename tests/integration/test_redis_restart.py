@@ -168,6 +168,22 @@ def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
     assert not [name for name in left if name.startswith("temp-")]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_partial_files_of_a_killed_server_are_removed_when_it_starts_again(
+    tmp_path: Path, kept: bool
+) -> None:
+    with EmbeddedRedis(data=tmp_path if kept else None) as server:
+        with RedisConnection(server.url) as pipe:
+            folder = Path(pipe.call("CONFIG", "GET", "dir")[1].decode())
+        (folder / "appendonlydir").mkdir(exist_ok=True)
+        names = ("temp-rewriteaof-1.aof", "temp-rewriteaof-bg-2.aof", "temp-3.rdb")
+        left = [folder / name for name in (*names, "appendonlydir/temp-appendonly.aof.manifest")]
+        for file in left:
+            file.touch()
+        server.restart()
+        assert not [file for file in left if file.exists()]
+
+
 def test_requests_to_another_model_are_not_taken_up(tmp_path: Path) -> None:
     small = KeptModel("/models/a (float32)", 100)
     check_model(tmp_path, small, "do this")  # nothing is kept

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -13,18 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.controller import epoch_control, request_log
+from pipespec.controller import epoch_control, log_records, request_log
+from pipespec.controller.async_request_log import AsyncRequestLog
 from pipespec.controller.cluster_status import ClusterStatus, read_status
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.epoch_control import MAX_FAILED_CLUSTERS
-from pipespec.controller.log_records import FAILED, Accepted, Event, Finished
+from pipespec.controller.log_records import FAILED, Accepted, Event, Finished, check_size
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.request_log import RequestLog
+from pipespec.controller.request_log import RequestLog, enqueuing
 from pipespec.core import PromptLogprobs, Request, TokenLogprobs
 from pipespec.core import SamplingParams as Asked
-from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.errors import ConfigError, ControllerError, LogFull, StaleEpoch, WritesRefused
+from pipespec.server.api_errors import api_error_of
 from pipespec.timing.batch_times import NO_TIMES
 from tests.helpers.log import accept, head_of, take
 from tools.rig.log import events_of, reports_of
@@ -505,6 +510,119 @@ def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
     perform(head, lambda: head.report(request, {"rows": 1}))
     names = (keys.request(request), keys.events(request), keys.reports(request))
     assert not pipe.call("EXISTS", *names)
+
+
+# --- what it occupies ---------------------------------------------------------------------------
+
+
+def test_what_answers_of_one_user_share_is_stored_once_and_goes_with_the_last(
+    head: Controller, pipe: RedisConnection, namespace: str
+) -> None:
+    keys, prompts = RedisKeys(namespace), ((7,) * 3000, (8,) * 3000)
+    sampling = Asked(1.0, grammar="g" * 100_000)
+    requests = [
+        Request(0, prompt, 9, stop=("x" * 200,) * 64, sampling=replace(sampling, seed=seed))
+        for prompt in prompts
+        for seed in range(64)
+    ]
+    before = used(pipe)
+    first = pipe.call(*enqueuing(keys, requests))
+    assert used(pipe) - before < 2**20
+    found = head.next_requests(200, wait=True) or []
+    assert [each for each, _ in found] == [
+        replace(each, id=first + i) for i, each in enumerate(requests)
+    ]
+    for request, _ in found[1:]:
+        perform(head, partial(head.finish, request.id, "stop"))
+    assert pipe.call("EXISTS", keys.shared(first)) == 1
+    perform(head, lambda: head.finish(first, "stop"))
+    assert pipe.call("EXISTS", keys.shared(first)) == 0
+
+
+def used(pipe: RedisConnection) -> int:
+    """Bytes of Redis' memory."""
+    return int(re.search(rb"used_memory:(\d+)", pipe.call("INFO", "memory"))[1])  # type: ignore[index]
+
+
+TOP = tuple((100_000 + i, -1.2345678901234567) for i in range(20))
+LOGPROBS = TokenLogprobs(-12.345678901234567, TOP)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 20}, {"prompt_logprobs": 20}])
+def test_request_occupies_no_more_than_was_counted_before_it_was_admitted(
+    head: Controller, pipe: RedisConnection, namespace: str, asked: dict[str, int]
+) -> None:
+    count, keys = 2000, RedisKeys(namespace)
+    request = Request(0, (1000,) * count, count, sampling=Asked(**asked))
+    with pytest.MonkeyPatch.context() as patched:
+        number = pipe.call(*enqueuing(keys, [request]))
+        take(head)
+        for i in range(count if "prompt_logprobs" in asked else 0):
+            head.add_prompt_logprobs(number, PromptLogprobs(i, (LOGPROBS,)))
+        scored = [LOGPROBS] if "logprobs" in asked else []
+        for i in range(count):
+            accept(head, number, count + i, [50_000], scored)
+        head.report(number, {"token_ns": [10**18 + i for i in range(count)]})
+        perform(head, lambda: head.tokens(number))
+        names = (keys.request, keys.events, keys.reports, keys.shared)
+        occupied = sum(pipe.call("MEMORY", "USAGE", name(number)) for name in names)
+        patched.setattr(log_records, "MAX_BYTES", occupied)
+        with pytest.raises(ConfigError, match="may take"):
+            check_size([request], 2 * count + 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "asked", "fits"),
+    [
+        (1, 10**6, {}, False),
+        (1, 250_000, {}, True),
+        (128, 2000, {}, True),
+        (128, 100, {"logprobs": 20}, True),
+        (128, 2000, {"logprobs": 20}, False),
+        (128, 1, {"prompt_logprobs": 20}, False),
+    ],
+)
+def test_request_that_may_occupy_too_much_is_refused_by_name(
+    count: int, tokens: int, asked: dict[str, int], fits: bool
+) -> None:
+    request = Request(0, (1,) * 1000, tokens, sampling=Asked(**asked))
+    with nullcontext() if fits else pytest.raises(ConfigError, match="may take 18; ask for fewer"):
+        check_size([request] * count, 10**7)
+
+
+def test_requests_are_refused_while_memory_is_full_and_finished_ones_go_sooner(
+    head: Controller, pipe: RedisConnection, namespace: str
+) -> None:
+    known = head.enqueue(**ASKED)
+    (most,) = pipe.call("CONFIG", "GET", "maxmemory")[1:]
+    try:
+        pipe.call("CONFIG", "SET", "maxmemory", int(used(pipe) / 0.8))
+        with pytest.raises(LogFull, match="full"):
+            head.enqueue(**ASKED)
+        perform(head, lambda: head.finish(known, "stop"))
+        assert 0 < pipe.call("TTL", RedisKeys(namespace).events(known)) <= 60
+    finally:
+        pipe.call("CONFIG", "SET", "maxmemory", most)
+    head.enqueue(**ASKED)
+
+
+def test_log_that_cannot_be_written_is_noticed(server: EmbeddedRedis, namespace: str) -> None:
+    async def check() -> None:
+        log = AsyncRequestLog(server.url, namespace=namespace, patience=0)
+        try:
+            await log.check_writable()
+        finally:
+            await log.close()
+
+    with RedisConnection(server.url) as pipe:
+        asyncio.run(check())
+        pipe.call("CONFIG", "SET", "min-replicas-to-write", 1)
+        try:
+            with pytest.raises(WritesRefused) as refused:
+                asyncio.run(check())
+        finally:
+            pipe.call("CONFIG", "SET", "min-replicas-to-write", 0)
+    assert api_error_of(refused.value).status == 503
 
 
 def test_every_rank_reports(server: EmbeddedRedis, head: Controller, namespace: str) -> None:

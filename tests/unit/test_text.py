@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
 import pytest
@@ -254,3 +255,12 @@ def test_a_token_alone_has_a_text_and_bytes() -> None:
     ids = tokenizer.encode("the é😀")
     assert b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "the é😀"
     assert token_text(tokenizer, ids[0]) == "the"
+
+
+def test_long_stop_strings_cost_no_more_for_a_token_than_short_ones():
+    stops = tuple("x" * 200 + f"{i:03d}" for i in range(64))
+    stream, began = StopStrings(stops), time.process_time()
+    for _ in range(5000):
+        stream.push("x and ")
+    assert time.process_time() - began < 1.5
+    assert stream.push("x" * 200 + "063") == "" and stream.found == stops[63]

@@ -45,6 +45,7 @@ from pipespec.stage.profile_run import profile_run
 from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.system.cores import should_spin
 from pipespec.system.device_copy import make_current
+from pipespec.system.fair_thread import FairThread
 from pipespec.system.liveness import LATE_S, LOADING_S, MEETING_S, Waiting, progress
 from pipespec.system.result_cache import load_cached, store_cached
 from pipespec.timing.batch_times import RowTimes
@@ -299,14 +300,15 @@ def join_rank(
             # rank's.
             delay_ms = config.emulate_link.latency_ms * config.emulate.scale * (2 if rank else 1)
             transport = config.emulate_link.delayed(transport, config.emulate.scale)
-            begin = None if grammars is None else grammars.begin
             if not rank:
-                _run_head(deployment, runner, mid, controller, transport, delay_ms, begin)
+                assert grammars is not None
+                _run_head(deployment, runner, mid, controller, transport, delay_ms, grammars)
                 return
             assert runner is not None
             attention = runner.model.attention
+            begin, masks = (grammars.begin, grammars.masks) if grammars else (None, FairThread())
             settings = StageSettings(
-                layout, delay_ms, config.emulate, attention, begin, compute.share_cores
+                layout, delay_ms, config.emulate, attention, begin, masks, compute.share_cores
             )
             timeline = Timeline(record=config.trace is not None)
             stage = StageLoop(runner, transport, controller, settings, timeline, times)
@@ -323,7 +325,7 @@ def _run_head(
     controller: Controller,
     transport: Transport,
     delay_ms: float,
-    begin_grammar: Callable[[str], Any] | None,
+    grammars: Grammars,
 ) -> None:
     config = deployment.config
     kv_tokens = controller.kv_tokens(deployment.num_ranks - 1)
@@ -337,7 +339,8 @@ def _run_head(
         rank_components.stop_check(deployment),
         delay_ms,
         config.emulate,
-        begin_grammar,
+        grammars.begin,
+        grammars.masks,
         keep_learnt=partial(store_cached, STEP_TIMES, key),
     )
     if rank_components.measures_steps(config):

@@ -55,6 +55,7 @@ class SliceRunner:
         self.slots_read = 0
         self.cached: dict[int, int] = {}
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
+        self._undecided: Batch | None = None  # rows at or below tips that wait for a mask
 
     def start_sequence(
         self,
@@ -182,8 +183,10 @@ class SliceRunner:
         return batch.select(np.array(keep, bool))
 
     def verify(self, batch: Batch, state_of: Callable[[int], SamplingState]) -> list[Verdict]:
-        """Decide the tokens after the tip of each sequence whose tip is in this batch (last stage
-        only), with the sampling states of `state_of`."""
+        """Decide the tokens after the tip of each sequence whose tip is in this batch, or in an
+        earlier one if a mask was not known then (last stage only), with the sampling states of
+        `state_of`."""
+        batch = self._with_undecided(batch)
         paths: dict[int, AcceptedPath] = {}
         path_rows: list[np.ndarray] = []  # the rows of each path
         for sequence, span in _spans(batch.rows):
@@ -206,10 +209,26 @@ class SliceRunner:
             verify_plain_greedy(parts, *self.model.best_tokens(self._hidden(batch, rows)))
         else:
             verify_batch(parts, self.model.logits(self._hidden(batch, rows)))
+        each = zip(paths.values(), path_rows, strict=True)
+        if waiting := [mine for path, mine in each if path.row is not None]:
+            left = np.concatenate(waiting)
+            self._undecided = Batch(batch.step, batch.rows[left], self._hidden(batch, left))
         return [
             Verdict(sequence, base, tuple(path.tokens), tuple(path.logprobs), path.failure)
             for (sequence, path), base in zip(paths.items(), decided, strict=True)
+            if path.tokens or path.failure
         ]
+
+    def _with_undecided(self, batch: Batch) -> Batch:
+        """A computed batch and the rows that were left before it."""
+        left, self._undecided = self._undecided, None
+        if left is None:
+            return batch
+        rows = np.concatenate((left.rows, batch.rows))
+        order = np.argsort(rows[:, SEQUENCE], kind="stable")
+        hidden = [each.hidden for each in (left, batch) if each.hidden is not None]
+        joined = Batch(batch.step, rows, torch.cat(hidden))
+        return replace(joined, rows=rows[order], hidden=self._hidden(joined, order))
 
     def score_prompts(
         self, batch: Batch, state_of: Callable[[int], SamplingState]
@@ -247,6 +266,8 @@ class SliceRunner:
         lineage = self.lineages.pop(sequence, None)
         if lineage is None and sequence not in self.cached:
             return
+        if self._undecided is not None:
+            self._undecided = self._undecided.select(self._undecided.rows[:, SEQUENCE] != sequence)
         length = self.cached.pop(sequence, 0) if lineage is None else lineage.length
         assert keep <= length, "the prefix to retain is not here"
         if lineage is not None:

@@ -82,16 +82,16 @@ def test_redis_holds_nothing_comparable_with_an_api_key(
     place: Sandbox, private: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even by who knows the key: the salt is made with a secret of the server."""
-    completed(private, FIRST, prompt=long_prompt())
     monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
     running = registry.find(NAME)
-    pipe = RedisConnection(running.url)
-    try:
-        keys = RedisKeys(running.namespace)
-        number = int(pipe.call("GET", keys.counter))
-        asked = json.loads(pipe.call("HGET", keys.request(number), "spec"))
-    finally:
-        pipe.close()
+    body = {"prompt": long_prompt(), "max_tokens": 400, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {FIRST}"}
+    with (
+        RedisConnection(running.url) as pipe,
+        private.http.stream("POST", "/v1/completions", json=body, headers=headers) as reply,
+    ):
+        shared = RedisKeys(running.namespace).shared(int(reply.headers["X-Pipespec-Request"]))
+        asked, _ = json.loads(pipe.call("HGET", shared, "spec"))
     assert re.fullmatch("[0-9a-f]{64}", asked["cache_salt"])
     assert FIRST not in json.dumps(asked)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from random import Random
 from time import process_time
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipespec.engine import llguidance_backend
 from pipespec.engine.checkpoint import tokenizer
 from pipespec.engine.llguidance_backend import (
     Grammars,
@@ -128,6 +130,9 @@ UNFIT = {
     "an empty choice": (grammar_from_choice, [""], "no text but the empty one fits it"),
     "an anchor inside": (grammar_from_regex, r"a\b", "anchors inside a pattern"),
     "one of": (grammar_from_json_schema, {"oneOf": [{}, {"type": "null"}]}, "use anyOf"),
+    "a long text": (grammar_from_regex, "abcdefghij" * 10000, "too slow"),
+    "a long constant": (grammar_from_json_schema, {"const": "abc" * 20000}, "too slow"),
+    "ambiguous": (grammar_from_lark, 'start: e\ne: e e | e e e | "a" | "b"', "too slow"),
     "no rule": (grammar_from_lark, "start: foo", "foo"),
     "nonsense": (grammar_from_lark, "nonsense", "GBNF"),
     "too long": (grammar_from_choice, [str(i) for i in range(40000)], "bytes"),
@@ -141,6 +146,20 @@ def test_what_cannot_be_followed_is_refused_with_the_reason_within_a_second(name
     with pytest.raises(GrammarFailed, match=re.escape(why)):
         GRAMMARS.check(make(given_))
     assert process_time() - began < 1
+
+
+def test_answers_with_one_grammar_share_its_compilation_but_no_state(monkeypatch):
+    make, compiled = llguidance_backend.LlguidanceMatcher, []
+    counted = lambda *given: compiled.append(given) or make(*given)  # noqa: E731
+    monkeypatch.setattr(llguidance_backend, "LlguidanceMatcher", counted)
+    grammars = Grammars(lambda: TOKENIZER, VOCABULARY, (EOS,))
+    with closing(grammars):
+        made = grammar_from_json_schema(SCHEMAS["nested"])
+        first, second = (grammars.begin(made).result() for _ in range(2))
+        before = may_follow(second)
+        first.consume(drawn(first, 0)[:4])
+        assert may_follow(second) == before
+        assert len(compiled) == 1
 
 
 def test_a_model_that_cannot_end_a_text_holds_none_to_a_grammar():

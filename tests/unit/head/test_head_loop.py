@@ -43,7 +43,7 @@ from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.timing.batch_times import BatchTimes
 from pipespec.timing.trace import Timeline
-from tests.helpers.grammar import OneOf, compiled
+from tests.helpers.grammar import OneOf, PatientMasks, compiled
 from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages
 
 NUM_STAGES = 4
@@ -74,7 +74,10 @@ def head(
         link,
         controller,
         HeadSettings(
-            Layout(NUM_STAGES), lambda request: lambda token: False, compile_grammar=compile_grammar
+            Layout(NUM_STAGES),
+            lambda request: lambda token: False,
+            compile_grammar=compile_grammar,
+            masks=PatientMasks(),
         ),
         Timeline(),
     )

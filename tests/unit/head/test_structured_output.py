@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import wait
+from contextlib import closing
 from random import Random
 
 import numpy as np
@@ -12,6 +15,7 @@ from pipespec.head.proposer import Proposal
 from pipespec.head.structured_output import GrammarGuide, add_ahead, masked_proposal
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.grammar import unpack_mask
+from pipespec.system.fair_thread import FairThread
 from tests.helpers.grammar import OneOf
 from tests.helpers.trees import check_tree
 
@@ -115,3 +119,17 @@ def test_node_without_candidates_gets_the_determined_token():
     found = masked_proposal(none, np.array([4, 6]), allowed)
     assert found.tokens[0, 0] == 35 and found.logps[0, 0] == 0
     assert found.logps[1, 0] == -np.inf
+
+
+def test_masks_that_are_late_hold_up_no_round_and_serve_a_later_one():
+    masks, may_go_on = FairThread(), threading.Event()
+    with closing(masks):
+        guide, tree = GrammarGuide(OneOf([[1, 2, 3]], EOS), (EOS,), (), masks, "form"), root()
+        masks.submit("form", may_go_on.wait)
+        masks.grant_share(0.0)
+        assert guide.look_ahead(tree, np.array([ROOT]), LAST) == ()
+        assert guide.allowed(tree, np.array([ROOT])) is None
+        may_go_on.set()
+        wait([masks.submit("form", lambda: None)])
+        (found,) = guide.look_ahead(tree, np.array([ROOT]), LAST)
+        assert found.tokens == [1, 2, 3] and found.ends

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from pipespec.core import RELAXED, SamplingParams
 from pipespec.sampling.grammar import GrammarFailed, allows, only_token, unpack_mask
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.verifier import AcceptedPath, verify_batch
+from pipespec.system.fair_thread import FairThread
 from tests.helpers.grammar import OneOf
 from tests.helpers.sampling import opened as opened_state
 
@@ -132,3 +138,31 @@ def test_token_masks_as_bits_and_as_bools_agree(tokens, size):
     params = np.tile(np.arange(-1, 130), (2, 1))
     assert set((np.flatnonzero(allows(many, params)[0]) - 1).tolist()) == tokens
     assert not allows(many, params)[1].any()
+
+
+def test_grammar_with_many_slow_masks_delays_no_other_by_more_than_one():
+    masks, begin, order = FairThread(), threading.Event(), []
+
+    def slow(name: str) -> None:
+        order.append(name)
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+
+    with closing(masks):
+        masks.submit("slow", begin.wait)
+        calls = [masks.submit("slow", partial(slow, "slow")) for _ in range(10)]
+        calls += [masks.submit("other", partial(slow, "other")) for _ in range(2)]
+        begin.set()
+        wait(calls)
+    assert order.index("other") <= 1 and order[-7:] == ["slow"] * 7
+
+
+def test_loop_waits_for_masks_no_longer_than_a_share_of_its_step():
+    masks, later = FairThread(), Future()
+    began = time.monotonic()
+    masks.grant_share(50.0)
+    assert not masks.wait_for(later) and not masks.wait_for(later)
+    assert time.monotonic() - began < 5
+    later.set_result(None)
+    assert masks.wait_for(later)

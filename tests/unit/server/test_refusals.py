@@ -173,6 +173,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 1000}, "n", "128"),
     ({"seed": 2**63}, "seed", "less than or equal"),
     ({"stop": ["x"] * 1000}, "stop", "up to 64 texts"),
+    ({"stop": "x" * 257}, "stop", "of up to 256 characters"),
     ({"stop": [""]}, "stop", "empty"),
     ({"stop": 3}, "stop", "is 3, but must be a text"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "0 to 2047"),

@@ -1,5 +1,8 @@
 """A stage's books: who owns which slot, after anything that can happen."""
 
+from concurrent.futures import Future
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.sampling_state import SamplingState
 from pipespec.sampling.wire_format import pack
 from tests.helpers import models
+from tests.helpers.grammar import OneOf, PatientMasks, compiled
 
 NUM_SLOTS = 1000
 
@@ -204,6 +208,56 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
         hidden = alone(model, asker.text.rows(0))
         assert verdict.tokens == (int(model.logits(hidden[-1:]).argmax()),)
         assert verdict.base == len(asker.text.tokens)
+
+
+class LateMasks(PatientMasks):
+    """Masks that no loop receives until `there`."""
+
+    there = False
+
+    def wait_for(self, future: Future[Any]) -> bool:
+        return self.there and super().wait_for(future)
+
+
+def test_text_whose_mask_is_late_delays_no_other_and_loses_no_draft_token(model):
+    """It is decided in a later step, also one without rows, by the logits of its own."""
+    text, found = [3, 1, 4], {}
+    for late in (False, True):
+        stage, masks = SliceRunner(model, NUM_SLOTS), LateMasks()
+        masks.there = not late
+        verifiers = {
+            number: SamplingState(
+                SequenceStart(number, number, 3, 3, pack(SamplingParams(grammar=grammar), ())),
+                lambda _: compiled(OneOf([[7, 9, 2]], 49)),
+                masks,
+            )
+            for number, grammar in ((1, "form"), (2, ""))
+        }
+        tree = Tree(2, 1, text[-1], position=2, fed=True)
+        tree.add_children(np.array([ROOT]), np.array([[7, 8]]), np.log([[0.5, 0.4]]))
+        rows = np.concatenate((rows_of(1, text), tree.rows(1, np.array([1, 2])), rows_of(2, text)))
+        first = stage.verify(stage.compute(Batch(0, rows)), verifiers.__getitem__)
+        stage.apply(first)
+        masks.there = True
+        second = stage.verify(stage.compute(Batch(1)), verifiers.__getitem__)
+        stage.apply(second)
+        found[late] = {each.sequence: each.tokens for each in (*first, *second)}
+        assert [each.sequence for each in first] == ([2] if late else [1, 2])
+        stage.release(1)
+        stage.release(2)
+        assert stage.slots.num_free == NUM_SLOTS
+    assert found[True] == found[False] and found[True][1] == (7, 9)
+
+
+def test_text_that_ends_before_its_mask_is_there_leaves_nothing(model):
+    stage, masks = SliceRunner(model, NUM_SLOTS), LateMasks()
+    start = SequenceStart(1, 1, 3, 3, pack(SamplingParams(grammar="form"), ()))
+    verifier = SamplingState(start, lambda _: compiled(OneOf([[7]], 49)), masks)
+    assert stage.verify(stage.compute(Batch(0, rows_of(1, [3, 1, 4]))), lambda _: verifier) == []
+    stage.release(1)
+    masks.there = True
+    assert stage.verify(stage.compute(Batch(1)), lambda _: verifier) == []
+    assert stage.slots.num_free == NUM_SLOTS
 
 
 def test_masks_see_their_node_and_one_another_and_leave_no_slot_behind(model):

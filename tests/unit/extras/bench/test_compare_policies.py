@@ -10,7 +10,7 @@ import pytest
 from pipespec.cluster.decide import decide
 from pipespec.cluster.ranks.rank_components import num_profiled_rows, scheduler_config
 from pipespec.config.compose import compose
-from pipespec.controller.log_records import pack_request, unpack_request
+from pipespec.controller.log_records import pack_requests, unpack_request, unpack_shared
 from pipespec.core import Request
 from pipespec.errors import ConfigError
 from pipespec.extras.bench.comparison import Comparison, composed, policies_of
@@ -100,9 +100,10 @@ def test_children_of_every_way_must_be_in_the_vocabulary() -> None:
 
 def test_the_log_keeps_the_way_of_a_request_and_knows_older_requests() -> None:
     request = Request(7, (1, 2), 3, policy="policy=level policy.width=4")
-    assert unpack_request(7, pack_request(request).encode()) == request
-    old = pack_request(request).replace(', "policy": "policy=level policy.width=4"', "")
-    assert unpack_request(7, old.encode()) == replace(request, policy="")
+    shared, (own,) = pack_requests([request])
+    assert unpack_request(7, unpack_shared(shared.encode()), own.encode()) == request
+    old = unpack_shared(shared.replace(',"policy":"policy=level policy.width=4"', "").encode())
+    assert unpack_request(7, old, own.encode()) == replace(request, policy="")
 
 
 # --- what is said -----------------------------------------------------------------------------
