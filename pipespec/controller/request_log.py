@@ -132,6 +132,7 @@ def enqueuing(keys: RedisKeys, request: Request) -> tuple[Any, ...]:
         secrets.token_hex(8),
         KEEP_TICKET_S,
         request.priority,
+        request.tenant,
     )
 
 
