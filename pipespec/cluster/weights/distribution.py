@@ -185,7 +185,11 @@ class _Distribution:
         def lock(peer: Peer) -> None:
             if peer is launcher:
                 self.prepare(peer)
-                lock_folders(self.peers, self._on_warning, self._over.wait)
+                lock_folders(self.peers, self._on_warning, pause)
+
+        def pause(seconds: float) -> bool:
+            launcher.moved(0)  # another start goes on meanwhile
+            return self._over.wait(seconds)
 
         self.at_once(lock)
         self.peers = [peer for peer in self.peers if peer.needs]
