@@ -17,15 +17,16 @@
 -- has acted, the next one finds the mark at the request (admit).
 --- @include "request"
 --- @include "end_request"
+--- @include "queue"
 
-local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
+local known = redis.call('HMGET', KEYS[2], 'length', 'reason', 'tenant')
 if not known[1] then
   return unknown_request(ARGV[2])
 end
 if known[2] then
   return 0
 end
-if redis.call('ZREM', KEYS[4], ARGV[2]) == 1 then
+if leave_queue(KEYS[4], ARGV[2], known[3]) then
   end_request(KEYS[2], KEYS[3], KEYS[5], known[1], ARGV[3], ARGV[4])
   return 1
 end

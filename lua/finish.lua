@@ -18,19 +18,20 @@
 --- @include "fence"
 --- @include "request"
 --- @include "end_request"
+--- @include "queue"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
-local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
+local known = redis.call('HMGET', KEYS[2], 'length', 'reason', 'tenant')
 if not known[1] then
   return unknown_request(ARGV[2])
 end
 if known[2] then
   return 0
 end
-redis.call('ZREM', KEYS[4], ARGV[2])
+leave_queue(KEYS[4], ARGV[2], known[3])
 redis.call('ZREM', KEYS[5], ARGV[2])
 end_request(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 return 1

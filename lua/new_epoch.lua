@@ -21,6 +21,7 @@
 -- Ranks that still wait for a task or a request of the old epoch receive "STALE". The counts of the
 -- old epoch are added to the totals.
 --- @include "end_request"
+--- @include "queue"
 
 local epoch = redis.call('INCR', KEYS[1])
 local old = ARGV[1] .. ':' .. (epoch - 1)
@@ -54,6 +55,10 @@ if ARGV[4] ~= '' then
   end
 end
 redis.call('ZUNIONSTORE', KEYS[2], 2, KEYS[2], KEYS[3])
+local queued = redis.call('ZRANGE', KEYS[2], 0, -1, 'WITHSCORES')
+for i = 1, #queued, 2 do
+  join_queue(KEYS[2], queued[i], queued[i + 1], redis.call('HGET', KEYS[5] .. ':' .. queued[i], 'tenant'))
+end
 redis.call('DEL', KEYS[3])
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])
 return epoch

@@ -210,7 +210,8 @@ class SamplingParams:
 class Request:
     """A request as the request log stores it. `policy` names one of the cluster's policies
     (`Config.policies`); "" is its default. Requests share prefix-cache entries only with requests
-    of the same `cache_salt`."""
+    of the same `cache_salt`. Those of one `tenant`, such as an API key, share what it gets
+    (`pipespec.head.admission`)."""
 
     id: int
     prompt: tuple[int, ...]
@@ -221,9 +222,10 @@ class Request:
     priority: int = 0
     policy: str = ""
     cache_salt: str = ""
+    tenant: str = ""
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """The order of requests: lower priority values first, of equal ones the first to arrive.
+        """The order of a tenant's requests: lower priority values first, then the first to arrive.
         `lua/enqueue.lua` orders the queue the same way."""
         return self.priority, self.id

@@ -8,6 +8,7 @@
 --                              prompt: tokens of the prompt;
 --                              reason: why it finished, if it has;
 --                              cancelled: the reason with which the head is to end it, if so;
+--                              tenant: whose request it is, '' if not said;
 --                              scored: the end of the prompt's published log-probabilities;
 --                              stuck: how many clusters in a row have failed while they
 --                              decoded it, without a token beyond the length stuck_at
@@ -21,7 +22,7 @@
 --   <request>:shared   hash    spec: what it and those after it have in common (opaque); left: how
 --                              many of them have not ended; it goes with the last one
 --
--- Two sorted sets hold the ids of the requests that wait (queue) and of those that an epoch has
+-- Two sorted sets hold the ids of the requests that wait (queue.lua) and of those that an epoch has
 -- admitted, each with the score priority * 2^32 + id: the lowest priority value is first, and among
 -- equal ones the oldest request.
 --

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipespec.cli.invite import MINUTES, JoinOptions, described, sentences
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost
 from pipespec.cluster.host_link.join_server import JoinServer
 from pipespec.cluster.join.host_changes import HostChanges, measured, with_hosts
+from pipespec.cluster.join.host_steps import HostSteps
 from pipespec.cluster.redis_setup import own_address
 from pipespec.config.hosts import HostsFile, load_hosts
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.placement.costs import Problem
 from pipespec.system.network_interfaces import LOOPBACK, source_address
 from pipespec.transport.transport_settings import NCCL
@@ -45,7 +47,10 @@ class HostAdmission:
     def __init__(self, options: JoinOptions, deployment: Deployment, on_log: OnLog) -> None:
         self._options, self._on_log = options, on_log
         self._patience_s = deployment.config.cluster.patience_s
-        self._early: queue.SimpleQueue[HostSession] = queue.SimpleQueue()
+        self._alone = deployment
+        # Hosts that came before the cluster began; None: it does not join.
+        self._early: queue.SimpleQueue[tuple[HostSession, MeasuredHost | None]]
+        self._early = queue.SimpleQueue()
         self._with_it: set[str] = set()  # hosts with which the cluster begins
         self._cluster: ClusterSession | None = None
         self._begun = threading.Event()
@@ -69,18 +74,12 @@ class HostAdmission:
                 self._invite(1)
             if len(found) == count:
                 break
-            try:
-                session = self._early.get(timeout=LOOK_S)
-            except queue.Empty:
-                continue
-            try:
-                session.tell("the host is measured")
-                found[session] = measured(session.host, deployment)
-                session.tell("the cluster begins once all hosts are there")
-            except PipespecError as error:
-                self._on_log(session.host.name, f"it does not join: {error}")
-                session.dismiss(f"this host does not join: {error}", failed=True)
-                self._invite(1)
+            with suppress(queue.Empty):
+                session, its_figures = self._early.get(timeout=LOOK_S)
+                if its_figures is None:
+                    self._invite(1)
+                else:
+                    found[session] = its_figures
         hosts = [(session.host, each) for session, each in found.items()]
         self._with_it = {host.name for host, _ in hosts}
         return replace(with_hosts(deployment, hosts, problem), changes=0)
@@ -96,7 +95,11 @@ class HostAdmission:
 
     def _attend(self, session: HostSession) -> None:
         if not self._begun.is_set():
-            self._early.put(session)
+            figures = self._measured(session)
+            self._early.put((session, figures))
+            if figures is None:
+                return
+            session.tell("the cluster begins once all hosts are there")
         while not self._begun.wait(LOOK_S):
             if session.leaving or session.lost_s > self._patience_s:
                 session.dismiss("this host has left before the cluster began", failed=False)
@@ -109,6 +112,21 @@ class HostAdmission:
             self._on_log,
             joined=session.host.name in self._with_it,
         )
+
+    def _measured(self, session: HostSession) -> MeasuredHost | None:
+        """The figures of a host that came before the cluster began; None: it does not join."""
+
+        def require() -> None:
+            if session.leaving or session.lost_s > self._patience_s or session.dismissed:
+                raise HostFailed("it has left before the cluster began")
+
+        steps = HostSteps(session.host.name, session.tell, require)
+        try:
+            return steps.run(partial(measured, session.host, self._alone, steps))
+        except PipespecError as error:
+            self._on_log(session.host.name, f"it does not join: {error}")
+            session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
+            return None
 
 
 def look_after_host(
@@ -154,9 +172,8 @@ def look_after_host(
             break
         if session.leaving:
             session.leaving = False
-            tell("the other hosts take over its layers")
             try:
-                changes.leave(name)
+                changes.leave(name, tell)
             except PipespecError as error:
                 if changes.over():
                     return

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import STDIN, finish, list_of, overrides
 from pipespec.console.terminal import standard_input, write
-from pipespec.errors import ConfigError, print_error
+from pipespec.errors import ConfigError
+from pipespec.system.end_signals import say_ending
 from pipespec.system.validation import Unreadable
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             except KeyboardInterrupt:
                 if host.leaving:
                     raise
-                print_error("leaving; Ctrl-C again ends this host at once, as a fault would")
+                say_ending("leaving; Ctrl-C again ends this host at once, as a fault would")
                 host.leave()
 
 

@@ -13,6 +13,7 @@ from pipespec.limits import A_DEVICE, DEVICE, LARGEST_PORT, MAX_COUNT, fault, su
 from pipespec.system.validation import shown
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LONGEST_HOST = 64  # Linux's own host names are no longer
 KIND = "kind"  # the key in a field's metadata
 
 Kind = Callable[[str, Any], Any]
@@ -48,14 +49,16 @@ def read(where: str, values: Any, known: Mapping[str, Kind], prefix: str = "") -
     return {key: known[key](prefix + key, value) for key, value in given.items()}
 
 
-def matching(pattern: str, must: str) -> Kind:
-    """The kind of a text in one line that a regular expression matches."""
+def matching(pattern: str, must: str, most: int = 4096) -> Kind:
+    """The kind of a text in one line, of so many characters, that a regular expression matches."""
 
     def text(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise Wrong(f"{name} is {shown(value)}, but must be a text.")
         if not re.fullmatch(pattern, value):
             raise Wrong(f"{name} is {shown(value)}, but must {must}.")
+        if len(value) > most:
+            raise Wrong(f"{name} has {len(value)} characters, but may have {most}; shorten it.")
         return value
 
     return text
@@ -95,6 +98,7 @@ path = matching(r"[^-].*", "not begin with '-'")
 host_name = matching(
     r"[A-Za-z0-9_][A-Za-z0-9_.:-]*",
     "be letters, digits, '_', '-', '.' and ':'; give the host another name",
+    most=LONGEST_HOST,
 )
 port = number(1, LARGEST_PORT)
 gib = number(0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")

@@ -13,6 +13,7 @@ from pipespec.system.validation import is_folder, shown
 
 URL_SCHEMES = ("redis", "rediss", "unix")
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
+LONGEST_NAMESPACE = 128  # it is in every key
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class ControllerConfig:
                 f"controller.tls is {shown(self.tls)}, but must be auto, off, or a folder that "
                 "holds cert.pem, key.pem and ca.pem."
             )
-        if not NAMESPACE.fullmatch(self.namespace):
+        if not NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > LONGEST_NAMESPACE:
             raise ConfigError(
-                f"controller.namespace is {self.namespace!r}, but must be letters, digits, "
-                "'_', '-' and '.'."
+                f"controller.namespace is {shown(self.namespace)}, but must be at most "
+                f"{LONGEST_NAMESPACE} letters, digits, '_', '-' and '.'."
             )

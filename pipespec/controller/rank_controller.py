@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ KEEP_PUBLISHED_S = 10
 CANCEL = b"CANCEL "
 # The entry of a ready list that lua/includes/notify_head.lua makes.
 ARRIVED = b"ARRIVED"
+NONE_WAIT: Mapping[str, tuple[int, int]] = MappingProxyType({})
 # The draft tokens with which the head ends a lossy sequence: the last stage, which may still have
 # its rows, waits for no more.
 END_OF_SEQUENCE = DraftTokens(2**62, *np.empty((3, 0), np.int64))
@@ -90,6 +92,9 @@ class Controller(RequestLog):
         # read it last. A new epoch begins without a notification, so the head reads once.
         self._arrived = True
         self._closed = False
+        # How many requests were left there, and what waited at the head then.
+        self._num_left = 0
+        self._waiting: Mapping[str, tuple[int, int]] = NONE_WAIT
         # Of each lossy sequence: the last entry of its draft tokens that was read, and its step.
         self._draft_positions: dict[int, tuple[str, int]] = {}
         self._send_blocking_pop()
@@ -144,16 +149,23 @@ class Controller(RequestLog):
                 self._read_announcement(LOOK_S / 10)
 
     def next_requests(
-        self, count: int, *, wait: bool
+        self,
+        count: int,
+        waiting: Mapping[str, tuple[int, int]] = NONE_WAIT,
+        *,
+        wait: bool,
     ) -> list[tuple[Request, tuple[int, ...]]] | None:
         """Takes up to `count` requests off the queue, each with the tokens that an earlier epoch
-        has accepted. Only for the head. Redis is queried only after a notification that one has
-        arrived. With `wait` this waits for at least one; otherwise it may return []. None: the
-        queue is empty and closed. Raises StaleEpoch when a new epoch has begun."""
+        has accepted; and, whatever `count` is, those that the head must know to be fair, by the
+        last that waits there of each tenant (`Request.queue_key`). Only for the head. Redis is
+        queried only if it may have any. With `wait` this waits for at least one; otherwise it may
+        return []. None: the queue is empty and closed. Raises StaleEpoch when a new epoch has
+        begun."""
         while self._read_announcement(0.0):
             pass
         while True:
-            if self._arrived and (found := self._admit(count)):
+            left = self._num_left and (count > 0 or waiting != self._waiting)
+            if (self._arrived or left) and (found := self._admit(count, waiting)):
                 return found
             if self._closed:
                 return None
@@ -253,7 +265,9 @@ class Controller(RequestLog):
     def cancelled(self, request: int) -> bool:
         return request in self._cancelled
 
-    def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:
+    def _admit(
+        self, count: int, waiting: Mapping[str, tuple[int, int]]
+    ) -> list[tuple[Request, tuple[int, ...]]]:
         keys = self._keys
         names = (
             keys.epoch,
@@ -264,9 +278,16 @@ class Controller(RequestLog):
             keys.finished,
             keys.arrived(self._epoch),
         )
-        closed, parts, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        last = [
+            each
+            for tenant, (priority, request) in waiting.items()
+            for each in (tenant, priority * 2**32 + request)  # as lua/enqueue.lua orders them
+        ]
+        closed, self._num_left, parts, *taken = self._call(
+            "admit", names, self._epoch, KEEP_FINISHED_S, count, *last
+        )
         shared = {n: unpack_shared(spec) for n, spec in zip(parts[::2], parts[1::2], strict=True)}
-        self._arrived, self._closed = len(taken) == count, bool(closed)
+        self._arrived, self._closed, self._waiting = False, bool(closed), waiting
         found = []
         for number, own, length, first in taken:
             request = unpack_request(number, shared[first], own)

@@ -135,6 +135,7 @@ def enqueuing(keys: RedisKeys, requests: Sequence[Request]) -> tuple[Any, ...]:
         secrets.token_hex(8),
         KEEP_TICKET_S,
         requests[0].priority,
+        requests[0].tenant,
         *chain.from_iterable(zip(own, lengths, strict=True)),
     )
 

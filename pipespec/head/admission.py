@@ -11,14 +11,19 @@ A request shares the beginning of its text with one whose text is in the KV cach
 request reads more of the same text, it waits for that: many requests with one long prompt read it
 once.
 
-Requests are started by `Request.queue_key`, and preempted from its end; a waiting one never
-preempts a running one. All running requests name the same policy.
+Tenants share the places in the pipeline: the next request to start is of the tenant that has the
+fewest running, of equal ones of the one that was served least, as virtual token counters say
+(Sheng et al. 2024, Algorithm 2); and of that tenant, by `Request.queue_key`. In that order's end
+requests are preempted, for roots, and for a request that waits: if its tenant has fewer running
+ones, or if it is more urgent than one of its own tenant; and where tenants are more than places,
+they take turns. All running requests name the same policy.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 from pipespec.core import MAX_STARTED_BYTES, NO_PARENT_SEQUENCE, Batch, Request
@@ -36,6 +41,9 @@ from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT
 
+# What a token of an answer counts beside one of a prompt, as in Sheng et al.
+ANSWER_COST = 2
+
 
 class Admission:
     """The running and the waiting requests."""
@@ -46,6 +54,9 @@ class Admission:
         self.preemptions = 0
         self.cache = PrefixCache(config.max_retained, config.make_states())
         self.policy_name = ""  # of the running requests, or of the last ones
+        self.served: Counter[str] = Counter()  # tokens of each tenant, as they count
+        self._places: Counter[str] = Counter()  # running requests of each tenant
+        self._refused: Sequence | None = None  # the next to start, for which there is no place
         self._config = config
         # KV slots that a root needs.
         self._root_rows = max(each.max_rows if each.whole else 1 for each in config.policies)
@@ -61,8 +72,16 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """How many more requests can be added."""
+        """How many more requests can run; below 0: more wait than can."""
         return self._config.max_num_seqs - len(self.sequences) - len(self.waiting)
+
+    def last_waiting(self, beside: Iterable[Request] = ()) -> dict[str, tuple[int, int]]:
+        """Of each tenant with waiting requests, those `beside` included, the key of the last."""
+        last: dict[str, tuple[int, int]] = {}
+        for request in (*beside, *(each.request for each in self.waiting)):
+            key = request.queue_key
+            last[request.tenant] = max(key, last.get(request.tenant, key))
+        return last
 
     @property
     def requests(self) -> list[Sequence]:
@@ -104,17 +123,35 @@ class Admission:
         `answer` holds the tokens that an earlier epoch decided; if it is complete
         (`Sequence.ended`), the request does not wait. `guide` is at the end of that answer.
         """
-        assert self.room > 0, "more requests than there is room for"
         sequence = Sequence.create(request, stops, self._config.context_limit, now, answer, guide)
         if not sequence.ended:
+            self._lift(request.tenant)
             self._enqueue(sequence)
         return sequence
+
+    def _lift(self, tenant: str) -> None:
+        """A tenant that had no request has saved nothing up: it counts as served as the others."""
+        active = {each.request.tenant for each in self.requests}
+        if not active:
+            self.served.clear()
+            self._places.clear()
+        elif tenant not in active:
+            least = min(self.served[each] for each in active)
+            self.served[tenant] = max(self.served[tenant], least)
+
+    def _turn(self, sequence: Sequence) -> tuple[int, int, int, int]:
+        """The least one starts next, and the greatest is preempted first."""
+        tenant = sequence.request.tenant
+        return self._places[tenant], self.served[tenant], *sequence.request.queue_key
 
     def admit(self) -> Iterator[Sequence]:
         """Start waiting requests in their order, as long as there are slots for their text, and
         room in a batch for their starts; those that wait for a prefix block no other."""
         bytes_left = MAX_STARTED_BYTES - sum(each.start.num_bytes for each in self._unsent_started)
-        for sequence in self.waiting.copy():
+        waiting, self._refused = self.waiting.copy(), None
+        while waiting:
+            sequence = min(waiting, key=self._turn)
+            waiting.remove(sequence)
             if self._waits_for_prefix(sequence):
                 continue
             parent, shared, awaited = self._find_prefix(sequence)
@@ -122,22 +159,28 @@ class Admission:
                 sequence.awaited_prefix = awaited
                 continue
             bytes_left -= sequence.start.num_bytes
-            if bytes_left < 0 or not self._fits(sequence, parent, shared):
+            if bytes_left < 0:
+                break
+            if not self._fits(sequence, parent, shared):
+                self._refused = sequence
                 break
             self.waiting.remove(sequence)
             self._start(sequence, parent, shared)
             yield sequence
 
     def _start(self, sequence: Sequence, parent: int, shared: int) -> None:
-        if sequence.cached is None and sequence.reads_cache and self.cache.max_retained:
-            self.cache.queries += len(sequence.context.tokens)
-            self.cache.hits += shared
+        if sequence.cached is None:
+            self.served[sequence.request.tenant] += len(sequence.context.tokens) - shared
+            if sequence.reads_cache and self.cache.max_retained:
+                self.cache.queries += len(sequence.context.tokens)
+                self.cache.hits += shared
         self.policy_name = sequence.request.policy
         number = self._next_number
         self._next_number += 1
         self.cache.start(number, sequence.key, parent, shared)
         sequence.enter_pipeline(number, parent, shared)
         self.sequences[number] = sequence
+        self._places[sequence.request.tenant] += 1
         self._unsent_started.append(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -196,11 +239,12 @@ class Admission:
         return parent, shared, awaited
 
     def _fits(self, sequence: Sequence, parent: int, shared: int) -> bool:
-        """Whether there are slots for its text, and the others name the same policy. Where no other
-        is running, it fits."""
+        """Whether there are a place and slots for its text, and the others name the same policy.
+        Where no other is running, it fits."""
         if not self.sequences:
             return True
-        if sequence.request.policy != self.policy_name:
+        full = len(self.sequences) >= self._config.max_num_seqs
+        if full or sequence.request.policy != self.policy_name:
             return False
         read = len(sequence.context.tokens) - shared
         # So many slots stay free that it is not preempted at once.
@@ -219,16 +263,42 @@ class Admission:
         return None
 
     def preempt(self) -> list[Sequence]:
-        """Preempt the last requests until the root that has waited longest has slots; returns
-        their sequences, which wait again."""
+        """Preempt the last requests until the root that has waited longest has slots, and those
+        that yield to the next to start until it fits; returns their sequences, which wait again."""
         preempted = []
-        while len(self.sequences) > 1 and self._root_waits and self.free_slots < self._root_rows:
-            last = max(self.sequences.values(), key=lambda each: each.request.queue_key)
+        while yielding := self._yielding():
+            last = max(yielding, key=self._turn)
             preempted.append(last)
             self._leave(last, self._unsent_preempted)
             self._enqueue(last)
             self.preemptions += 1
         return preempted
+
+    def _yielding(self) -> list[Sequence]:
+        """The running requests of which one must leave the pipeline now."""
+        running = [*self.sequences.values()]
+        if len(running) > 1 and self._root_waits and self.free_slots < self._root_rows:
+            return running
+        first = self._refused
+        if first is None or first not in self.waiting:
+            return []
+        tenant, priority = first.request.tenant, first.request.priority
+        places, served = self._places, self.served
+        full = len(running) >= self._config.max_num_seqs
+        yielding = []
+        for each in running:
+            other = each.request.tenant
+            if other == tenant:
+                yields = priority < each.request.priority
+            elif places[tenant] + 1 < places[other]:  # for slots, only if it has nothing
+                yields = full or not places[tenant]
+            else:
+                yields = not places[tenant] and each.turn_over and served[tenant] < served[other]
+            if yields:
+                yielding.append(each)
+        if yielding and self._fits(first, *self._find_prefix(first)[:2]):
+            return []
+        return yielding
 
     @property
     def _root_waits(self) -> bool:
@@ -249,6 +319,7 @@ class Admission:
             self._unsent_started.remove(sequence)
         self.cache.finish(sequence.number, sequence.key, text)
         del self.sequences[sequence.number]
+        self._places[sequence.request.tenant] -= 1
 
     @property
     def has_unsent_departures(self) -> bool:

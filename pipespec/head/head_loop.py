@@ -110,23 +110,24 @@ class HeadLoop:
         self.stop()
 
     def take_requests(self) -> bool:
-        """Take as many requests as the scheduler has room for; False: the pipeline is empty, and no
-        more requests will come.
+        """Take as many requests as the scheduler has room for, and one of each tenant at least;
+        False: the pipeline is empty, and no more requests will come.
 
         Waits for a request only while the pipeline is empty: batches on their way need further
         steps.
         """
-        while (room := self.admission.room - len(self._compiling)) > 0:
-            busy = not self.idle or bool(self._compiling)
-            if not busy:
+        idle = True
+        while idle:
+            idle = self.idle and not self._compiling
+            if idle:
                 self.publish(now=True)  # the next step may be far off
                 self.keep_learnt()
-            found = self.controller.next_requests(room, wait=not busy)
-            if not found:
-                if not busy:
-                    return False
-                break
-            for request, answer in found:
+            room = max(self.admission.room - len(self._compiling), 0)
+            waiting = self.admission.last_waiting(request for request, _, _ in self._compiling)
+            found = self.controller.next_requests(room, waiting, wait=idle)
+            if not found and idle:
+                return False
+            for request, answer in found or ():
                 if request.sampling.grammar:
                     assert self.settings.compile_grammar is not None
                     compiling = self.settings.compile_grammar(request.sampling.grammar)

@@ -118,13 +118,16 @@ def plan_rows(
 def _prompts(
     config: SchedulerConfig, admission: Admission, num_rows: int, step: int
 ) -> list[tuple[Sequence, int]]:
-    """Up to where prompts are read next, in `num_rows` rows. The first one to be read changes
-    from step to step, so that a short prompt does not wait for a long one."""
+    """Up to where prompts are read next, in `num_rows` rows: those of the tenant that was served
+    least first. Of its prompts the first one to be read changes from step to step, so that a short
+    prompt does not wait for a long one."""
     num_rows = min(num_rows, config.prefill_chunk)
     reading = [each for each in admission.sequences.values() if each.prompt_left]
     first = step % max(len(reading), 1)
     prompts = []
-    for sequence in (*reading[first:], *reading[:first]):
+    served = admission.served
+    by_turns = (*reading[first:], *reading[:first])
+    for sequence in sorted(by_turns, key=lambda each: served[each.request.tenant]):
         end = min(sequence.prefilled + num_rows, sequence.committed_len)
         end = admission.cache.chunk_end(sequence.number, sequence.prefilled, end)
         if end > sequence.prefilled:

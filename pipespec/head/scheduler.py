@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipespec.core import POSITION, Batch, Verdict
-from pipespec.head.admission import Admission
+from pipespec.head.admission import ANSWER_COST, Admission
 from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
 from pipespec.head.expansion import add_determined, plan_expansion
 from pipespec.head.policies.policy import (
@@ -203,6 +203,7 @@ class Scheduler:
             self._scorer.tokens_decided(sequence.tree, sequence.context, verdict.base)
         count = len(depths)
         self._decided += count
+        self.admission.served[sequence.request.tenant] += ANSWER_COST * count
         self._draft_has_no_room = False  # the draft may have room again
         if not sequence.tree.fed[ROOT]:
             sequence.root_waits_since = self.step

@@ -26,7 +26,7 @@ class SchedulerConfig:
         rounds: draft rounds per step at most, or "auto".
         prefill_chunk: rows of prompts that one batch carries.
         context_limit: tokens of the longest sequence.
-        max_num_seqs: requests that run or wait at once.
+        max_num_seqs: requests that run at once.
         max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
             0: as many as one request needs.
         num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.

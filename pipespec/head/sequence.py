@@ -34,6 +34,9 @@ StopCheck = Callable[[int], bool]
 
 # The number of a sequence that is not in the pipeline.
 NOT_IN_PIPELINE = -1
+# Tokens of a turn, where tenants take turns, and how many that were read make it a token longer.
+TURN = 16
+READ_PER_TOKEN = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +163,13 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether a token was decided since it entered the pipeline."""
         return len(self.context.tokens) > self.committed_len
+
+    @property
+    def turn_over(self) -> bool:
+        """Whether it has decided enough since it entered to be worth the text that it has read, and
+        can leave the pipeline for a tenant that has no request there."""
+        decided = len(self.context.tokens) - self.committed_len
+        return decided >= max(TURN, (self.committed_len - self.start.shared_len) // READ_PER_TOKEN)
 
     @property
     def num_slots_held(self) -> int:

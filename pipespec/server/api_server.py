@@ -24,6 +24,7 @@ from pipespec.server.middleware import RequestIds
 from pipespec.server.openai_serving import OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.preparation import PreparationPool
+from pipespec.system.end_signals import first_signal, say_ending
 from pipespec.system.exit_codes import OutputClosedError
 from pipespec.system.network_interfaces import address_infos
 
@@ -178,7 +179,16 @@ class _UvicornServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.ended_by = sig
+        if first_signal(sig) and sig == signal.SIGINT:
+            say_ending(f"ending: {self.waits_for}; Ctrl-C again ends it at once")
         super().handle_exit(sig, frame)
+
+    @property
+    def waits_for(self) -> str:
+        if self.service is None:
+            return "the cluster that loads is ended"
+        most = self.service.options.shutdown_timeout
+        return f"{len(self.service.open)} requests are answered for {most:g} s at most"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service is None:

@@ -27,6 +27,7 @@ from pipespec.server.api_errors import (
     cluster_unavailable,
 )
 from pipespec.server.dialect import body_routes
+from pipespec.server.http_protocol import network_of
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
@@ -62,8 +63,9 @@ class OpenAIServing:
 
     With `private_prefixes`, only requests with the same API key share prefix-cache entries: cached
     tokens and times would reveal what others have sent. Their cache salt is an HMAC of the key and
-    the client's own salt, under a secret of this process: the request log reveals nothing of a key,
-    however short, and cannot be compared with what another server has written there.
+    the client's own salt, and their tenant one of the key, under a secret of this process: the
+    request log reveals nothing of a key, however short, and cannot be compared with what another
+    server has written there. Without keys each address (`network_of`) is a tenant.
     """
 
     def __init__(self, client: AsyncClient, options: ServerOptions, pool: PreparationPool):
@@ -71,7 +73,7 @@ class OpenAIServing:
         self.options = options
         self.queue = AdmissionQueue(options.max_queued_requests, options.max_queued_tokens)
         self.metrics = Metrics(options.names[0])
-        self._salt_secret = secrets.token_bytes(32) if options.private_prefixes else None
+        self._secret = secrets.token_bytes(32)
         self._pool = pool
         self._running = client.running
         self._newest_preparer = self._build_preparer()
@@ -118,11 +120,12 @@ class OpenAIServing:
         if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
             raise not_a_json_object()
         body = await self._body(request)
-        with closing(self.queue.admit(1)):
-            prepared = await self._pool.prepare(self._preparer, path, body)
+        tenant = self._tenant(request)
+        with closing(self.queue.admit(1, tenant=tenant)):
+            prepared = await self._pool.prepare(self._preparer, path, body, tenant=tenant)
             if isinstance(prepared, str):
                 kept = await self.kept(request, prepared) or b""
-                prepared = await self._pool.prepare(self._preparer, path, body, kept)
+                prepared = await self._pool.prepare(self._preparer, path, body, kept, tenant=tenant)
                 assert not isinstance(prepared, str)
             return prepared
 
@@ -151,7 +154,11 @@ class OpenAIServing:
         stream = ResponseStream(
             self.client,
             parsed,
-            self.queue.admit(len(parsed.sampling_params), parsed.prompt_tokens * parsed.n),
+            self.queue.admit(
+                len(parsed.sampling_params),
+                parsed.prompt_tokens * parsed.n,
+                self._tenant(request),
+            ),
             self.metrics,
             self.open.discard,
             RequestOrigin(
@@ -173,10 +180,16 @@ class OpenAIServing:
 
     def _cache_salt(self, request: Request, cache_salt: str) -> str:
         """The salt under which a request shares prefix-cache entries; "": the common one."""
-        if self._salt_secret is None:
+        if not self.options.private_prefixes:
             return cache_salt
         digest: bytes = request.state.api_key_digest  # of fixed length (`ApiKeyCheck`)
-        return hmac.new(self._salt_secret, digest + cache_salt.encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, digest + cache_salt.encode(), hashlib.sha256).hexdigest()
+
+    def _tenant(self, request: Request) -> str:
+        """Whose request it is: requests of different tenants are served fairly."""
+        whose: bytes = request.state.api_key_digest
+        whose = whose or network_of(request.client.host if request.client else "").encode()
+        return hmac.new(self._secret, whose, hashlib.sha256).hexdigest()
 
     @property
     def _preparer(self) -> Future[Preparer]:

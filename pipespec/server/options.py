@@ -21,6 +21,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 # The size of a body: of fields, tools and schemas, and for each token of a prompt.
 FIELDS_BYTES = 2**20
 TOKEN_BYTES = 64
+# Characters of a model's name and of a key, which a request's headers must have room for.
+LONGEST_MODEL_NAME, LONGEST_KEY = 512, 1024
 # Limits of options that are whole numbers, and the least of those that are seconds.
 WHOLE = (
     ("max_queued_requests", 1, MAX_COUNT),
@@ -89,8 +91,12 @@ class ServerOptions:
                 check_whole(name, value, least, most)
         for name, shortest in SECONDS:
             check_number(name, getattr(self, name), shortest, MAX_SECONDS)
-        if not all(self.names):
-            raise ConfigError("--served-model-name is empty, but must be a name.")
+        for name in self.names:
+            if not 0 < len(name) <= LONGEST_MODEL_NAME or not name.isprintable():
+                raise ConfigError(
+                    f"--served-model-name is empty, or has more than {LONGEST_MODEL_NAME} "
+                    "characters or some that cannot be printed; choose another name."
+                )
         if self.tool_call_parser not in (None, *FAMILIES):
             raise ConfigError(
                 f"--tool-call-parser is {self.tool_call_parser!r}, but must be one of "
@@ -113,11 +119,13 @@ class ServerOptions:
                     f"--allowed-hosts is {host!r}, but must be a name without a port, such as "
                     "lab.example, *.example for all names below one, or * for any."
                 )
-        if not all(key.isascii() and key.strip() == key and key for key in self.api_keys):
-            raise ConfigError(
-                "An API key is empty, or has blanks around it or letters beyond ASCII, which a "
-                "header cannot carry; choose another --api-key."
-            )
+        for key in self.api_keys:
+            plain = key.isascii() and key.isprintable() and key.strip() == key
+            if not plain or not 0 < len(key) <= LONGEST_KEY:
+                raise ConfigError(
+                    "An API key is empty, or has blanks around it, letters beyond ASCII or more "
+                    f"than {LONGEST_KEY}, which a header cannot carry; choose another --api-key."
+                )
 
 
 def body_limit(context: int) -> int:

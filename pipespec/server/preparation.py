@@ -12,9 +12,12 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ValidationError
 
@@ -62,7 +65,8 @@ Prepared = PreparedRequest | str | bytes
 
 
 class PreparationPool:
-    """Up to `most` threads, each of which prepares one request at a time.
+    """Up to `most` threads, each of which prepares one request at a time; if they are three or
+    more, one tenant leaves one to others.
 
     A request that takes more than `limit_s` seconds is refused. Its thread goes on to its end.
     """
@@ -71,19 +75,32 @@ class PreparationPool:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="preparation")
         self._free = asyncio.Semaphore(most)
+        self._most_of_one = max(most - 1, min(most, 2))
+        self._gates: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def build(self, *arguments: Any) -> Future[Preparer]:
         return self._threads.submit(Preparer, *arguments)
 
     async def prepare(
-        self, preparer: Future[Preparer], path: str, body: bytes, kept: bytes | None = None
+        self,
+        preparer: Future[Preparer],
+        path: str,
+        body: bytes,
+        kept: bytes | None = None,
+        *,
+        tenant: str = "",
     ) -> Prepared:
         ready = await asyncio.shield(asyncio.wrap_future(preparer))
-        await self._free.acquire()
+        gate = self._gates.setdefault(tenant, asyncio.Semaphore(self._most_of_one))
+        async with AsyncExitStack() as unless_begun:
+            await gate.acquire()
+            unless_begun.callback(gate.release)
+            await self._free.acquire()
+            unless_begun.pop_all()
         work = asyncio.get_running_loop().run_in_executor(
             self._threads, ready.prepare, path, body, kept
         )
-        work.add_done_callback(self._finished)
+        work.add_done_callback(partial(self._finished, gate))
         if not (await asyncio.wait({work}, timeout=self._limit_s))[0]:
             why = (
                 f"The request takes more than {self._limit_s:g} s to prepare; shorten it, or "
@@ -96,8 +113,9 @@ class PreparationPool:
         """End the threads once they are done; requests that no thread has begun fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _finished(self, work: asyncio.Future[Prepared]) -> None:
+    def _finished(self, gate: asyncio.Semaphore, work: asyncio.Future[Prepared]) -> None:
         self._free.release()
+        gate.release()
         if not work.cancelled():
             work.exception()  # no longer awaited, if it took too long
 

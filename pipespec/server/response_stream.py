@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -35,25 +36,32 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class AdmissionQueue:
-    """Counts answers that have not started, and the tokens of their prompts. A request that would
-    exceed a limit is refused. An empty queue admits one request of any size."""
+    """Counts answers that have not started, and the tokens of their prompts, by tenant. A request
+    that would exceed a limit is refused, unless its tenant has less than an equal share of it. An
+    empty queue admits one request of any size."""
 
     def __init__(self, max_requests: int, max_tokens: int):
-        self.max_requests = max_requests
-        self.max_tokens = max_tokens
-        self.requests = 0
-        self.tokens = 0
+        self._limits = max_requests, max_tokens
+        self.requests: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
 
-    def admit(self, requests: int, tokens: int = 0) -> QueueEntry:
+    def admit(self, requests: int, tokens: int = 0, tenant: str = "") -> QueueEntry:
         """Admit so many answers to prompts of so many tokens in all; 0: the prompts are not
         tokenized yet. Raises ApiError."""
-        if self.requests and self.requests + requests > self.max_requests:
-            raise _full(f"{self.requests} requests wait and {self.max_requests} may")
-        if self.tokens and self.tokens + tokens > self.max_tokens:
-            raise _full(f"prompts of {self.tokens} tokens wait and {self.max_tokens} may")
-        self.requests += requests
-        self.tokens += tokens
-        return QueueEntry(self, requests, tokens)
+        share = 1 / len({*+self.requests, tenant})
+        for waiting, more, most, what in zip(
+            (self.requests, self.tokens),
+            (requests, tokens),
+            self._limits,
+            ("{} requests wait and {} may", "prompts of {} tokens wait and {} may"),
+            strict=True,
+        ):
+            total = waiting.total()
+            if total and total + more > most and waiting[tenant] + more > most * share:
+                raise _full(what.format(total, most))
+        self.requests[tenant] += requests
+        self.tokens[tenant] += tokens
+        return QueueEntry(self, tenant, requests, tokens)
 
 
 @dataclass
@@ -61,6 +69,7 @@ class QueueEntry:
     """The part of the queue that one HTTP request holds until its answers start, or to its end."""
 
     queue: AdmissionQueue
+    tenant: str
     requests: int
     tokens: int
 
@@ -73,8 +82,10 @@ class QueueEntry:
     def _free(self, requests: int, tokens: int) -> None:
         self.requests -= requests
         self.tokens -= tokens
-        self.queue.requests -= requests
-        self.queue.tokens -= tokens
+        for counts, fewer in ((self.queue.requests, requests), (self.queue.tokens, tokens)):
+            counts[self.tenant] -= fewer
+            if not counts[self.tenant]:
+                del counts[self.tenant]
 
 
 def _full(why: str) -> ApiError:
@@ -148,6 +159,7 @@ class ResponseStream:
                 sampling=sampling,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                tenant=self._queue_entry.tenant,
             )
             for answer, sampling in zip(self._answers, request.sampling_params, strict=True)
         ]

@@ -17,7 +17,7 @@ from pipespec.errors import ConfigError, PipespecError, interrupt_cause, print_e
 from pipespec.system.folders import state_folder
 from pipespec.system.result_cache import cache_compiled_code
 
-LONGEST_LINE = 200
+LONGEST_LINE, LONGEST_MESSAGE = 200, 2000
 STDERR = 2
 # What a shell reports for a program that a signal ended.
 SIGNALLED = 128
@@ -46,7 +46,7 @@ def exit_code_of(command: Callable[..., int], *args: object) -> int:
 
 def _report(error: Exception) -> int:
     if isinstance(error, PipespecError):
-        print_error(f"pipespec: {error}")
+        print_error(f"pipespec: {one_line(str(error))}")
         return error.exit_code
     if isinstance(error, OutputClosedError):
         # Python writes what is still buffered when it ends; let that go nowhere.
@@ -54,6 +54,14 @@ def _report(error: Exception) -> int:
         return SIGNALLED + signal.SIGPIPE
     report_bug(error)
     return os.EX_SOFTWARE
+
+
+def one_line(message: str) -> str:
+    """A message as a terminal may show it: names in it may have any characters, and any length."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    return f"{text[: LONGEST_MESSAGE // 2]}…{text[-LONGEST_MESSAGE // 2 :]}"
 
 
 def open_closed_streams() -> None:

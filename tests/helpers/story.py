@@ -72,7 +72,7 @@ class StoryController:
         self.shown: list[dict[str, bytes]] = []
 
     def next_requests(
-        self, count: int, *, wait: bool
+        self, count: int, waiting: Mapping[str, tuple[int, int]], *, wait: bool
     ) -> list[tuple[Request, tuple[int, ...]]] | None:
         taken, self._queue = self._queue[:count], self._queue[count:]
         return [(request, self._answers.get(request.id, ())) for request in taken] or None

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipespec.client.model_info import ModelInfo
@@ -111,6 +112,22 @@ def test_a_host_may_leave_while_it_joins(cluster: JoinableCluster, expected: lis
     status = cluster.status()
     assert (status.joined, status.faults) == (3, {})
     assert status.epoch <= epoch + 2
+
+
+@pytest.mark.long
+def test_a_host_whose_measuring_is_stopped_may_leave(cluster: JoinableCluster) -> None:
+    host = cluster.join(cluster.token())
+    host.await_line("The host is measured")
+    probe = next(
+        each
+        for each in map(psutil.Process, cluster.bed.processes("b"))
+        if "pipespec.cluster.diagnostics.probe" in each.cmdline()
+    )
+    probe.suspend()
+    host.interrupt()
+    assert host.wait() == 0
+    assert not probe.is_running()
+    assert cluster.status().joined == 3
 
 
 @pytest.mark.long

@@ -124,6 +124,36 @@ def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(
     pipe.close()
 
 
+def test_head_gets_requests_of_tenants_by_turns_and_one_of_each_that_has_none(
+    server: EmbeddedRedis, namespace: str, pipe: RedisConnection
+) -> None:
+    head = head_of(server, namespace)
+    for tenant, priority in (*(("a", 0),) * 5, *(("b", 2),) * 2, ("", 9), ("a", -1), ("c", 0)):
+        head.enqueue(**ASKED, tenant=tenant, priority=priority)
+    head.cancel(10)  # the one of c
+
+    def found(count: int, **last: tuple[int, int]) -> list[int]:
+        """The requests that the head gets for so much room, by the last ones that wait there."""
+        waiting = {tenant.strip("_"): key for tenant, key in last.items()}
+        return [one.id for one, _ in head.next_requests(count, waiting, wait=False) or []]
+
+    assert found(0) == [8, 9, 6], "of each tenant the first"
+    assert found(0, _=(9, 8), a=(-1, 9), b=(2, 6)) == []
+    before = commands(pipe, "evalsha")
+    assert found(0, _=(9, 8), a=(-1, 9), b=(2, 6)) == [], "nothing has changed"
+    assert commands(pipe, "evalsha") == before
+    assert found(3, _=(9, 8), b=(2, 6)) == [1, 7, 2], "by turns"
+    urgent = head.enqueue(**ASKED, tenant="a", priority=-2)
+    while not (more := found(0, a=(0, 2))):
+        pass  # it has not heard
+    assert more == [urgent], "what comes before the last that waits"
+    head.close()
+    with head_of(server, namespace) as head:
+        assert found(0) == [8, urgent, 6], "a new epoch begins again"
+        head.cancel(9)
+        assert sorted(found(99)) == [1, 2, 3, 4, 5, 7]
+
+
 def commands(pipe: RedisConnection, kind: str = "") -> int:
     """How many commands Redis has run, of one kind or of all but this question and what a rank
     always has under way."""

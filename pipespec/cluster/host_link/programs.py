@@ -56,6 +56,7 @@ def start_module(
     env = (f"{key}={os.path.expanduser(host.env[key])}" for key in host.env)
     line = [*(["env", *env] if host.env else []), program, "-m", *words]
     pipe = subprocess.PIPE
+    options.setdefault("start_new_session", True)  # Ctrl-C on the terminal is for us
     try:
         return subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=stderr, **options)
     except FileNotFoundError as error:

@@ -17,6 +17,7 @@ from functools import partial
 
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.cluster.diagnostics.measure_hosts import MeasuredHost, measure_joined
+from pipespec.cluster.join.host_steps import LOOK_S, HostSteps
 from pipespec.cluster.processes.agent_handle import AgentHandle
 from pipespec.cluster.processes.worker_group import WorkerGroup
 from pipespec.cluster.recovery.cluster_state import LayoutChange
@@ -34,16 +35,16 @@ from pipespec.placement.costs import Problem
 from pipespec.placement.measurements import layer_kinds
 from pipespec.placement.slices import Placement, plan_slices
 
-# Seconds between two looks at what is waited for.
-LOOK_S = 0.05
-# Seconds in which the workers of a new host must be there: they import torch.
-STARTING_S = 300.0
+# Seconds in which a new host must have imported torch, must be measured, and without a byte of what
+# is fetched; and in which an epoch must begin once all workers of a layout are there.
+IMPORTING_S, MEASURING_S, STILL_S, BEGINNING_S = 120.0, 120.0, 30.0, 30.0
 
 
 class HostChanges:
-    """The hosts that have joined a cluster. Any thread may call it; changes wait for one another.
-    `start`: starts the workers of a host's agent for a deployment. `distribute`: gives the hosts of
-    a deployment their weights, and calls with sentences."""
+    """The hosts that have joined a cluster. Any thread may call it; of several hosts, only the
+    changes of the layout wait for one another. `start`: starts the workers of a host's agent for a
+    deployment. `distribute`: gives the hosts of a deployment their weights, and calls with
+    sentences."""
 
     def __init__(
         self,
@@ -55,8 +56,9 @@ class HostChanges:
     ) -> None:
         self._agents, self._recovery, self._moves = agents, recovery, moves
         self._start, self._distribute = start, distribute
-        self._changing = threading.Lock()
-        self._guests: dict[str, AgentHandle] = {}  # of hosts that have joined
+        self._changing = threading.Lock()  # the layout
+        self._watching = threading.Lock()  # what the recovery watches
+        self._guests: dict[str, AgentHandle] = {}  # of hosts that have joined, or do
 
     def adopt(self) -> None:
         """Hosts had joined before the cluster began; call it when it has."""
@@ -77,47 +79,114 @@ class HostChanges:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
         and `leaving` says whether it does not want to join any more. Raises PipespecError; the
         cluster is then as before, or goes on without the host."""
-        with self._changing:
-            before = self.deployment
-            tell("the host is measured")
-            # What its workers need is imported beside what measures it: that takes longest.
-            agent = self._guests[host.name] = self._agents.add(host)
-            try:
-                imported = partial(_await_imports, agent, leaving)
-                found = measured(host, before, self._distribute, imported)
-                after = with_hosts(before, [(host, found)])
-                _require_joining(agent, leaving)
-                tell(f"it gets the weights of {_ranks_of(after, host)}")
-                self._distribute(replace(after, fetched=False), on_warning=print_error)
-                self._start(agent, after)
-                self._recovery.watch_workers(_workers(after))
-                self._change_to(after, f"{host.name} joins", agent, leaving)
-            except BaseException:
-                self._take_away(host.name, before)
-                raise
-            tell(f"it computes {_ranks_of(after, host)}")
+        # What its workers need is imported beside what measures it: that takes longest.
+        agent = self._guests[host.name] = self._agents.add(host)
+        started = False
 
-    def leave(self, name: str) -> None:
-        """Have the others compute without a host; it has no rank when this returns. Raises
-        ConfigError if they cannot, and PipespecError; the host then stays."""
-        self._go_on_without(name, f"{name} leaves", sends=True)
+        def require() -> None:
+            self._require_cluster()
+            if agent.failed:
+                raise HostFailed(agent.why())
+            if leaving():
+                raise HostFailed(f"{host.name} has left before it had joined")
+
+        steps = HostSteps(host.name, tell, require)
+
+        def imported() -> int:
+            steps.begin("it imports what its workers need", IMPORTING_S)
+            while not agent.imported.wait(LOOK_S):
+                if steps.over.is_set():
+                    raise HostFailed(f"{host.name} does not join")
+            return agent.imported_bytes // max(1, host.devices.count("cpu"))
+
+        def prepare(_: Deployment, after: Deployment) -> None:
+            nonlocal started
+            steps.begin(f"it gets the weights of {_ranks_of(after, host)}", STILL_S)
+            self._fetch(after, steps)
+            if not started:
+                self._start(agent, after)
+                started = True
+                self._watch_workers()
+            steps.begin("its workers start", IMPORTING_S)
+            steps.wait(lambda: self._recovery.state.alive.issuperset(host.workers))
+
+        try:
+            found = steps.run(
+                partial(measured, host, self.deployment, steps, self._distribute, imported)
+            )
+            after = self._switch(
+                lambda before: with_hosts(before, [(host, found)]),
+                prepare,
+                f"{host.name} joins",
+                steps,
+            )
+        except BaseException:
+            steps.over.set()
+            self._take_away(host.name)
+            raise
+        tell(f"it computes {_ranks_of(after, host)}")
+
+    def leave(self, name: str, tell: Callable[[str], None]) -> None:
+        """Have the others compute without a host; it has no rank when this returns. `tell` is
+        called with sentences. Raises ConfigError if they cannot, and PipespecError; the host then
+        stays."""
+        self._go_on_without(name, f"{name} leaves", tell, sends=True)
 
     def lost(self, name: str) -> None:
         """A host has failed, or was gone for too long, and is not waited for any more. Raises
         ConfigError if the others cannot go on without it, and PipespecError."""
-        self._go_on_without(name, f"{name} is gone", sends=False)
+        self._go_on_without(name, f"{name} is gone", lambda sentence: None, sends=False)
 
-    def _go_on_without(self, name: str, reason: str, *, sends: bool) -> None:
+    def _go_on_without(
+        self, name: str, reason: str, tell: Callable[[str], None], *, sends: bool
+    ) -> None:
         """`sends`: the host sends others what they get."""
-        with self._changing:
-            if name not in self._guests:
-                return
+        guest = self._guests.get(name)
+        if guest is None:
+            return
+        steps = HostSteps(name, tell, self._require_cluster)
+
+        def prepare(before: Deployment, after: Deployment) -> None:
+            steps.begin("the other hosts take over its layers", STILL_S)
+            self._fetch(replace(after, hosts=before.hosts if sends else after.hosts), steps)
+
+        self._switch(partial(without_host, host=guest.host), prepare, reason, steps)
+        self._take_away(name)
+
+    def _fetch(self, after: Deployment, steps: HostSteps) -> None:
+        """Give the hosts of a deployment their weights."""
+        ways = {"on_progress": steps.progress, "on_warning": print_error, "over": steps.over}
+        steps.run(partial(self._distribute, replace(after, fetched=False), **ways))
+
+    def _switch(
+        self,
+        plan: Callable[[Deployment], Deployment],
+        prepare: Callable[[Deployment, Deployment], None],
+        reason: str,
+        steps: HostSteps,
+    ) -> Deployment:
+        """Begin an epoch with the layout that `plan` makes of the present one, and for which
+        `prepare` makes all hosts ready; both are called again if another host has joined or left
+        meanwhile."""
+        while True:
             before = self.deployment
-            after = without_host(before, self._guests[name].host)
-            hosts = before.hosts if sends else after.hosts
-            self._distribute(replace(after, hosts=hosts, fetched=False), on_warning=print_error)
-            self._change_to(after, reason)
-            self._take_away(name, after)
+            after = plan(before)
+            prepare(before, after)
+            steps.begin("the ranks change their layers", BEGINNING_S)
+            while not self._changing.acquire(timeout=LOOK_S):
+                steps.progress()
+                steps.check()
+            try:
+                if self.deployment is before:
+                    self._change_to(after, reason, steps)
+                    return after
+            finally:
+                self._changing.release()
+
+    def _require_cluster(self) -> None:
+        self._recovery.check()
+        if self._recovery.stopped.is_set():
+            raise RankFailed("The cluster has ended.")
 
     def ranks_of(self, host: Host) -> str:
         """The ranks of a host and their layers, in words."""
@@ -133,76 +202,58 @@ class HostChanges:
             return None
         return guest.why()
 
-    def _change_to(
-        self,
-        after: Deployment,
-        reason: str,
-        agent: AgentHandle | None = None,
-        leaving: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Begin an epoch of another deployment and wait until all ranks have joined it; `agent` is
-        of a host that is new in it."""
+    def _change_to(self, after: Deployment, reason: str, steps: HostSteps) -> None:
+        """Begin an epoch of another deployment and wait until all ranks have joined it."""
         begun = threading.Event()
 
         def begin() -> None:
             self._moves.use(after)
             begun.set()
 
-        away = self._recovery.state.away & set(_workers(after))
+        away = self._recovery.state.away & {
+            worker for host in after.hosts for worker in host.workers
+        }
         assignment = after.assignment(after.without(set(away)))
         self._recovery.change(LayoutChange(assignment, reason, begin))
-        deadline = time.monotonic() + STARTING_S
         try:
-            while not (begun.is_set() and self._recovery.state.complete):
-                self._recovery.check()
-                if self._recovery.stopped.is_set():
-                    raise RankFailed("The cluster has ended.")
-                if agent is not None:
-                    _require_joining(agent, leaving)
-                if not begun.is_set() and time.monotonic() > deadline:
-                    raise RankFailed(f"The workers were not ready within {STARTING_S:g} s.")
+            steps.wait(begun.is_set)
+            while not self._recovery.state.complete:
+                steps.progress()  # how long the ranks may take, the recovery knows
+                steps.check()
                 time.sleep(LOOK_S)
         except BaseException:
             self._recovery.drop_change()
             raise
 
-    def _take_away(self, name: str, after: Deployment) -> None:
-        """End what runs on a host; `after` is the cluster without it."""
+    def _take_away(self, name: str) -> None:
+        """End what runs on a host, and go on without it if it has failed while it joined."""
         guest = self._guests[name]
-        if guest.host in self.deployment.hosts:  # it has failed while it joined
-            again = replace(after, changes=self.deployment.changes + 1)
-            self._change_to(again, f"{name} is gone")
+        with self._changing:
+            if guest.host in self.deployment.hosts:
+                steps = HostSteps(name, lambda sentence: None, self._require_cluster)
+                without = without_host(self.deployment, guest.host)
+                steps.begin("the others go on", BEGINNING_S)
+                self._change_to(without, f"{name} is gone", steps)
         del self._guests[name]
-        self._recovery.watch_workers(_workers(after))
+        self._watch_workers()
         self._agents.remove(guest)
 
-
-def _require_joining(agent: AgentHandle, leaving: Callable[[], bool]) -> None:
-    if agent.failed:
-        raise HostFailed(agent.why())
-    if leaving():
-        raise HostFailed(f"{agent.host.name} has left before it had joined")
-
-
-def _await_imports(agent: AgentHandle, leaving: Callable[[], bool]) -> int:
-    """Until the agent leaves the host to what measures it; the bytes that it has taken meanwhile
-    for each worker on a CPU. Raises HostFailed."""
-    deadline = time.monotonic() + STARTING_S
-    while not agent.imported.wait(LOOK_S):
-        _require_joining(agent, leaving)
-        if time.monotonic() > deadline:
-            raise HostFailed(f"{agent.host.name} did not import torch within {STARTING_S:g} s")
-    return agent.imported_bytes // max(1, agent.host.devices.count("cpu"))
+    def _watch_workers(self) -> None:
+        with self._watching:
+            hosts = (*self.deployment.hosts, *(each.host for each in [*self._guests.values()]))
+            watched = dict.fromkeys(worker for host in hosts for worker in host.workers)
+            self._recovery.watch_workers((*watched,))
 
 
 def measured(
     host: Host,
     before: Deployment,
+    steps: HostSteps,
     distribute: Distribute = distribute_weights,
     ready: Callable[[], int] = lambda: 0,
 ) -> MeasuredHost:
     """Measure a new host with a few layers of the target, which it gets from the others, once it is
-    `ready`. Raises PipespecError."""
+    `ready`; these are `steps` of it. Raises PipespecError."""
     layers = sample_layers(before)
     before = replace(before, shared=before.shared or shared_names(before))
     ranks = (before.workers[0], host.workers[0])
@@ -214,8 +265,11 @@ def measured(
     )
 
     def prepare() -> int:
-        distribute(trial, on_warning=print_error)
-        return ready()
+        steps.begin("it gets the layers with which it is measured", STILL_S)
+        distribute(trial, on_progress=steps.progress, on_warning=print_error, over=steps.over)
+        taken = ready()
+        steps.begin("the host is measured", MEASURING_S)
+        return taken
 
     return measure_joined(host, before, layers, prepare)
 
@@ -270,10 +324,6 @@ def _changed(before: Deployment, joined: Iterable[Host], placement: Placement) -
         raise ConfigError("another number of stages does not fit cluster.groups; leave it out.")
     known = replace(before.knowing(tuple(joined)), changes=before.changes + 1)
     return known.laid_out(placement)
-
-
-def _workers(deployment: Deployment) -> tuple[str, ...]:
-    return tuple(worker for host in deployment.hosts for worker in host.workers)
 
 
 def _ranks_of(deployment: Deployment, host: Host) -> str:

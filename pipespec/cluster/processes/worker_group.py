@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class WorkerGroup:
     ) -> None:
         self.deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         self._modules, self._name = tuple(modules), name
+        self._listing = threading.Lock()
         # Replaced as a whole, as several threads read it.
         self._hosts: tuple[AgentHandle, ...] = ()
         self._failure: str | None = None
@@ -60,7 +62,8 @@ class WorkerGroup:
         """Start the agent of one more host, whose end does not end the others."""
         agent = self._agent_of(host)
         agent.guest = True  # first: another thread looks at the hosts
-        self._hosts = (*self._hosts, agent)
+        with self._listing:
+            self._hosts = (*self._hosts, agent)
         return agent
 
     def adopt(self, name: str) -> AgentHandle:
@@ -70,7 +73,8 @@ class WorkerGroup:
         return agent
 
     def remove(self, agent: AgentHandle) -> None:
-        self._hosts = tuple(host for host in self._hosts if host is not agent)
+        with self._listing:
+            self._hosts = tuple(host for host in self._hosts if host is not agent)
         agent.stop()
 
     def await_agents(self) -> None:

@@ -27,6 +27,7 @@ class ClusterState:
     failure: str | None = None  # why the cluster was given up
     complete: bool = False  # whether all ranks have joined that epoch
     away: frozenset[str] = frozenset()  # workers that others have replaced
+    alive: frozenset[str] = frozenset()  # workers that give signs of life
 
 
 @dataclass(frozen=True)

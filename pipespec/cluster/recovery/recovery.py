@@ -270,6 +270,7 @@ class Recovery:
         assert self._workers is not None
         now = time.monotonic()
         silent = self._leases.update(beats, self._workers.signs(), now)
+        self.state = replace(self.state, alive=frozenset(self._leases.alive))
         if any(map(self._workers.preparing, set(self._leases.workers) - self._leases.alive)):
             self._preparing_at = now
         return silent

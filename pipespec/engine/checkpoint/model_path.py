@@ -17,6 +17,7 @@ from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
 # NAME, ORG/NAME, or a file as ORG/NAME/FILE.gguf.
+LONGEST_REPO = 96  # characters, as the hub allows
 _ON_HUB = re.compile(r"(?!\.{1,2}$)([\w.-]+(?:/[\w.-]+)?)|([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
@@ -44,7 +45,11 @@ def resolve(model: str | Path) -> Path:
 def _hub_name(model: str | Path) -> tuple[str, str | None] | None:
     """The repository of the hub, and the GGUF file in it, that a model may be called by."""
     found = None if isinstance(model, Path) else _ON_HUB.fullmatch(model)
-    return None if found is None else (found[1] or found[2], found[3])
+    if found is None or len(repo := found[1] or found[2]) > LONGEST_REPO:
+        return None
+    return (
+        None if {repo[0], repo[-1]} & {*"-."} or re.search(r"--|\.\.", repo) else (repo, found[3])
+    )
 
 
 def refuse_unread(model: str | Path) -> None:

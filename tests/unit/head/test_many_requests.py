@@ -237,18 +237,17 @@ def test_when_kv_slots_run_short_draft_tokens_are_shed_before_the_youngest_reque
     assert texts == {0: list(range(2, 14)), 1: list(range(2, 14))}
 
 
-def test_waiting_request_of_higher_priority_does_not_preempt_a_running_one():
+def test_only_a_more_urgent_request_preempts_a_running_one_for_its_kv_slots():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 30, 3, 4, 20))
     add = partial(on.admission.add, stops=lambda token: False, now=0)
     add(Request(0, tuple(range(9)), 4, priority=5))
     assert [each.request.id for each in on.admit()] == [0]
-    add(Request(1, tuple(range(9)), 4, priority=7))
-    add(Request(2, tuple(range(9)), 4, priority=-7))
-    assert not list(on.admit()), "there are no slots for it"
-    assert not on.admission.preempt()
-    assert [each.request.id for each in on.admission.waiting] == [2, 1]
-    on.admission.cancel(0)
-    assert [each.request.id for each in on.admit()] == [2]
+    for number, priority, preempted in ((1, 7, []), (2, 5, []), (3, -7, [0])):
+        add(Request(number, tuple(range(9)), 4, priority=priority))
+        assert not list(on.admit()), "there are no slots for it"
+        assert [each.request.id for each in on.admission.preempt()] == preempted
+    assert [each.request.id for each in on.admission.waiting] == [3, 0, 2, 1]
+    assert [each.request.id for each in on.admit()] == [3]
 
 
 def test_prompts_of_several_requests_share_a_step_and_take_turns():

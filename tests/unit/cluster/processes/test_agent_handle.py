@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.join import host_changes
 from pipespec.cluster.processes import agent_handle
 from pipespec.cluster.processes.agent_handle import AgentHandle, WorkerDeath
 from pipespec.cluster.processes.torchrun import WorkerJob
 from pipespec.config.hosts import Host
-from pipespec.errors import HostFailed
 from tests.helpers.waiting import until
 
 JOB = WorkerJob("m:f", b"", ("b/0", "b/1"), ("b/0", "b/1"), "b", logs=False)
@@ -102,26 +100,6 @@ def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:
     handle, _ = started(REFUSED, PREPARING)
     until(lambda: handle.failed)
     assert handle.why() == "b: no room in /tmp"
-
-
-def test_a_host_that_joins_is_not_waited_for_once_it_fails_leaves_or_is_late(
-    started: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refusing, _ = started(REFUSED, PREPARING, job=None)
-    with pytest.raises(HostFailed, match=r"^b: no room in /tmp$"):
-        host_changes._await_imports(refusing, lambda: False)
-    importing, _ = started(PREPARING, job=None)
-    with pytest.raises(HostFailed, match="b has left before it had joined"):
-        host_changes._await_imports(importing, lambda: True)
-    monkeypatch.setattr(host_changes, "STARTING_S", 0.0)
-    with pytest.raises(HostFailed, match="b did not import torch within 0 s"):
-        host_changes._await_imports(importing, lambda: False)
-
-
-def test_what_a_host_has_imported_is_shared_by_its_workers(started: Start) -> None:
-    """So memory that is taken for it is not lost to them."""
-    handle, _ = started('{"imported": 4096}', job=None)
-    assert host_changes._await_imports(handle, lambda: False) == 2048
 
 
 def test_a_host_that_is_lost_before_it_has_a_job_is_not_started_again(started: Start) -> None:

@@ -1,0 +1,157 @@
+"""What the requests of several tenants get of one pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from pipespec.core import KIND, LAST_COMMITTED, SEQUENCE, Request, Verdict
+from pipespec.head.policies.root import Root
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.sequence import TURN
+
+PLACES = 4
+LONG = 400  # tokens of an answer
+
+
+class Tenants:
+    """A scheduler whose pipeline decides a token of each row that needs one, two steps later."""
+
+    def __init__(self, num_slots: int = 2**62, prefill_chunk: int = 64):
+        config = SchedulerConfig(
+            Root(), 2, 1, prefill_chunk, 10_000, PLACES, 64, num_slots, max_retained=16
+        )
+        self.scheduler = Scheduler(config)
+        self.admission = self.scheduler.admission
+        self.ids = count()
+        self.tokens: Counter[str] = Counter()  # decided, by tenant
+        self.started: dict[int, int] = {}  # the step of the first token, by request
+        self.ended: list[int] = []
+        self._leaving: list[set[int]] = [set(), set()]  # sequences whose next tokens are computed
+
+    def add(self, tenant: str, new_tokens: int = LONG, prompt: int = 2, priority: int = 0) -> int:
+        number = next(self.ids)
+        tokens = tuple(1000 * number + i for i in range(prompt))  # nothing is shared
+        request = Request(number, tokens, new_tokens, priority=priority, tenant=tenant)
+        self.admission.add(request, lambda token: False, 0)
+        return number
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            on = self.scheduler
+            list(on.admit())
+            on.begin_step()
+            for number in self._leaving.pop(0):
+                if (sequence := self.admission.sequences.get(number)) is None:
+                    continue
+                request = sequence.request
+                update = on.apply(Verdict(number, len(sequence.context.tokens), (7,)), 0)
+                self.tokens[request.tenant] += 1
+                self.started.setdefault(request.id, on.step)
+                if update is not None and update.reason:
+                    self.ended.append(request.id)
+            on.end_verdicts(0.0, 1.0)
+            self.admission.preempt()
+            batch = on.next_batch(on.plan_batch(0.0))
+            last = batch.rows[(batch.rows[:, KIND] == LAST_COMMITTED) | (batch.rows[:, KIND] == 0)]
+            self._leaving.append(set(last[:, SEQUENCE].tolist()))
+            on.end_step(1.0)
+
+    def steps_to_start(self, tenant: str, most: int = 1000, **request: int) -> int:
+        """Steps from the arrival of a short request to its first token."""
+        number, before = self.add(tenant, 8, **request), self.scheduler.step
+        for _ in range(most):
+            self.run(1)
+            if number in self.started:
+                return self.started[number] - before
+        raise AssertionError(f"no token within {most} steps")
+
+
+def crowds() -> Iterator[pytest.param]:
+    """Whose requests are there already, and how many steps a short one of another tenant may take
+    to its first token (without any other, 3)."""
+    one = {"crowd": 50}
+    yield pytest.param(one, {}, {}, 6, id="one tenant")
+    yield pytest.param(one, {"prompt": 640}, {}, 6, id="long prompts")
+    yield pytest.param(one, {"priority": -9}, {}, 6, id="of more urgent requests")
+    yield pytest.param(one, {}, {"num_slots": 300}, 12, id="all KV slots")
+    tenants = {f"tenant {i}": 10 for i in range(3)}
+    yield pytest.param(tenants, {}, {}, 6, id="a tenant for each place but one")
+    tenants = {f"tenant {i}": 10 for i in range(PLACES)}
+    yield pytest.param(tenants, {}, {}, 2 * TURN + 6, id="a tenant for each place")
+    tenants = {f"tenant {i}": 1 for i in range(2 * PLACES)}
+    yield pytest.param(tenants, {}, {}, 4 * TURN + 6, id="more tenants than places")
+    yield pytest.param({"": 50}, {}, {}, 6, id="requests without a key")
+
+
+@pytest.mark.parametrize(("crowd", "of_crowd", "pipeline", "most"), [*crowds()])
+@pytest.mark.parametrize("after", [0, 40])
+def test_short_request_starts_at_once_beside_many_long_ones_of_others(
+    crowd: dict[str, int], of_crowd: dict[str, int], pipeline: dict[str, int], most: int, after: int
+):
+    on = Tenants(**pipeline)
+    for tenant, requests in crowd.items():
+        for _ in range(requests):
+            on.add(tenant, **of_crowd)
+    on.run(after)
+    assert on.steps_to_start("short") <= most
+    on.run(12 + most)
+    assert len(on.ended) == 1, "it goes on to its end"
+
+
+def test_urgent_request_takes_the_place_of_another_of_its_tenant():
+    on = Tenants()
+    for _ in range(20):
+        on.add("")
+    on.run(30)
+    assert on.steps_to_start("", priority=-1) <= 6
+    later = on.add("", 8)
+    on.run(200)
+    assert later not in on.started, "of equal priority the first to arrive goes first"
+
+
+def test_tenants_with_many_requests_get_as_many_tokens_as_each_other():
+    """Whatever the number, the priority and the prompts of their requests."""
+    on = Tenants()
+    for tenant, requests, fields in (
+        ("many", 100, {"priority": -5}),
+        ("few", 10, {"priority": 5}),
+        ("long prompts", 30, {"prompt": 100}),
+        ("one", 1, {}),
+    ):
+        for _ in range(requests):
+            on.add(tenant, **fields)
+    on.run(LONG // 2)
+    assert max(on.tokens.values()) <= 1.2 * min(on.tokens.values())
+    preemptions = on.admission.preemptions
+    on.run(LONG // 4)
+    assert on.admission.preemptions == preemptions, "who has a share keeps it"
+
+
+def test_more_tenants_than_places_take_turns_and_all_end():
+    on = Tenants(num_slots=500)
+    numbers = [on.add(f"tenant {i}", 60, prompt=20) for i in range(3 * PLACES)]
+    on.run(12 * 60)
+    assert max(on.started.values()) <= 8 * TURN, "no tenant waits for another's end"
+    assert sorted(on.ended) == numbers
+    assert on.admission.preemptions <= 3 * PLACES * 60 / TURN, (
+        "a turn is long enough to be worth it"
+    )
+
+
+def test_tenant_that_was_away_has_saved_up_no_turns():
+    on = Tenants()
+    on.add("early", 8)
+    for i in range(2 * PLACES):
+        on.add(f"tenant {i}")
+    on.run(300)
+    early, others = on.add("early"), on.tokens.copy()
+    on.run(200)
+    gained = {tenant: count - others[tenant] for tenant, count in on.tokens.items()}
+    assert early in on.started
+    assert gained["early"] <= 2 * np.median(list(gained.values()))
