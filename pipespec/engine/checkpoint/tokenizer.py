@@ -34,7 +34,16 @@ class ChatTokenizer(Tokenizer, Protocol):
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> str: ...
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        chat_template: str,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
