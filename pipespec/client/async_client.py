@@ -77,7 +77,7 @@ class AsyncAnswer:
         token ids; prompt and answer must fit into the model's context, which ends an answer that
         does not. `fields` are others of `Request`; `max_new_tokens` is needed."""
         client = self._client
-        assert 0 < len(prompt) < client.served.context, "the KV pools are made for no more"
+        assert 0 < len(prompt) <= client.served.context, "the KV pools are made for no more"
         log = client.log
         asking = asyncio.ensure_future(
             log.enqueue(prompt=tuple(prompt), sampling=sampling, **fields)
