@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import compress, groupby
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -14,6 +15,10 @@ RAW_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 WORD_BEGINS = "\N{LOWER ONE EIGHTH BLOCK}"
 # Tokens of the context that affect the text of the first new token (a leading space or none).
 CONTEXT_TOKENS = 8
+# At most so many tokens are looked at for them, as special ones do not count.
+MOST_CONTEXT = 64
+# By how much tokenizers shorten the UTF-8 of a text at most when they compose its characters.
+MOST_GROWTH = 4
 
 
 class Tokenizer(Protocol):
@@ -32,9 +37,60 @@ class Tokenizer(Protocol):
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
 
+def decode(tokenizer: Tokenizer, ids: Sequence[int], *, special: bool = False) -> str:
+    """The text of tokens, with `special` that of special ones too. It is not cleaned up, and each
+    broken character is U+FFFD, where tokenizers with byte fallback make that of every byte in a run
+    of raw bytes with a broken character, also of the whole characters."""
+
+    def decoded(part: Sequence[int]) -> str:
+        return tokenizer.decode(
+            part, skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+
+    text = decoded(ids)
+    if REPLACEMENT not in text:
+        return text
+    bytes_of = {token: byte for token in {*ids} if (byte := _raw_byte(tokenizer, token))}
+    if not bytes_of:
+        return text
+    ids = [token for token in ids if tokenizer.convert_ids_to_tokens(token) is not None]
+    if not special:
+        ids = [token for token in ids if token in bytes_of or not hidden_text(tokenizer, token)]
+    text, before = "", list[int]()
+    for is_raw, group in groupby(ids, bytes_of.__contains__):
+        run = list(group)
+        if is_raw:
+            skipped = not before and not decoded(run[:1])  # a space before the first word
+            text += b"".join(bytes_of[token] for token in run[skipped:]).decode(errors="replace")
+        else:  # its text depends on whether another one precedes it
+            text += decoded([*before, *run])[len(decoded(before)) :]
+        before = run[-1:]
+    return text
+
+
+def hidden_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a special token, which texts are without; that of another token is empty."""
+    shown, whole = (
+        tokenizer.decode([token], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        for skip in (True, False)
+    )
+    return "" if shown else whole
+
+
+def _raw_byte(tokenizer: Tokenizer, token: int) -> bytes:
+    """The byte that a token of byte fallback is, not its name; empty: it is another token."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None or not RAW_BYTE.fullmatch(name):
+        return b""
+    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return b"" if text == name else bytes([int(name[3:5], 16)])
+
+
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token alone, of a special one its name; half a character is U+FFFD."""
-    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if byte := _raw_byte(tokenizer, token):
+        return byte.decode(errors="replace")
+    text = decode(tokenizer, [token], special=True)
     # Decoding drops the space before a first word.
     name = tokenizer.convert_ids_to_tokens(token)
     begins = name is not None and name.startswith(WORD_BEGINS) and not text.startswith(" ")
@@ -43,24 +99,31 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """The bytes of a token's text, also of one that is a part of a character."""
+    if byte := _raw_byte(tokenizer, token):
+        return byte
     text, name = token_text(tokenizer, token), tokenizer.convert_ids_to_tokens(token)
-    if REPLACEMENT in text and name is not None:
-        if RAW_BYTE.fullmatch(name):
-            return bytes([int(name[3:5], 16)])
-        if all(character in _BYTE_OF for character in name):
-            return bytes(_BYTE_OF[character] for character in name)
+    if REPLACEMENT in text and name is not None and all(each in _BYTE_OF for each in name):
+        return bytes(_BYTE_OF[each] for each in name)
     return text.encode()
 
 
 def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Where in a text each of its tokens begins, in characters. Tokens without text have
-    an empty range: a begin-of-sequence token, a space that the first word does not have."""
-    raw, at, offsets = text.encode(), 0, []
+    """Where in a text each of its tokens begins, in characters. Tokens without text have an empty
+    range: a begin-of-sequence token, a space that the first word does not have, a character that
+    the tokenizer replaces by others."""
+    raw, at, missed, offsets = text.encode(), 0, 0, []
     for token in tokens:
-        offsets.append(len(raw[:at].decode(errors="ignore")))
         own = token_bytes(tokenizer, token)
-        found = next((part for part in (own, own.lstrip(b" ")) if raw.startswith(part, at)), b"")
-        at += len(found)
+        # What was not found may have another form in the text, of another length.
+        ends = at + len(own) + MOST_GROWTH * missed
+        places = [
+            (place, part)
+            for part in dict.fromkeys((own, own.lstrip(b" ")))
+            if part and (place := raw.find(part, at, ends)) >= 0
+        ]
+        place, part = min(places, default=(at, b""))
+        offsets.append(len(raw[:place].decode(errors="ignore")))
+        at, missed = place + len(part), 0 if part else missed + len(own)
     return offsets
 
 
@@ -76,54 +139,65 @@ _BYTE_OF = _byte_of()
 
 
 class Detokenizer:
-    """Turns token ids into text that is final. The pieces joined, and `pending`, equal the
-    tokenizer's `decode` of all the ids without special tokens and without the clean-up of spaces,
-    which would rewrite text already returned. With `context` (the prompt's ids) they equal what
-    `decode` appends to the context's text."""
+    """Turns token ids into text that is final. The pieces joined, and `pending`, equal the text of
+    all the ids (`decode`). With `context` (the prompt's ids) they equal what the ids append to the
+    context's text; a character that the context begins and the ids end is theirs.
+
+    Attributes:
+        num_final: characters of the text that are final so far.
+        pending: the rest at the end of the text, a broken character as U+FFFD.
+    """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        # `_ids[:_shown]` are tokens whose text was returned; they are decoded again with what
-        # follows because a token's text depends on its left neighbour.
-        self._ids = list(context[-CONTEXT_TOKENS:])
-        self._shown = len(self._ids)
-        self._in_raw_bytes = False
-
-    @property
-    def pending(self) -> str:
-        """The rest at the end of the text, broken characters as U+FFFD."""
-        return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
+        # Tokens whose text was returned are decoded again with what follows, because a token's text
+        # depends on its left neighbour; special ones have no text.
+        near = context[-MOST_CONTEXT:]
+        self._ids = [token for token in near if not hidden_text(tokenizer, token)][-CONTEXT_TOKENS:]
+        self._text = self._known = decode(tokenizer, self._ids)  # theirs, and what is returned
+        self.num_final = 0
+        self.pending = ""
 
     def push(self, token: int) -> str:
         """The text that a token makes final; may be empty, never ends within a character."""
+        text = decode(self._tokenizer, [*self._ids, token])
+        if text == self._text and hidden_text(self._tokenizer, token):
+            return ""
+        # What follows may change the last character alone: UTF-8 shows where one begins.
+        final, known = text.removesuffix(REPLACEMENT), self._known
+        if not final.startswith(known):  # the token continues the context's last character
+            known = known.removesuffix(REPLACEMENT)
+        piece = final.removeprefix(known)
         self._ids.append(token)
-        # One invalid byte turns its whole run of raw bytes into U+FFFD: wait for the run's end,
-        # which a special token, being left out of the text, is not.
-        # A padded vocabulary has ids without a token, which decode to nothing.
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        if name is not None and RAW_BYTE.fullmatch(name):
-            self._in_raw_bytes = True
-        elif self._in_raw_bytes:
-            self._in_raw_bytes = self._decode(self._ids) == self._decode(self._ids[:-1])
-        if self._in_raw_bytes:
-            return ""
-        text = self.pending
-        if not text or text.endswith(REPLACEMENT):
-            return ""
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return text
+        self._text, self._known, self.pending = text, final, text[len(final) :]
+        self.num_final += len(piece)
+        if len(self._ids) > 2 * CONTEXT_TOKENS:
+            del self._ids[:-CONTEXT_TOKENS]
+            self._text = decode(self._tokenizer, self._ids)
+            self._known = self._text.removesuffix(REPLACEMENT)
+        return piece
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+
+class TokenOffsets:
+    """Where in the text of an answer its tokens begin, in characters after `start`. Those of one
+    character begin with it, and special tokens, which the text is without, where the next one
+    does."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], start: int):
+        self._text = Detokenizer(tokenizer, context)
+        self._start = start
+
+    def push(self, token: int) -> int:
+        begun, before = self._text.pending, self._start + self._text.num_final
+        text = self._text.push(token) + self._text.pending
+        # A broken character that the token does not continue is before it.
+        return before + len(begun) * (len(text) > len(begun) and text.startswith(begun))
 
 
 class StopStrings:
     """Ends a text before its first stop string, which may extend over several pieces. The first is
     the one that is complete first, and of several the longest. `found` is that string, or None so
-    far."""
+    far. A stop string may name special tokens, which the text is without."""
 
     def __init__(self, stops: Sequence[str]):
         assert all(stops), "an empty stop string ends every text"
@@ -133,18 +207,23 @@ class StopStrings:
         self._beginnings, self._first = _beginnings(tuple(stops))
         self._shown = ""  # the end of what was shown, in which a stop string may begin
         self._held = ""
+        self._visible: list[bool] = []  # of each held character; a special token's are not
         self.found: str | None = None
 
-    def pass_over(self, piece: str) -> str:
-        """The same piece, in which no stop string ends."""
-        self._held += piece
+    def names(self, special: str) -> bool:
+        """Whether a stop string names this special token."""
+        return any(special in stop for stop in self._stops)
+
+    def pass_over(self, piece: str, *, visible: bool = True) -> str:
+        """The same piece, in which no stop string ends; empty unless it is `visible`."""
+        self._hold(piece, visible)
         return self._release(len(self._held))
 
-    def push(self, piece: str) -> str:
+    def push(self, piece: str, *, visible: bool = True) -> str:
         """The text that is final now: all but a possible beginning of a stop string."""
         if self.found is not None:
             return ""
-        self._held += piece
+        self._hold(piece, visible)
         text, num_shown = self._shown + self._held, len(self._shown)
         complete = [
             (start + len(stop), rank, stop)
@@ -153,18 +232,25 @@ class StopStrings:
         ]
         if complete:
             end, _, self.found = min(complete)
-            return self._release(max(0, end - len(self.found) - num_shown), forget=True)
+            shown = self._release(max(0, end - len(self.found) - num_shown))
+            self._held = ""
+            return shown
         return self._release(len(self._held) - self._longest_beginning())
 
     def flush(self) -> str:
         """The text that was held back, at the end of a text without a stop string."""
         return self._release(len(self._held))
 
-    def _release(self, count: int, *, forget: bool = False) -> str:
-        shown, self._held = self._held[:count], "" if forget else self._held[count:]
+    def _hold(self, piece: str, visible: bool) -> None:
+        self._held += piece
+        self._visible += [visible] * len(piece)
+
+    def _release(self, count: int) -> str:
+        shown, self._held = self._held[:count], self._held[count:]
+        visible, self._visible = self._visible[:count], self._visible[count:]
         if self._most_begun:
             self._shown = (self._shown + shown)[-self._most_begun :]
-        return shown
+        return "".join(compress(shown, visible))
 
     def _longest_beginning(self) -> int:
         """How much of the held text belongs to the longest end that begins a stop string."""
@@ -189,8 +275,8 @@ class FinalText:
         context: the prompt's ids.
         min_tokens: stop strings that end in the text of so many tokens are ignored; of one that
             begins there and ends later, that beginning remains.
-        markers: the texts of special tokens that are shown, by their ids; stop strings are matched
-            without them.
+        markers: the ids of special tokens that are shown; stop strings are matched without them,
+            unless one names them.
     """
 
     def __init__(
@@ -199,14 +285,15 @@ class FinalText:
         context: Sequence[int] = (),
         stops: Sequence[str] = (),
         min_tokens: int = 0,
-        markers: Mapping[int, str] | None = None,
+        markers: Collection[int] = (),
     ):
         self._text = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)
+        self._tokenizer = tokenizer
         self._free = min_tokens  # tokens without a check for stop strings
-        self._markers = markers or {}
-        self._final = 0  # characters of the text that tokens made final
-        self._shown = 0  # those of them that were returned
+        self._markers = markers
+        self._matched = 0  # characters of those that stop strings are matched with
+        self._shown = 0  # characters of the text that were returned
         self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
 
     @property
@@ -228,15 +315,18 @@ class FinalText:
         return self.found is not None
 
     def _push(self, token: int) -> str:
-        if token in self._markers:
-            place = self._final + len(self._text.pending)
-            self._waiting.append((place, self._markers[token]))
         piece = self._text.push(token)
-        self._final += len(piece)
-        if self._free:
-            self._free -= 1
-            return self._marked(self._stops.pass_over(piece))
-        return self._marked(self._stops.push(piece))
+        match = self._stops.pass_over if self._free else self._stops.push
+        self._free = max(0, self._free - 1)
+        special = "" if piece else hidden_text(self._tokenizer, token)
+        if special and self._stops.names(special):
+            visible = token in self._markers
+            self._matched += visible * len(special)
+            return self._marked(match(special, visible=visible))
+        if special and token in self._markers:
+            place = self._text.num_final + len(self._text.pending) + self._matched
+            self._waiting.append((place, special))
+        return self._marked(match(piece))
 
     def _marked(self, text: str) -> str:
         """The next final text, with its markers."""
@@ -252,12 +342,9 @@ class FinalText:
 
 def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
     """The texts that are special tokens of the vocabulary, by their ids."""
-    found = {}
-    for text in texts:
-        for token in tokenizer.encode(text, add_special_tokens=False):
-            hidden = not tokenizer.decode(
-                [token], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-            if hidden and tokenizer.convert_ids_to_tokens(token) == text:
-                found[token] = text
-    return found
+    return {
+        token: text
+        for text in texts
+        for token in tokenizer.encode(text, add_special_tokens=False)
+        if hidden_text(tokenizer, token) == text
+    }

@@ -91,8 +91,8 @@ class AsyncAnswer:
         looked at. Raises ConfigError if they may occupy too much, and LogFull."""
         client = self._client
         context = client.served.context
-        assert all(0 < len(each.prompt) < context for each in requests), (
-            "the KV pools are too small"
+        assert all(0 < len(each.prompt) <= context for each in requests), (
+            "the KV pools are made for no more"
         )
         check_size(requests, context)
         log = client.log

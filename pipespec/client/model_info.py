@@ -78,40 +78,38 @@ class ModelInfo:
         """What compiles grammars for its tokens, to see that they can be followed."""
         return Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
 
-    def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
+    def encode(self, prompt: str, *, chat: bool = False, answer: int | None = 1) -> list[int]:
         """The token ids of a prompt, with `chat` in the model's chat template. Raises PromptError,
-        also for one that leaves no room for an answer if `bounded`, and ModelError for a template
-        that fails."""
+        also for one that leaves no room for so many tokens of an answer (None: any length is
+        right), and ModelError for a template that fails."""
         if not prompt:
             raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
         text = self._as_chat(prompt) if chat else prompt
-        return self.tokenize(text, special=not chat, bounded=bounded)
+        return self.tokenize(text, special=not chat, answer=answer)
 
     def tokenize(
-        self, text: str, name: str = "The prompt", *, special: bool = True, bounded: bool = True
+        self, text: str, name: str = "The prompt", *, special: bool = True, answer: int | None = 1
     ) -> list[int]:
         """The token ids of a prompt, which errors call `name`, with the special tokens around it if
-        `special`. Raises PromptError, also for one that leaves no room for an answer if
-        `bounded`."""
+        `special`. Raises PromptError as `encode`."""
         look = CHARACTERS * self.context
-        if bounded and len(text) > look:
+        if answer is not None and len(text) > look:
             # Megabytes take seconds; their beginning is enough.
             begins = self.tokenizer.encode(text[:look], add_special_tokens=special)
             if len(begins) >= 2 * self.context:
-                raise self._too_long(name, f"more than {len(begins) // 2}")
+                raise self._too_long(name, f"more than {len(begins) // 2}", answer)
         ids = self.tokenizer.encode(text, add_special_tokens=special)
-        self.check_prompt(ids, name, bounded=bounded)
+        self.check_prompt(ids, name, answer=answer)
         return ids
 
     def check_prompt(
-        self, ids: Sequence[int], name: str = "The prompt", *, bounded: bool = True
+        self, ids: Sequence[int], name: str = "The prompt", *, answer: int | None = 1
     ) -> None:
-        """Raise PromptError unless token ids can be a prompt, if `bounded` one that leaves room for
-        an answer."""
+        """Raise PromptError unless token ids can be a prompt (`encode`)."""
         if not ids:
             raise PromptError(f"{name} has no tokens, but must have one at least.")
-        if bounded and len(ids) >= self.context:
-            raise self._too_long(name, str(len(ids)))
+        if answer is not None and len(ids) + answer > self.context:
+            raise self._too_long(name, str(len(ids)), answer)
         self.check_tokens(ids, name)
 
     def check_tokens(self, ids: Sequence[int], name: str) -> None:
@@ -122,10 +120,11 @@ class ModelInfo:
                     f"{name} has the token id {shown}, but they go from 0 to {self.vocab_size - 1}."
                 )
 
-    def _too_long(self, name: str, tokens: str) -> PromptTooLong:
+    def _too_long(self, name: str, tokens: str, answer: int) -> PromptTooLong:
+        room = " and needs room for an answer" if answer else ""
         return PromptTooLong(
-            f"{name} has {tokens} tokens, but the context holds {self.context} and needs room "
-            "for an answer; shorten it or raise model.context."
+            f"{name} has {tokens} tokens, but the context holds {self.context}{room}; shorten it "
+            "or raise model.context."
         )
 
     def render(

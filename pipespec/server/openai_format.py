@@ -17,7 +17,14 @@ from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
 from pipespec.server.reply_format import BlockDelta, OutputDelta, ReplyFormat, sse
 from pipespec.server.response_schema import ChatReply, CompletionReply
-from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
+from pipespec.text import (
+    REPLACEMENT,
+    Tokenizer,
+    TokenOffsets,
+    token_bytes,
+    token_offsets,
+    token_text,
+)
 
 # JSON has no minus infinity; vLLM writes this instead.
 MIN_LOGPROB = -9999.0
@@ -227,8 +234,10 @@ class CompletionFormat(OpenAIFormat):
 
     def __init__(self, *answered: Any, **options: Any):
         super().__init__(*answered, **options)
-        # Where the next token begins in each answer's text.
-        self._offsets = [len(self._echo(i)) for i in range(len(self.answers))]
+        self._offsets = [
+            TokenOffsets(self.tokenizer, self.request.prompt_of(i), len(self._echo(i)))
+            for i in range(len(self.answers) if self.wants_logprobs(0) else 0)
+        ]
         self._begun = [False for _ in self.answers]  # whether a chunk was sent
 
     def response(self) -> BaseModel:
@@ -308,11 +317,7 @@ class CompletionFormat(OpenAIFormat):
         self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
     ) -> tuple[list[int], list[ScoredToken]]:
         """The offsets in the text of an answer's next tokens, and these tokens."""
-        offsets = []
-        for token, _ in tokens:
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token_text(self.tokenizer, token))
-        return offsets, [*tokens]
+        return [self._offsets[choice].push(token) for token, _ in tokens], [*tokens]
 
     def _prompt_tokens(self, choice: int) -> tuple[list[int], list[ScoredToken]]:
         """The same for a prompt, with as many top log-probabilities as the answer has."""

@@ -35,6 +35,7 @@ from pipespec.server.request_schema import (
 )
 from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
+from pipespec.text import decode
 
 Body = TypeVar("Body", bound=BaseModel)
 # Commas and brackets of a body, and brackets that open something, beside so many per token of the
@@ -191,7 +192,7 @@ class Preparer:
             asked = (each.text for each in reversed(fields.messages) if each.role == "user")
             text = next(filter(None, asked), "")
         if not isinstance(text, str):
-            text = self._parser.decode(text[:PREVIEW_TOKENS])
+            text = decode(self._served.tokenizer, text[:PREVIEW_TOKENS], special=True)
         return text[:PREVIEW_LENGTH]
 
     def _fields(self, kind: type[Body], body: bytes) -> Body:
@@ -230,7 +231,7 @@ class Preparer:
 
     def _detokenize(self, fields: DetokenizeRequest) -> bytes:
         self._parser.check_tokens(fields.tokens, "tokens")
-        text = self._parser.decode(fields.tokens)
+        text = decode(self._served.tokenizer, fields.tokens, special=True)
         return DetokenizeReply(prompt=text, content=text).model_dump_json().encode()
 
 

@@ -23,6 +23,7 @@ from pipespec.server.chat_prompt import (
 from pipespec.server.reasoning import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
+from pipespec.text import decode
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
@@ -143,10 +144,13 @@ class RequestParser:
         return len(self._served.tokenizer.encode(text, add_special_tokens=False))
 
     def _completion(self, body: CompletionRequest, clamps: bool) -> ParsedRequest:
-        special = body.add_special_tokens is not False
-        prompts = [self._prompt(prompt, "prompt", special=special) for prompt in body.prompt]
+        served, special = self._served, body.add_special_tokens is not False
+        answer = 0 if body.max_tokens == 0 else 1  # 0: only the prompt is wanted
+        prompts = [
+            self._prompt(prompt, "prompt", special=special, answer=answer) for prompt in body.prompt
+        ]
         echo_texts = [
-            prompt if isinstance(prompt, str) else self.decode(prompt)
+            prompt if isinstance(prompt, str) else decode(served.tokenizer, prompt, special=True)
             for prompt in (body.prompt if body.echo else ())
         ]
         max_tokens = body.max_tokens
@@ -164,11 +168,6 @@ class RequestParser:
 
     # --- prompts ------------------------------------------------------------------------------
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._served.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         try:
             self._served.check_tokens(tokens, param)
@@ -176,13 +175,14 @@ class RequestParser:
             raise invalid_field(str(error), param=param) from None
 
     def _prompt(
-        self, prompt: str | Sequence[int], param: str, *, special: bool = True
+        self, prompt: str | Sequence[int], param: str, *, special: bool = True, answer: int = 1
     ) -> Sequence[int]:
-        """The token ids of a prompt that leaves room for an answer. Raises ApiError."""
+        """The token ids of a prompt that leaves room for so many tokens of an answer. Raises
+        ApiError."""
         try:
             if isinstance(prompt, str):
-                return self._served.tokenize(prompt, param, special=special)
-            self._served.check_prompt(prompt, param)
+                return self._served.tokenize(prompt, param, special=special, answer=answer)
+            self._served.check_prompt(prompt, param, answer=answer)
         except PromptError as error:
             code = TOO_LONG if isinstance(error, PromptTooLong) else None
             raise invalid_field(str(error), code, param=param) from None

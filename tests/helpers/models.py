@@ -424,11 +424,11 @@ def logits(path: Path, prompt: Sequence[int], num_slices: int, **how: Any) -> to
     """Those of all tokens of a prompt, in float32, through so many slices of a checkpoint; `how` is
     passed to `ModelSlice`."""
     num_layers = inspect(path).num_layers
-    size = num_layers // num_slices
+    size, how = num_layers // num_slices, {"num_slots": max(32, len(prompt)), **how}
     slots = np.arange(len(prompt))
     plan = causal_plan(slots[:0], slots)
     hidden = torch.tensor(prompt)
     for start in range(0, num_layers, size):
-        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
+        model = ModelSlice.load(path, range(start, start + size), **how)
         hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
     return model.logits(hidden).float()

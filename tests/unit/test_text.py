@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipespec.engine.checkpoint.tokenizer import BackendTokenizer
+from pipespec.engine.formats.gguf_tokenizer import load_tokenizer
 from pipespec.text import (
     Detokenizer,
     FinalText,
     StopStrings,
+    TokenOffsets,
+    decode,
     special_markers,
     token_bytes,
     token_offsets,
@@ -87,7 +91,64 @@ def test_any_tokens_give_what_decode_gives(make, data: st.DataObject) -> None:
     tokenizer = make()
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 8), max_size=40))
     stream = Detokenizer(tokenizer)
-    assert "".join(map(stream.push, ids)) + stream.pending == whole(tokenizer, ids)
+    text = "".join(map(stream.push, ids)) + stream.pending
+    assert text == decode(tokenizer, ids)
+    assert REPLACEMENT in whole(tokenizer, ids) or text == whole(tokenizer, ids)
+
+
+def fallback_ids(text: str | bytes) -> list[int]:
+    raw = text.encode() if isinstance(text, str) else text
+    return byte_fallback().convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in raw])
+
+
+@given(st.lists(st.one_of(st.binary(max_size=4), st.text(max_size=2).map(str.encode)), max_size=8))
+def test_a_broken_character_of_raw_bytes_breaks_no_other(parts: list[bytes]) -> None:
+    raw = b"".join(parts)
+    tokenizer, ids = byte_fallback(), fallback_ids(b"." + raw)
+    stream = Detokenizer(tokenizer)
+    text = "".join(map(stream.push, ids)) + stream.pending
+    assert text == decode(tokenizer, ids) == "." + raw.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        ("สวัสดี", "ครับผม", "ครับผม"),
+        ("สวัสดี", "ครับผม".encode()[:-1], "ครับผ" + REPLACEMENT),
+        ("日本語" * 9, "日 a", "日 a"),
+        *(("😀".encode()[:cut], "😀abcd".encode()[cut:], "😀abcd") for cut in range(4)),
+        *(("😀".encode()[:cut], "abcd", "abcd") for cut in range(4)),
+        (b"\xff", "é", "é"),
+        ("😀".encode()[:2], "😀".encode()[2:3] + b"abcd", REPLACEMENT + "abcd"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bytes of fallback", "bytes as letters"])
+def test_text_after_a_prompt_whose_end_is_within_a_character(
+    kind: str, prompt: str | bytes, answer: str | bytes, text: str
+) -> None:
+    tokenizer, ids_of = byte_fallback(), fallback_ids
+    if kind == "bytes as letters":
+        tokenizer, ids_of = byte_level(), letter_ids
+    for before in ([], tokenizer.all_special_ids * 9, fallback_ids("")):
+        stream = FinalText(tokenizer, [*ids_of("x"), *before, *ids_of(prompt)])
+        pieces = [stream.push([token]) for token in ids_of(answer)]
+        assert "".join(pieces) + stream.flush() == text
+        assert not any(piece.endswith(REPLACEMENT) for piece in pieces)
+    if isinstance(answer, str):
+        assert sum(map(bool, pieces)) == len(text), "each character is shown once it is whole"
+
+
+def letter_ids(text: str | bytes) -> list[int]:
+    raw = text.encode() if isinstance(text, str) else text
+    letters = {token_bytes(byte_level(), id_): id_ for id_ in byte_level().get_vocab().values()}
+    return [letters[bytes([byte])] for byte in raw]
+
+
+def test_broken_characters_without_end_take_no_more_time_each() -> None:
+    stream = Detokenizer(byte_fallback())
+    ids = fallback_ids(b"\xff" * 4000)
+    assert "".join(map(stream.push, ids)) + stream.pending == REPLACEMENT * len(ids)
+    assert len(stream._ids) < 20
 
 
 @given(
@@ -245,6 +306,10 @@ def test_tokens_are_found_in_their_text() -> None:
         assert text[at:].startswith(shown)
     assert offsets == sorted(offsets)
     assert offsets[-1] + len(token_text(tokenizer, ids[-1])) == len(text)
+    # What the tokenizer composes is skipped, and what follows it found.
+    composed = tokenizer.encode("caf\u00e9 cat cat")
+    at = token_offsets(tokenizer, composed, "cafe\u0301 cat cat")
+    assert at[-1] + len(token_text(tokenizer, composed[-1])) == len("cafe\u0301 cat cat")
     # What does not show takes no place.
     (marker,) = tokenizer.encode(EOS)
     assert token_offsets(tokenizer, [marker, *ids], text) == [0, *offsets]
@@ -264,3 +329,70 @@ def test_long_stop_strings_cost_no_more_for_a_token_than_short_ones():
         stream.push("x and ")
     assert time.process_time() - began < 1.5
     assert stream.push("x" * 200 + "063") == "" and stream.found == stops[63]
+
+
+@TOKENIZERS
+def test_offsets_in_an_answer_are_those_in_the_same_prompt(make) -> None:
+    """Special tokens, which do not show, take no place."""
+    tokenizer, text = make(), "a😀b ö c"
+    ids_of = fallback_ids if make is byte_fallback else letter_ids
+    ids = [id_ for part in text for id_ in (*ids_of(part), *tokenizer.all_special_ids)]
+    offsets = TokenOffsets(tokenizer, ids_of("x"), 3)
+    found = [offsets.push(token) for token in ids]
+    shown = [token for token in ids if token not in tokenizer.all_special_ids]
+    places = [at for at, token in zip(found, ids, strict=True) if token in shown]
+    expected = [3 + at for at, part in enumerate(text) for _ in part.encode()]
+    assert places == expected
+    assert [3 + at for at in token_offsets(tokenizer, shown, text)] == expected
+
+
+def test_offsets_after_broken_characters() -> None:
+    offsets = TokenOffsets(byte_fallback(), [], 0)
+    # U+FFFD for the first byte, for the next two, and for the last.
+    found = [*map(offsets.push, fallback_ids(b"\xff\xf0\x9fa\xffb"))]
+    assert found == [0, 1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        (EOS, "a the cat"),
+        ("cat" + EOS, "a the "),
+        (EOS + " the", "a the cat"),
+        (f"t{EOS} the{EOS}", "a the ca"),
+        ("unknown" + EOS, "a the cat the"),
+        ("cat the", "a the cat the"),
+    ],
+)
+@pytest.mark.parametrize("shows", [False, True])
+def test_stop_strings_may_name_special_tokens(stop: str, shown: str, shows: bool) -> None:
+    tokenizer = byte_level()
+    eos = tokenizer.eos_token_id
+    ids = [*tokenizer.encode("a the cat"), eos, *tokenizer.encode(" the"), eos]
+    found = stop in f"a the cat{EOS} the{EOS}"
+    if stop == "cat the":  # they are left out of the text for stop strings that do not name them
+        found, shown = True, "a the "
+    if shows and not found:
+        shown = f"a the cat{EOS} the{EOS}"
+    markers = {eos} if shows else ()
+    checked = FinalText(tokenizer, (), [stop], 0, markers)
+    ends = [checked.completes(token) for token in ids]
+    text = FinalText(tokenizer, (), [stop], 0, markers)
+    pieces = "".join(text.push([token]) for token in ids[: [*ends, True].index(True) + 1])
+    assert (pieces + text.flush(), text.found) == (shown, stop if found else None)
+    late = FinalText(tokenizer, (), [stop], len(ids), markers)
+    assert late.push(ids).replace(EOS, "") == "a the cat the"
+
+
+@pytest.mark.parametrize(("kind", "stops"), [(1, True), (3, True), (4, False)])
+def test_stop_strings_may_name_the_control_tokens_of_a_gguf_file(kind: int, stops: bool) -> None:
+    """Those of the user (4) are text, and so end it too, but are known only by their text."""
+    tokens = ["a", "b", "<|eot_id|>", "<turn>"]
+    types = {"tokenizer.ggml.token_type": [1, 1, kind, 3 if stops else 4]}
+    fields = types | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
+    fields |= {"tokenizer.ggml.tokens": tokens, "general.name": ""}
+    backend, _, special = load_tokenizer(fields.get)
+    tokenizer = BackendTokenizer(backend.to_str(), None, special)
+    for stop, ids in (("<|eot_id|>", [0, 2]), ("<turn>", [0, 3]), ("b<turn>", [0, 1, 3])):
+        text = FinalText(tokenizer, (), [stop])
+        assert (text.push([*ids, 1]) + text.flush(), text.found) == ("a", stop)

@@ -240,7 +240,11 @@ class Packing(MatrixPacking):
                 )
         elif inputs % scales.shape[1]:  # the last group is smaller
             order = torch.arange(inputs) // (self.group or inputs)
-        zeros = zeros.to(torch.int16) + self.plus  # not wrapped: may be 16 for 4 bits
+        plus, middle = self.plus, 1 << (self.bits - 1)
+        if self.method == GPTQ and self.symmetric:
+            # Those of version 2 may be labelled as version 1, and the reverse.
+            plus = next((p for p in (0, 1) if bool((zeros == middle - p).all())), plus)
+        zeros = zeros.to(torch.int16) + plus  # not wrapped: may be 16 for 4 bits
         codes, scales, zeros = (each.contiguous() for each in (codes, scales, zeros))
         return GroupedWeights(codes, scales, zeros, order, self.kind)
 

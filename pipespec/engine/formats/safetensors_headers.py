@@ -67,6 +67,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     shard_of = stored_index(path)
     if shard_of is None:
         if not os.path.isfile(path / WEIGHTS):
+            if shards := sorted(each.name for each in path.glob("*-of-*.safetensors")):
+                raise ModelError(
+                    f"{path} holds {shards[0]} and no {INDEX}, which names the file of each "
+                    "tensor; put it there too"
+                )
             raise ModelError(
                 f"{path} holds no {WEIGHTS}; only safetensors checkpoints can be loaded, so "
                 "convert it with save_pretrained"

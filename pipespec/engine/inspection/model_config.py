@@ -19,6 +19,8 @@ from pipespec.engine.recurrence.state_sizes import (
 from pipespec.engine.tensor_parallel.tp_cuts import has_plan
 from pipespec.system.result_cache import cached_call
 
+# The version of cached facts: increase it when `_by_transformers` changes its result.
+FORM = 2
 # The matrices in which a tensor-parallel plan may divide KV heads.
 _KV = (".k_proj", ".v_proj", ".kv_b_proj")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
@@ -65,7 +67,11 @@ class StoredConfig(ModelFacts):
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
     """The config as Transformers reads it; cached, as importing Transformers takes seconds."""
-    depends = {"config": raw, "transformers": importlib.metadata.version("transformers")}
+    depends = {
+        "config": raw,
+        "transformers": importlib.metadata.version("transformers"),
+        "form": FORM,
+    }
     return cached_call("configs", StoredConfig, depends, _by_transformers, path)
 
 
@@ -123,12 +129,22 @@ def _kv_heads(config: Any) -> int:
 
 
 def _context(config: Any) -> int:
-    context = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    whole = rope.get("full_attention")  # where layers differ; their positions are scaled already
+    context = _scaled(int(config.max_position_embeddings), whole or rope, flat=whole is None)
     # Sparse attention sees every key as long as there are no more than it selects.
     context = min(context, getattr(config, "index_topk", None) or context)
-    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _GROWING_ROPE:
         original = rope.get("original_max_position_embeddings")
         original = original or getattr(config, "original_max_position_embeddings", None)
         context = min(context, int(original or context))
     return context
+
+
+def _scaled(context: int, rope: Mapping[str, Any], *, flat: bool) -> int:
+    """The positions of a rotary embedding that is scaled linearly or by YaRN; config.json may count
+    those before it was."""
+    if rope.get("rope_type") not in ("linear", "yarn") or not rope.get("factor"):
+        return context
+    original = rope.get("original_max_position_embeddings") or (context if flat else 0)
+    return max(context, int(original * rope["factor"]))

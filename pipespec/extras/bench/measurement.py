@@ -118,7 +118,7 @@ def encode(
     prompts = []
     for sample in samples:
         # Cut first and measured then: what is too long may be cut to fit.
-        whole = served.encode(sample.prompt, chat=settings.decode.chat, bounded=False)
+        whole = served.encode(sample.prompt, chat=settings.decode.chat, answer=None)
         prompts.append(whole[:prompt_tokens])
         if len(prompts[-1]) >= served.context:
             raise PromptError(

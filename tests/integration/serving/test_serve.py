@@ -205,6 +205,25 @@ def test_logprobs_equal_hugging_face(
     assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
 
 
+def test_a_prompt_of_exactly_the_context_is_scored(
+    client: openai.OpenAI, expected: list[list[int]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
+    prompt = (expected[0] * CONTEXT)[:CONTEXT]
+    with torch.no_grad():
+        values = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    own = values.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+    asked = {"echo": True, "logprobs": 1} | ASKED | {"max_tokens": 0}
+    for prompts in (prompt, [prompt, prompt[1:]]):
+        told = client.completions.create(prompt=prompts, **asked).choices[0]
+        assert told.finish_reason == "length"
+        assert told.logprobs is not None
+        assert told.logprobs.token_logprobs is not None
+        assert told.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+    with pytest.raises(openai.BadRequestError, match=f"but the context holds {CONTEXT};"):
+        client.completions.create(prompt=[*prompt, 5], **asked)
+
+
 # --- who leaves, and who comes in numbers -----------------------------------------------------
 
 

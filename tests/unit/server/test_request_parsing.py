@@ -228,6 +228,31 @@ def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running: Runni
     assert alone["choices"][0]["logprobs"]["token_logprobs"] == [None]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_those_of_the_text(running: RunningCluster, echo: bool) -> None:
+    tokenizer, text = running.served.tokenizer, "a😀b ö c"
+    special = running.served.eos
+    ids = [*special, *tokenizer.encode(text, add_special_tokens=False), *special]
+    pieces = [OutputDelta(0, "", (each,), (TokenLogprobs(-1.0),)) for each in ids]
+    asked = completion(running, prompt=[5, 6], echo=echo, logprobs=0)
+    before = tokenizer.decode([5, 6]) if echo else ""
+    if echo:
+        pieces[0] = replace(pieces[0], prompt_logprobs=(TokenLogprobs(-1.0),))
+    shape = CompletionFormat(asked, tokenizer, "demo")
+    for piece in pieces:
+        shape.add(piece)
+    whole = shape.response().model_dump()["choices"][0]["logprobs"]
+    stream = CompletionFormat(asked, tokenizer, "demo")
+    events = [*stream.first_events(), *(event for each in pieces for event in stream.events(each))]
+    chunks = [each["choices"][0]["logprobs"] for each in dialects.chunks(iter(events))]
+    offsets = whole["text_offset"]
+    assert offsets == [at for each in chunks for at in each["text_offset"]]
+    by_name = dict(zip(whole["tokens"], offsets, strict=True))
+    assert [by_name[name] - len(before) for name in ("b", " c")] == [2, 5]
+    assert offsets[-1] == len(before + text)
+    assert offsets[-len(ids) : -len(ids) + 2] == [len(before)] * 2
+
+
 def test_minus_infinity_is_reported_as_a_number(running: RunningCluster) -> None:
     shape = CompletionFormat(completion(running, logprobs=0), running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, "a", (5,), (TokenLogprobs(float("-inf")),)))

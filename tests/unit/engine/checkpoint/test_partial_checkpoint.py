@@ -49,6 +49,10 @@ def test_what_is_missing_is_named(tmp_path):
         weights(folder, range(2, 4))
     with pytest.raises(ModelError, match=r"lacks layer 2 \(in model-"):
         weights(folder, range(1, 3))
+    (index := folder / "model.safetensors.index.json").rename(tmp_path / "index")
+    with pytest.raises(ModelError, match=r"model-00001-of-\d+.safetensors and no model"):
+        inspect(folder)
+    (tmp_path / "index").rename(index)
     for file in folder.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(ModelError, match="holds none of the files that its"):

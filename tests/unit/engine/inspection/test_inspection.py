@@ -29,7 +29,14 @@ from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.kinds import by_kind
-from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal, shared
+from tests.helpers.models import (
+    NUM_LAYERS,
+    VOCAB_SIZE,
+    build,
+    build_multimodal,
+    logits,
+    shared,
+)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DEMO = resource_dir("demo")
@@ -112,6 +119,28 @@ def test_eos_of_the_generation_config_goes_first(copy):
     assert inspect(copy).eos == (2, 3)
     edit(copy, eos_token_id=None)
     assert inspect(copy).eos == ()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 1024),
+        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 128}, 256),
+    ],
+)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rotary_embedding_has_the_scaled_context(copy, scaling, context, field):
+    rope = {"rope_theta": 10000.0} if field == "rope_parameters" else {}
+    edit(copy, **{"rope_parameters": None, field: scaling | rope})
+    assert inspect(copy).context == context
+    prompt = [each % VOCAB_SIZE for each in range(300)]
+    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(logits(copy, prompt, 2), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_context_ends_where_rotary_frequencies_would_change(copy):
