@@ -466,10 +466,7 @@ def test_the_tokenizer_is_in_the_file(demo):
     text = "Once upon a time\n\n\tthere were 12 of them: “né” \U0001f600!"
     assert found.encode(text) == expected.encode(text)
     assert found.decode(expected.encode(text)) == expected.decode(expected.encode(text))
-    chat = [{"role": "user", "content": "Who?"}]
-    assert found.apply_chat_template(chat, tokenize=False) == expected.apply_chat_template(
-        chat, tokenize=False
-    )
+    assert found.chat_template == expected.chat_template
     assert inspect(demo).eos == inspect(DEMO / "target").eos
     again = AutoTokenizer.from_pretrained(demo.parent, gguf_file=demo.name)
     assert found.encode(text) == again.encode(text)

@@ -91,7 +91,10 @@ def test_two_members_hold_half_of_a_checkpoint_each(tmp_path):
 def _stored(model: torch.nn.Module) -> dict[str, Tensor]:
     """All weights that a model holds; of those that ggml multiplies, products with each column."""
     layers = {n: each for n, each in model.named_modules() if isinstance(each, GgmlLinear)}
-    columns = {name: each.product(torch.eye(each.in_features)) for name, each in layers.items()}
+    columns = {
+        name: each.product(torch.eye(each.in_features, dtype=torch.float32))
+        for name, each in layers.items()
+    }
     return dict(model.state_dict()) | columns
 
 
