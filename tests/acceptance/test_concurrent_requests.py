@@ -172,7 +172,7 @@ def test_requests_with_the_least_priority_value_are_served_first(clusters, promp
         )
         for priority in (5, 0, -5)
     }
-    filling = [client.submit(prompt, GREEDY, max_new_tokens=400) for _ in range(6)]
+    filling = [client.submit(prompt, GREEDY, max_new_tokens=1500) for _ in range(6)]
     for request in filling:
         next(client.events(request))  # it is open
     asked = {
