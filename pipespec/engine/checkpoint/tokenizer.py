@@ -127,6 +127,7 @@ def load(path: Path) -> ChatTokenizer:
             "templates": "all",  # of several; earlier checkouts kept one
             "transformers": importlib.metadata.version("transformers"),
             "tokenizers": importlib.metadata.version("tokenizers"),
+            "sentencepiece": importlib.metadata.version("sentencepiece"),
         }
     except Unreadable as error:
         raise files.tokenizer_refused(str(error)) from None

@@ -8,7 +8,7 @@ refused by the first bytes of the file (`refusal`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # not needed if the tokenizer is cached
 # Kinds of vocabularies (`tokenizer.ggml.model`) that are read.
 BYTE_PAIRS, SPELLED_PAIRS, SCORED = "gpt2", "gemma4", "llama"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
-_SPACE = "\u2581"
+SPACE = "\u2581"
 _SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # What llama.cpp takes where a file of scores names none.
 _USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -125,7 +125,7 @@ def load_tokenizer(
     given, last = (field(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos"))
     # Gemma 4's files say wrongly that it does not.
     first = begins if given is None or always else given
-    _enclose(
+    enclose(
         backend,
         special.get("bos_token") if first else None,
         special.get("eos_token") if last else None,
@@ -178,11 +178,11 @@ def of_pairs(tokens: Sequence[str], merges: Sequence[str], split: Split) -> Toke
         BPE(vocabulary, pairs, ignore_merges=split.whole, byte_fallback=split.raw, fuse_unk=False)
     )
     if split.raw:
-        found.normalizer = normalizers.Replace(" ", _SPACE)
+        found.normalizer = normalizers.Replace(" ", SPACE)
     pieces = [pre.Split(Regex(each), "isolated") for each in split.expressions]
     spelled = [] if split.raw else [pre.ByteLevel(add_prefix_space=False, use_regex=False)]
     found.pre_tokenizer = pre.Sequence([*pieces, *spelled])
-    found.decoder = _raw_decoder() if split.raw else decoders.ByteLevel()
+    found.decoder = raw_decoder() if split.raw else decoders.ByteLevel()
     return found
 
 
@@ -194,25 +194,29 @@ def scored(tokens: Sequence[str], scores: Sequence[float], *, prefixed: bool) ->
     from tokenizers.models import BPE
 
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = sorted(
-        (-score, (token[:cut], token[cut:]))
-        for token, score in zip(tokens, scores, strict=False)
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary
-    )
-    found = Tokenizer(
-        BPE(vocabulary, [pair for _, pair in merges], byte_fallback=True, fuse_unk=False)
-    )
-    spaces = [normalizers.Prepend(_SPACE)] if prefixed else []
-    found.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
-    found.decoder = _raw_decoder(*([Strip(" ", 1, 0)] if prefixed else []))
+    merges = merges_by_score(dict(zip(tokens, scores, strict=False)), vocabulary)
+    found = Tokenizer(BPE(vocabulary, merges, byte_fallback=True, fuse_unk=False))
+    spaces = [normalizers.Prepend(SPACE)] if prefixed else []
+    found.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
+    found.decoder = raw_decoder(*([Strip(" ", 1, 0)] if prefixed else []))
     return found
 
 
-def _raw_decoder(*last: Any) -> Any:
+def merges_by_score(score_of: Mapping[str, float], parts: Collection[str]) -> list[tuple[str, str]]:
+    """The pairs of `parts` that become tokens with a score, those with the highest first."""
+    merges = sorted(
+        (-score, (token[:cut], token[cut:]))
+        for token, score in score_of.items()
+        for cut in range(1, len(token))
+        if token[:cut] in parts and token[cut:] in parts
+    )
+    return [pair for _, pair in merges]
+
+
+def raw_decoder(*last: Any) -> Any:
     from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence
 
-    return Sequence([Replace(_SPACE, " "), ByteFallback(), Fuse(), *last])
+    return Sequence([Replace(SPACE, " "), ByteFallback(), Fuse(), *last])
 
 
 def _add_whole(backend: Tokenizer, types: Mapping[str, int], *, strips: bool) -> None:
@@ -235,7 +239,7 @@ def _add_whole(backend: Tokenizer, types: Mapping[str, int], *, strips: bool) ->
         (backend.add_special_tokens if special else backend.add_tokens)(whole)
 
 
-def _enclose(backend: Tokenizer, first: str | None, last: str | None) -> None:
+def enclose(backend: Tokenizer, first: str | None, last: str | None) -> None:
     from tokenizers.processors import TemplateProcessing
 
     if used := [token for token in (first, last) if token is not None]:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats import sentencepiece_file
 from pipespec.engine.formats.architectures import (
     WRAPPERS,
     require_supported,
@@ -55,6 +56,8 @@ if TYPE_CHECKING:  # headers are read without it
 
 # Files with a tokenizer: the first one, or one of the others.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+# Those that need no other. Transformers takes them before a SentencePiece model.
+MADE_FILES = ("tokenizer.json", "tekken.json")
 # Other files that the resulting tokenizer depends on.
 SETTINGS_FILES = (
     CONFIG,
@@ -223,7 +226,15 @@ class SafetensorsFolder:
         anything."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        files = {file.name: file for file in self.path.glob("*.model")}
+        file = files.get("tokenizer.model", next(iter(files.values()), None))
+        if file is None or any((self.path / name).is_file() for name in MADE_FILES):
+            return found
+        model = sentencepiece_file.read(file)
+        if model is None:
+            return found
+        return sentencepiece_file.with_settings(model, found, self.path)
 
     def tokenizer_refused(self, reason: str) -> ModelError:
         if not any(file for pattern in TOKENIZER_FILES for file in self.path.glob(pattern)):
