@@ -227,11 +227,10 @@ class SafetensorsFolder:
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        files = {file.name: file for file in self.path.glob("*.model")}
-        file = files.get("tokenizer.model", next(iter(files.values()), None))
-        if file is None or any((self.path / name).is_file() for name in MADE_FILES):
-            return found
-        model = sentencepiece_file.read(file)
+        # By its usual name if there are several.
+        files = sorted(self.path.glob("*.model"), key=lambda file: file.name != "tokenizer.model")
+        made = any((self.path / name).is_file() for name in MADE_FILES)
+        model = sentencepiece_file.read(files[0]) if files and not made else None
         if model is None:
             return found
         return sentencepiece_file.with_settings(model, found, self.path)

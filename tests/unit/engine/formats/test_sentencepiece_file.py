@@ -130,3 +130,9 @@ def test_what_cannot_be_built_exactly_is_refused_in_one_sentence(
     with pytest.raises(ModelError) as caught:
         tokenizer.load(folder(tmp_path, trained(**options), **settings))
     assert clause in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9000])
+def test_a_part_of_a_model_is_refused(tmp_path, length):
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be used"):
+        tokenizer.load(folder(tmp_path, trained()[:length]))
