@@ -4,8 +4,9 @@ rendering marks with the template itself."""
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -20,7 +21,7 @@ PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe", "description": "a", "parameters": {"type": "object"}},
 }
-# The roles whose texts the prompt must show: templates leave out some of the model's on purpose.
+# The roles of texts that are looked for: templates leave out some of the model's on purpose.
 SHOWN = ("user", "system", "tool")
 # The names that templates have for what a model has thought.
 REASONING = ("reasoning_content", "thinking")
@@ -131,9 +132,11 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def require_shown(render: Render, conversation: Sequence[Mapping[str, Any]], prompt: str) -> None:
-    """Raise TemplateFailed if the prompt that a template has made of a conversation lacks a text of
-    a user, a system or a tool: each is replaced by a mark, which another prompt must have."""
+def left_out(
+    render: Render, conversation: Sequence[Mapping[str, Any]], prompt: str
+) -> Iterator[int]:
+    """The messages of a user, a system or a tool of which a prompt lacks a text: another prompt is
+    made with marks in place of the texts, as templates change texts."""
     marks: list[tuple[int, str, str]] = []  # of which message, in place of which text
 
     def marked(number: int, text: str) -> str:
@@ -154,11 +157,11 @@ def require_shown(render: Render, conversation: Sequence[Mapping[str, Any]], pro
             ]
         messages.append(changed)
     try:
-        other = render(messages).lower()
+        other = render(messages)
     except Exception:  # noqa: BLE001 - it reads the texts that the marks replace
-        marks = [(number, text.strip(), text) for number, _, text in marks]
+        # Words stay as they are where a text is escaped or divided.
+        words = ((number, re.findall(r"\w+", text) or [text.strip()]) for number, _, text in marks)
+        marks = [(number, max(found, key=len).lower(), "") for number, found in words]
         other = prompt
-    for number, mark, _ in marks:
-        if mark not in other:
-            role = conversation[number]["role"]
-            raise TemplateFailed(f"it leaves out the text of message {number + 1}, of the {role}")
+    other = other.lower()
+    return (number for number, mark, _ in marks if mark not in other)

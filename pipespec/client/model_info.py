@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pipespec.client.chat_template import (
     MessageForm,
     TemplateFailed,
     find_form,
-    require_shown,
+    left_out,
     with_end,
 )
 from pipespec.engine.checkpoint import tokenizer
@@ -26,6 +27,8 @@ from pipespec.engine.checkpoint.tokenizer import (
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.validation import is_whole, reason
+
+logger = logging.getLogger(__name__)
 
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 16
@@ -140,7 +143,8 @@ class ModelInfo:
         `continuing` up to the end of the last message's content, or reasoning if it has none.
         `tools` are functions that it may call, as Transformers gives them to templates, and
         `variables` are for the template alone. Raises TemplateFailed, also if the model has no
-        chat template, or one that leaves a text out."""
+        chat template, or one that leaves out a text of a user or a tool; one that leaves out a
+        system's is logged once, as Transformers and vLLM render such prompts."""
         template, reader = self.chat_template(tools=bool(tools)), self.tokenizer
         if not template:
             raise TemplateFailed("there is none" + " named 'default'" * bool(reader.chat_template))
@@ -172,7 +176,14 @@ class ModelInfo:
             raise TemplateFailed("what it makes is no text")
         if continuing and mark not in text:
             raise TemplateFailed("it leaves the last message out, which is to be continued")
-        require_shown(lambda marked: apply(marked, **options), conversation, text)
+        for number in left_out(lambda marked: apply(marked, **options), conversation, text):
+            role = conversation[number]["role"]
+            why = f"it leaves out the text of message {number + 1}, of the {role}"
+            if role != "system":
+                raise TemplateFailed(why)
+            if key not in self._logged:
+                self._logged.add(key)
+                logger.warning("The chat template of %s drops texts: %s.", self.target, why)
         return text.rpartition(mark)[0] if continuing else text
 
     def chat_template(self, *, tools: bool = False) -> str | None:
@@ -186,6 +197,11 @@ class ModelInfo:
     def _forms(self) -> dict[tuple[str, bool], MessageForm]:
         """Those in which templates take messages, without tools or with them."""
         return {}
+
+    @cached_property
+    def _logged(self) -> set[tuple[str, bool]]:
+        """The templates of which it was logged that they leave out a system's text."""
+        return set()
 
     def _as_chat(self, prompt: str) -> str:
         if not self.chat_template():

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -179,6 +179,8 @@ class Preparer:
             assert isinstance(fields, ChatRequest)
             return made.counts(self._parser.count_tokens(fields))
         parsed = self._parser.parse(fields, clamps=made.clamps)
+        if made.stream and parsed.reasoning is not None:
+            parsed = replace(parsed, reasoning=parsed.reasoning.for_stream())
         old = [name for name in GUIDED if getattr(fields, name) is not None]
         warning = f"{old[0]} has been replaced; use structured_outputs." if old else ""
         preview = self._preview(fields)

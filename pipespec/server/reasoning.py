@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipespec.engine.llguidance_backend import grammar_after
@@ -22,14 +22,23 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 class Tagged:
     """`<think>...</think>` and then the answer, without white space around the reasoning. With
-    `begun` the prompt has the opening tag, with `amid` reasoning behind it too; otherwise an answer
-    without it has no reasoning, unless it is `implicit`: all before a closing tag without opening
-    one, so that text is certain at such a tag or the end alone."""
+    `begun` the prompt has the opening tag, with `amid` reasoning behind it too. Otherwise an answer
+    that does not begin with it is held for `hold` characters (None: to its end), as a closing tag
+    among them ends reasoning too; behind them all is text, or with `thinks` reasoning."""
 
-    def __init__(self, opening: str, closing: str, *, begun: bool, amid: bool, implicit: bool):
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        *,
+        begun: bool,
+        amid: bool,
+        hold: int | None,
+        thinks: bool,
+    ):
         self._opening, self._closing = opening, closing
         self._tags = re.compile(f"{re.escape(opening)}|{re.escape(closing)}")
-        self._implicit = implicit
+        self._hold, self._thinks = hold, thinks
         self._inside = begun
         self._before = not begun  # whether the opening tag may still come
         self._searched = 0  # characters of an answer that does not begin with it
@@ -59,13 +68,14 @@ class Tagged:
             self._inside = self._trims = True
         elif not self._searched and self._opening.startswith(begins):
             return False
-        elif self._implicit:
+        elif self._hold != 0:
             longest = max(len(self._opening), len(self._closing))
-            tag = self._tags.search(self._held, max(0, self._searched - longest))
+            begin, end = max(0, self._searched - longest), self._hold or len(self._held)
+            tag = self._tags.search(self._held, begin, end)
             self._searched = len(self._held)
-            if tag is None:
+            if tag is None and (self._hold is None or self._searched <= self._hold):
                 return False
-            self._inside = self._trims = tag[0] == self._closing
+            self._inside = self._trims = tag[0] == self._closing if tag else self._thinks
         self._before = False
         return True
 
@@ -171,6 +181,9 @@ class Harmony:
         return [Piece("call", name=function[1])]
 
 
+# Characters of a streamed answer without an opening tag that may wait for a closing one: half a
+# second at 120 tokens/s.
+HOLD = 256
 Family = Literal["think", "mistral", "seed", "gpt_oss"]
 TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
@@ -183,12 +196,17 @@ TAGS: Mapping[str, tuple[str, str]] = {
 class ReasoningUse:
     """How the reasoning of an answer is parsed; `begun`: the prompt has its opening tag, or for
     gpt-oss ends within the message that the answer continues; `amid`: it ends amid reasoning.
-    `implicit`: the answer may lack the opening tag."""
+    An answer without an opening tag is held for `hold` characters (None: to its end) for a closing
+    one; with `thinks` what is longer is reasoning."""
 
     family: Family
     begun: bool = False
     amid: bool = False
-    implicit: bool = True
+    hold: int | None = None
+    thinks: bool = False
+
+    def for_stream(self) -> ReasoningUse:
+        return self if self.hold is not None else replace(self, hold=HOLD)
 
     @property
     def special(self) -> tuple[str, ...]:
@@ -198,7 +216,7 @@ class ReasoningUse:
         if self.family == "gpt_oss":
             return Harmony(calls=calls, begun=self.begun, amid=self.amid)
         tags = TAGS[self.family]
-        return Tagged(*tags, begun=self.begun, amid=self.amid, implicit=self.implicit)
+        return Tagged(*tags, begun=self.begun, amid=self.amid, hold=self.hold, thinks=self.thinks)
 
     def grammar(self, tokenizer: Tokenizer, grammar: str) -> str:
         ids = {text: token for token, text in special_markers(tokenizer, self.special).items()}
@@ -248,5 +266,10 @@ def reasoning_use(template: str, prompt: str, continued: str = "") -> ReasoningU
         begun = bool(opened) or end.endswith(opening)
         if closing in thought or (not begun and end.endswith(closing)):  # it was switched off
             return None
-        return ReasoningUse(family, begun=begun, amid=begun and bool(thought.strip()))
+        # As of models distilled from R1: a template that writes the opening tag nowhere belongs to
+        # a model that always thinks, as vLLM's parser of R1 takes it.
+        thinks = not begun and closing in template and opening not in template
+        hold = HOLD if thinks else None
+        amid = begun and bool(thought.strip())
+        return ReasoningUse(family, begun=begun, amid=amid, hold=hold, thinks=thinks)
     return None

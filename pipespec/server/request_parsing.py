@@ -134,7 +134,7 @@ class RequestParser:
             template, text, body.messages[-1].continued if body.continue_final_message else ""
         )
         if reasoning is not None and not reasoning.begun and switched_off(self._served, body):
-            reasoning = replace(reasoning, implicit=False)
+            reasoning = replace(reasoning, hold=0)
         parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
         # A required call takes precedence over other constraints.
         return self._with_grammar(parsed, body, constraint)
@@ -277,7 +277,7 @@ class RequestParser:
             )
         if parsed.reasoning is not None:
             grammar = parsed.reasoning.grammar(self._served.tokenizer, grammar)
-            parsed = replace(parsed, reasoning=replace(parsed.reasoning, implicit=False))
+            parsed = replace(parsed, reasoning=replace(parsed.reasoning, hold=0))
         # The grammar decides where the answer ends, also if `decode.ignore_eos` is the default.
         eos = parsed.eos
         if not set(self._served.eos) <= set(eos):

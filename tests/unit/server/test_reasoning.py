@@ -18,7 +18,7 @@ from pipespec.server.api_errors import ApiError
 from pipespec.server.chat_prompt import ToolUse
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.preparation import Preparer
-from pipespec.server.reasoning import SPECIAL, Family, ReasoningUse, reasoning_use
+from pipespec.server.reasoning import HOLD, SPECIAL, Family, ReasoningUse, reasoning_use
 from pipespec.server.reply_format import AnswerBlocks
 from pipespec.server.tool_parsers.families import FAMILIES
 from tests.helpers import dialects
@@ -211,6 +211,41 @@ def test_stream_without_opening_tag_has_reasoning(demo: ModelInfo, path: str) ->
             assert not events, "nothing is sent before it is certain what it is"
     assert [block.kind for block in shape.answers[0].blocks] == ["reasoning", "text"]
     assert shape.num_reasoning == 6  # with the token of the tag
+
+
+ONE_TAG = "{{ messages[0].content.split('</think>')[-1] }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "thought", "said"),
+    [
+        (QWEN, "a " * 129, "", "a " * 129),
+        (QWEN, "Hm.</think>" + "a " * 200, "Hm.", "a " * 200),
+        # Whether a tag comes within the bound, wherever the stream is cut.
+        (QWEN, f"{'a' * (HOLD - 8)}</think>b", "a" * (HOLD - 8), "b"),
+        (QWEN, f"{'a' * (HOLD - 7)}</think>b", "", f"{'a' * (HOLD - 7)}</think>b"),
+        # Its model always thinks.
+        (ONE_TAG, "a" * 300, "a" * 300, ""),
+        (ONE_TAG, "a" * 300 + "</think>b", "a" * 300, "b"),
+        (ONE_TAG, "Hi", "", "Hi"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHATS, "/v1/messages", "/v1/responses", "/api/chat"])
+def test_stream_without_tags_is_held_for_its_beginning_alone(
+    demo: ModelInfo, template: str, text: str, thought: str, said: str, path: str
+) -> None:
+    field = {"input": "Hi"} if path == "/v1/responses" else {"messages": HELLO}
+    body = {"model": "demo", "stream": True} | field
+    body |= {"max_tokens": 50} if path == "/v1/messages" else {}
+    served = calling(demo, template)
+    use = dialects.prepared(dialects.preparer(served), path, body).parsed.reasoning
+    for step in (1, 7, 1000):
+        answer = AnswerBlocks(None, use)
+        for begin in range(0, len(text), step):
+            answer.push(text[begin : begin + step])
+            assert answer.blocks or begin + step <= HOLD or len(text) <= HOLD
+        answer.push("", last=True)
+        assert (answer.text_of("reasoning"), answer.text_of("text")) == (thought, said)
 
 
 @pytest.mark.parametrize(

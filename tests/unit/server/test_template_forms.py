@@ -142,13 +142,18 @@ LAST = "{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
         ("{{ messages[0].content[0].text }}", [("user", parts("a", "b"))], "1, of the user"),
         ("{{ messages[0].content[:3] }}", [("user", "Hello there")], "1, of the user"),
         (LAST, [("user", "a"), ("assistant", "b"), ("user", "a")], "1, of the user"),
-        (LAST, [("system", "Be kind."), ("user", "a")], "1, of the system"),
+        # It fails for other texts.
+        ("{{ 1 // (messages[0].content == 'Hello a') }}", [("user", "Hello a")], "1, of the user"),
+        (LAST, [("tool", "a"), ("user", "a")], "1, of the tool"),
     ],
 )
 def test_text_that_the_template_leaves_out_is_refused(
     demo: ModelInfo, template: str, messages: list[tuple[str, Any]], left_out: str
 ) -> None:
-    body = [{"role": role, "content": content} for role, content in messages]
+    body = [
+        {"role": role, "content": content} | ({"tool_call_id": "a"} if role == "tool" else {})
+        for role, content in messages
+    ]
     with pytest.raises(ApiError, match=f"leaves out the text of message {left_out}") as refused:
         prompt(calling(demo, template), CHATS, messages=body)
     assert (refused.value.status, refused.value.param) == (400, "messages")
@@ -159,7 +164,11 @@ def test_text_that_the_template_leaves_out_is_refused(
     [
         ("{{ messages[0].content | trim | upper }}", " a "),
         ("{{ messages[0].content | tojson }}", 'a "b"'),
-        # It fails for other texts.
+        ("{{ messages[0].content | escape | lower }}", '<A> & "b"'),
+        ("{{ messages[0].content[:40] }}", "Hello there " * 9),
+        ("{{ messages[0].content.split() | join('\n') }}", "Hello there"),
+        # They fail for other texts.
+        ("{{ {'<A B>': 1}[messages[0].content] // 1 }}{{ messages[0].content | escape }}", "<A B>"),
         ("{{ 1 // (messages[0].content == 'a') }}{{ messages[0].content }}", "a"),
         ("{{ messages[0].content | trim }}.", "  "),
     ],
@@ -169,6 +178,26 @@ def test_text_that_the_template_changes_is_no_error(
 ) -> None:
     served = calling(demo, template)
     assert prompt(served, CHATS, messages=[{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        # As the first Phi-3's, and R1's, which keeps the last.
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "ab"),
+        ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", "aBe brief.b"),
+    ],
+)
+def test_system_text_that_the_template_leaves_out_is_logged_once(
+    demo: ModelInfo, template: str, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = calling(demo, template)
+    texts = [("system", "Be kind."), ("user", "a"), ("system", "Be brief."), ("user", "b")]
+    body = [{"role": role, "content": content} for role, content in texts]
+    for _ in range(2):
+        assert prompt(served, CHATS, messages=body) == expected
+    (line,) = caplog.messages
+    assert "leaves out the text of message 1, of the system" in line
 
 
 # --- several templates ------------------------------------------------------------------------
