@@ -159,6 +159,7 @@ def look_after_host(
             return
         on_log(name, f"it does not join: {error}")
         session.dismiss(f"this host does not join: {error}", failed=not session.leaving)
+        go_on_without(name, changes, on_log)
         return
     while True:
         session.changed.wait(LOOK_S)
@@ -186,6 +187,11 @@ def look_after_host(
             return
     on_log(name, failure)
     session.dismiss(failure, failed=True)
+    go_on_without(name, changes, on_log)
+
+
+def go_on_without(name: str, changes: HostChanges, on_log: OnLog) -> None:
+    """Have the others compute without a host that is gone, as soon as they can."""
     problem = None
     while not changes.over():
         try:

@@ -118,9 +118,9 @@ def end_at_once(number: int) -> None:
         import psutil
 
         for process in psutil.Process().children(recursive=True):
-            # Those that look after others clean up for them, and the shell removes a folder.
+            # Those that look after others clean up for them; others remove a folder.
             with suppress(psutil.Error):
-                if not process.children() and process.name() != "sh":
+                if not process.children() and process.name() not in ("sh", "rm"):
                     process.kill()
 
     for each in (exit_soon, kill):

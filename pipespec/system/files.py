@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -37,13 +38,15 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
         raise
 
 
-def lock_file(path: Path, *, wait: bool = False) -> int | None:
-    """The descriptor of a file, made if need be, that is locked as long as it is open; None:
-    another process holds it, and this must not `wait`. Raises OSError."""
+def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
+    """The descriptor of a file, made if need be, that is locked as long as it is open, by one
+    process or by `shared` holders; None: another process holds it, and this must not `wait`. Raises
+    OSError."""
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, kind)
             if _is_at(path, descriptor):
                 return descriptor
         except BlockingIOError:
@@ -64,16 +67,22 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def private_folder(longest_name: str) -> Path:
     """A new folder of this user alone, with a path short enough for a socket of this name."""
-    base = tempfile.gettempdir()
-    name = os.path.join(base, PREFIX + 8 * "x", longest_name)
-    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(name) < MAX_SOCKET else "/tmp"))
+    folder = _unused_path(longest_name)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def _unused_path(longest_name: str) -> Path:
+    name = PREFIX + secrets.token_urlsafe(6)
+    path = Path(tempfile.gettempdir(), name)
+    return path if len(str(path / longest_name)) < MAX_SOCKET else Path("/tmp", name)
 
 
 class TemporaryFolder:
     """A folder of `private_folder`. `hold` is the descriptor for children to inherit."""
 
     def __init__(self, longest_name: str) -> None:
-        self.folder = private_folder(longest_name)
+        self.folder = _unused_path(longest_name)
         read, self.hold = os.pipe()
         try:
             self._remover = subprocess.Popen(
@@ -86,9 +95,9 @@ class TemporaryFolder:
                 start_new_session=True,
                 cwd="/",
             )
+            self.folder.mkdir(mode=0o700)  # never without what removes it
         except BaseException:
             os.close(self.hold)
-            self.folder.rmdir()
             raise
         finally:
             os.close(read)

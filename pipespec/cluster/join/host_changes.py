@@ -78,7 +78,7 @@ class HostChanges:
     ) -> None:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
         and `leaving` says whether it does not want to join any more. Raises PipespecError; the
-        cluster is then as before, or goes on without the host."""
+        cluster is then as before, or goes on without the host, or is to do so (`lost`)."""
         # What its workers need is imported beside what measures it: that takes longest.
         agent = self._guests[host.name] = self._agents.add(host)
         started = False
@@ -122,7 +122,7 @@ class HostChanges:
             )
         except BaseException:
             steps.over.set()
-            self._take_away(host.name)
+            self.lost(host.name)
             raise
         tell(f"it computes {_ranks_of(after, host)}")
 
@@ -150,8 +150,11 @@ class HostChanges:
             steps.begin("the other hosts take over its layers", STILL_S)
             self._fetch(replace(after, hosts=before.hosts if sends else after.hosts), steps)
 
-        self._switch(partial(without_host, host=guest.host), prepare, reason, steps)
-        self._take_away(name)
+        if guest.host in self.deployment.hosts:
+            self._switch(partial(without_host, host=guest.host), prepare, reason, steps)
+        del self._guests[name]
+        self._watch_workers()
+        self._agents.remove(guest)
 
     def _fetch(self, after: Deployment, steps: HostSteps) -> None:
         """Give the hosts of a deployment their weights."""
@@ -224,19 +227,6 @@ class HostChanges:
         except BaseException:
             self._recovery.drop_change()
             raise
-
-    def _take_away(self, name: str) -> None:
-        """End what runs on a host, and go on without it if it has failed while it joined."""
-        guest = self._guests[name]
-        with self._changing:
-            if guest.host in self.deployment.hosts:
-                steps = HostSteps(name, lambda sentence: None, self._require_cluster)
-                without = without_host(self.deployment, guest.host)
-                steps.begin("the others go on", BEGINNING_S)
-                self._change_to(without, f"{name} is gone", steps)
-        del self._guests[name]
-        self._watch_workers()
-        self._agents.remove(guest)
 
     def _watch_workers(self) -> None:
         with self._watching:

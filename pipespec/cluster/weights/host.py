@@ -34,6 +34,7 @@ from pipespec.engine.checkpoint.parts.folder import Repository, folder_of_checkp
 from pipespec.engine.checkpoint.parts.parts_file import PartsFile, reported
 from pipespec.engine.checkpoint.parts.sources import GivenSource, RangeSource, WrongBytes, fetch
 from pipespec.errors import ModelError, PipespecError
+from pipespec.system.files import lock_file
 from pipespec.system.network_interfaces import interfaces, resolve
 from pipespec.system.validation import from_fields, home_expanded
 from pipespec.system.versions import own_version
@@ -50,6 +51,7 @@ class WeightHost:
         self._moved = moved
         self._shared: dict[str, Repository] = {}  # those fetched into the parts cache
         self._files: dict[str, dict[str, PartsFile]] = {}
+        self._used: dict[Path, int | None] = {}  # their folders, which nobody may remove
         self._context: ssl.SSLContext | None = None  # for other hosts
 
     def describe(self, kind: str, path: str) -> dict[str, Any] | None:
@@ -146,7 +148,10 @@ class WeightHost:
         some since."""
         found = {kind: self._shared[kind] for kind in kinds}
         with sole_fetcher(*{of.folder for of in found.values()}):
-            self._files |= {kind: folder.make_files(of, of.files) for kind, of in found.items()}
+            for kind, of in found.items():
+                if of.folder not in self._used:
+                    self._used[of.folder] = lock_file(of.folder / folder.USERS, shared=True)
+                self._files[kind] = folder.make_files(of, of.files)
             yield
 
     def _file(self, kind: str, name: str) -> Path:

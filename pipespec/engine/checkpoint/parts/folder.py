@@ -7,6 +7,7 @@
         .parts/repository.json                                   `Repository`
         .parts/model-00001-of-00004.safetensors.sha256           the record of a file (`parts_file`)
         .parts/lock                                              locked by what fetches into it
+        .parts/users                                             by what will fetch more, or sends
 
 A file that the cache of huggingface_hub holds whole is a link to it. Of a repository's folders that
 one is used while the hub cannot be reached whose `repository.json` was written last.
@@ -35,7 +36,7 @@ from pipespec.system.validation import Unreadable, from_fields, read_json
 
 log = logging.getLogger(__name__)
 FOLDERS = "folders"
-REPOSITORY = f"{RECORDS}/repository.json"
+REPOSITORY, USERS = f"{RECORDS}/repository.json", f"{RECORDS}/users"
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,11 @@ def entries() -> Iterator[CacheEntry]:
 
 def remove(entry: CacheEntry) -> None:
     """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError, also where
-    a process fetches into it."""
+    a process fetches into it, or does so again soon."""
     with sole_fetcher(entry.folder, wait=False):
+        if (lock := lock_file(entry.folder / USERS)) is None:
+            raise ModelError(f"a distribution uses {entry.folder}; wait until it has ended")
+        os.close(lock)  # new users need the fetcher's lock
         shutil.rmtree(entry.folder)
         if not any(entry.folder.parent.iterdir()):
             entry.folder.parent.rmdir()

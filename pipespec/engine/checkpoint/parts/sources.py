@@ -216,7 +216,7 @@ class HubSource(RangeSource):
             # Files are of the top folder, so a "/" is part of the name and leads nowhere.
             at_hub = f"{self.endpoint}/{self.repo}/resolve/{self.commit}/{quote(file, safe='')}"
             url = get_hf_file_metadata(at_hub, timeout=CONNECT_S).location
-            own = urlsplit(url).netloc == urlsplit(self.endpoint).netloc
+            own = urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]  # scheme and host
             place = self.located[file] = url, build_hf_headers() if own else {}
         return place
 

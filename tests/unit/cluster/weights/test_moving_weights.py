@@ -29,6 +29,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import Host as ConfiguredHost
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.checkpoint.partial_checkpoint import repository_of
+from pipespec.engine.checkpoint.parts.folder import entries, remove
 from pipespec.errors import ConfigError, HostFailed, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
 
@@ -169,8 +170,17 @@ def test_what_another_process_has_fetched_into_a_shared_folder_is_not_fetched_ag
             "failed": [None]
         }
     assert moved == [len(data)]
+    # Between two calls nobody holds the lock; what was noted as here must stay.
+    for entry in entries():
+        with pytest.raises(ModelError, match=r"^a distribution uses .*; wait until it has ended$"):
+            remove(entry)
     wrong = {"wanted": [("generation_config.json", 0, "00" * 32)]}
     assert hosts[0].fetch([source | wrong]) == {"has": [], "failed": [""]}
+    for used in (used for each in hosts for used in each._used.values()):
+        os.close(used)
+    for entry in entries():
+        remove(entry)
+    assert not [*entries()]
 
 
 # --- epochs that wait for their weights -------------------------------------------------------

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,20 @@ def test_other_hosts_read_at_signed_urls_alone(hub, client, waits, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
     assert client.places([NAME], with_token=False).keys() == {NAME}
+
+
+@pytest.mark.parametrize(
+    ("location", "gets"),
+    [("{hub}/x", True), ("{other}/x", False), ("http://127.0.0.1:1/x", False)],
+    ids=["the hub", "another scheme", "another port"],
+)
+def test_the_token_goes_to_the_hub_alone(client, monkeypatch, location, gets):
+    """Not in clear text either, to a name that is the hub's."""
+    hub = client.endpoint
+    url = location.format(hub=hub, other=hub.replace("http:", "https:"))
+    found = SimpleNamespace(location=url)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: found)
+    assert ("authorization" in client.locate(NAME)[1]) is gets
 
 
 def test_a_name_does_not_lead_out_of_the_repository(hub, client):
