@@ -83,9 +83,10 @@ def crowds() -> Iterator[pytest.param]:
     tenants = {f"tenant {i}": 10 for i in range(3)}
     yield pytest.param(tenants, {}, {}, 6, id="a tenant for each place but one")
     tenants = {f"tenant {i}": 10 for i in range(PLACES)}
-    yield pytest.param(tenants, {}, {}, 2 * TURN + 6, id="a tenant for each place")
+    yield pytest.param(tenants, {}, {}, 8, id="a tenant for each place")
     tenants = {f"tenant {i}": 1 for i in range(2 * PLACES)}
-    yield pytest.param(tenants, {}, {}, 4 * TURN + 6, id="more tenants than places")
+    yield pytest.param(tenants, {}, {}, 16, id="more tenants than places")
+    yield pytest.param(tenants, {"prompt": 640}, {}, 80, id="more tenants with long prompts")
     yield pytest.param({"": 50}, {}, {}, 6, id="requests without a key")
 
 
