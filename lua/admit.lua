@@ -50,15 +50,17 @@ while more do
       leave_queue(KEYS[2], id, tenant)
       local request = KEYS[4] .. ':' .. id
       local known = redis.call('HMGET', request, 'own', 'length', 'cancelled', 'shared')
-      if known[3] or not known[4] then -- an older version has written it without what it shares
+      local number = tonumber(known[4])
+      local spec = number and redis.call('HGET', KEYS[4] .. ':' .. number .. ':shared', 'spec')
+      if not known[2] then -- Redis has evicted it: there is nothing to end
+      elseif known[3] or not spec then -- of an older version, or evicted
         end_request(request, request .. ':events', KEYS[6], known[2], known[3] or 'failed', ARGV[2])
       else
         redis.call('ZADD', KEYS[3], first[2], id)
-        local number = tonumber(known[4])
         if not given[number] then
           given[number] = true
           parts[#parts + 1] = number
-          parts[#parts + 1] = redis.call('HGET', KEYS[4] .. ':' .. number .. ':shared', 'spec')
+          parts[#parts + 1] = spec
         end
         found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]), number }
         last[tenant] = math.max(score, last[tenant] or score)

@@ -46,11 +46,15 @@ if ARGV[4] ~= '' then
   for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
     local request = KEYS[5] .. ':' .. id
     local known = redis.call('HMGET', request, 'length', 'stuck_at', 'stuck')
-    local stuck = known[2] == known[1] and known[3] + 1 or 1
-    redis.call('HSET', request, 'stuck_at', known[1], 'stuck', stuck)
-    if stuck >= tonumber(ARGV[4]) then
+    local stuck = known[2] and known[2] == known[1] and known[3] + 1 or 1
+    if not known[1] then -- Redis has evicted it
       redis.call('ZREM', KEYS[3], id)
-      end_request(request, request .. ':events', KEYS[6], known[1], ARGV[5], ARGV[6])
+    else
+      redis.call('HSET', request, 'stuck_at', known[1], 'stuck', stuck)
+      if stuck >= tonumber(ARGV[4]) then
+        redis.call('ZREM', KEYS[3], id)
+        end_request(request, request .. ':events', KEYS[6], known[1], ARGV[5], ARGV[6])
+      end
     end
   end
 end

@@ -33,6 +33,7 @@ from pipespec.client.sync_client import PATIENCE_S
 from pipespec.cluster.decide import decide
 from pipespec.cluster.deployment.deployment import Deployment
 from pipespec.config.compose import compose
+from pipespec.core import Request
 from pipespec.core import SamplingParams as RequestParams
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.limits import check_whole
@@ -236,7 +237,7 @@ class AsyncLLM:
         params = self._params(sampling_params, len(asked))
         async with self._client.follow() as followed:
             requests = [
-                [await self._submit(followed, prompt, one, sampling_params) for one in of_prompt]
+                await self._submit(followed, prompt, of_prompt, sampling_params)
                 for prompt, of_prompt in zip(asked, params, strict=True)
             ]
             by_number = {one.number: one for ones in requests for one in ones}
@@ -253,11 +254,11 @@ class AsyncLLM:
         self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
     ) -> AsyncGenerator[str]:
         (prompt,) = asked
-        ((one, *more),) = self._params(sampling_params, 1)
-        if more:
-            raise PipespecError(f"A stream has one answer, but n is {1 + len(more)}; leave it out.")
+        (params,) = self._params(sampling_params, 1)
+        if len(params) > 1:
+            raise PipespecError(f"A stream has one answer, but n is {len(params)}; leave it out.")
         async with self._client.follow() as followed:
-            request = await self._submit(followed, prompt, one, sampling_params)
+            (request,) = await self._submit(followed, prompt, params, sampling_params)
             while len(followed):
                 for _, event in await followed.next():
                     if piece := request.receive(event):
@@ -279,9 +280,10 @@ class AsyncLLM:
         self,
         followed: AsyncAnswer,
         prompt: Tokenized,
-        params: RequestParams,
+        params: Sequence[RequestParams],
         chosen: SamplingParams | None,
-    ) -> PendingRequest:
+    ) -> list[PendingRequest]:
+        """Submit all answers to a prompt together: the log stores once what they have in common."""
         served, decode, began = self.model_info, self._defaults.decode, monotonic_ns()
         fields, stop = self._defaults.fields(served), decode.stop
         if chosen is not None:
@@ -292,6 +294,11 @@ class AsyncLLM:
                 "eos": (*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
                 "priority": chosen.priority,
             }
-        number = await followed.submit(prompt.token_ids, params, **fields)
-        text = FinalText(served.tokenizer, prompt.token_ids, stop, params.min_tokens)
-        return PendingRequest(params, number, began, Answer(text))
+        numbers = await followed.submit_all(
+            [Request(0, tuple(prompt.token_ids), sampling=one, **fields) for one in params]
+        )
+        texts = (FinalText(served.tokenizer, prompt.token_ids, stop, p.min_tokens) for p in params)
+        return [
+            PendingRequest(one, number, began, Answer(text))
+            for one, number, text in zip(params, numbers, texts, strict=True)
+        ]

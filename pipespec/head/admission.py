@@ -293,7 +293,8 @@ class Admission:
             elif places[tenant] + 1 < places[other]:  # for slots, only if it has nothing
                 yields = full or not places[tenant]
             else:
-                yields = not places[tenant] and each.turn_over and served[tenant] < served[other]
+                less = not places[tenant] and served[tenant] < served[other]
+                yields = less and each.can_yield_to(first)
             if yields:
                 yielding.append(each)
         if yielding and self._fits(first, *self._find_prefix(first)[:2]):

@@ -3,10 +3,13 @@
 Roots come first, the one that has waited longest before all others, then prompts, then draft
 tokens. Where prompts are read beside running answers, draft tokens have a share before prompts, a
 prompt gets at least one row, and the batch is no larger than keeps the answers at their pace.
+Where several tenants decode, one with many answers slows the others down no more than that: its
+roots take turns (`_shared_out`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +23,9 @@ from pipespec.head.sequence import Sequence
 from pipespec.head.step_stats import StepStats
 from pipespec.head.tree import ROOT
 
-# How many times as long a step may last with rows of prompts, while answers are running.
-MAX_PREFILL_SLOWDOWN = 1.5
+# How many times as long a step may last with rows of prompts, while answers are running; and with
+# the roots of a tenant, while those of others are decoded.
+MAX_SLOWDOWN = 1.5
 # Of such a step's rows beside roots, one of so many is kept for draft tokens that pay, so that
 # answers do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
 DRAFT_SHARE = 4
@@ -82,6 +86,7 @@ def plan_rows(
         (each for each in admission.sequences.values() if not each.prompt_left),
         key=lambda each: each.root_waits_since,
     )
+    sequences, most_rows = _shared_out(sequences, stats)
     candidates = [_candidates(each, policy, state) for each in sequences]
     free_slots = admission.free_slots
     budget = min(config.row_budget(policy, len(candidates)), free_slots)
@@ -91,9 +96,11 @@ def plan_rows(
     if mixed:  # prompts are read beside running answers
         if candidates:  # as many roots as a batch has rows leave one row for prompts
             num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
-        in_time = stats.rows_within(MAX_PREFILL_SLOWDOWN, num_roots)
+        in_time = stats.rows_within(MAX_SLOWDOWN, num_roots)
         if in_time is not None:
             batch_rows = min(batch_rows, max(in_time, num_roots + 1))
+    elif most_rows is not None:
+        batch_rows = min(batch_rows, max(most_rows, num_roots))
     # Draft tokens get the slots that no request needs for its text.
     spare_slots = max(free_slots - admission.reserved_slots, 0)
     budget = min(budget, max(num_roots, spare_slots))
@@ -113,6 +120,32 @@ def plan_rows(
     max_nodes = min(budget, max(num_shared, batch_rows - prompt_rows))
     nodes = list(zip(sequences, selection.nodes, strict=True))
     return RowPlan(nodes, prompts, selection, max_nodes, state)
+
+
+def _shared_out(sequences: list[Sequence], stats: StepStats) -> tuple[list[Sequence], int | None]:
+    """Those that may have rows in this step, and how many rows it may have if there are others.
+
+    A tenant's roots make a step at most `MAX_SLOWDOWN` times as long as the roots of the tenants
+    with fewer running answers do; but it has as many as each of these. The roots that have waited
+    longest go first.
+    """
+    counts = Counter(each.request.tenant for each in sequences)
+    most_rows, total, before = None, 0, 1
+    for tenant, count in sorted(counts.items(), key=lambda item: item[1]):
+        rows = stats.rows_beside(MAX_SLOWDOWN, total) if total else None
+        if rows is not None and count > max(rows - total, before):
+            most_rows, counts[tenant] = rows, max(rows - total, before)
+        before = counts[tenant]
+        total += before
+    if most_rows is None:
+        return sequences, None
+    chosen = []
+    for each in sequences:
+        if not each.tree.fed[ROOT]:
+            counts[each.request.tenant] -= 1
+        if each.tree.fed[ROOT] or counts[each.request.tenant] >= 0:
+            chosen.append(each)
+    return chosen, most_rows
 
 
 def _prompts(

@@ -164,11 +164,14 @@ class Sequence:
         """Whether a token was decided since it entered the pipeline."""
         return len(self.context.tokens) > self.committed_len
 
-    @property
-    def turn_over(self) -> bool:
-        """Whether it has decided enough since it entered to be worth the text that it has read, and
-        can leave the pipeline for a tenant that has no request there."""
+    def can_yield_to(self, other: Sequence) -> bool:
+        """Whether it can leave the pipeline for a tenant that has no request there: it has decided
+        enough since it entered to be worth the text that it has read; or a token, if the other has
+        not started yet. As that happens once to each request, first tokens do not wait for
+        turns."""
         decided = len(self.context.tokens) - self.committed_len
+        if other.cached is None:
+            return decided > 0
         return decided >= max(TURN, (self.committed_len - self.start.shared_len) // READ_PER_TOKEN)
 
     @property

@@ -145,6 +145,10 @@ def test_many_requests_run_at_once_in_an_event_loop(
                 *(llm.generate(PROMPTS[i % 2], GREEDY) for i in range(20))
             )
             assert [output.token_ids for (output,) in outputs] == expected * 10
+            several = SamplingParams(n=8, temperature=1, max_tokens=2)
+            pair = await asyncio.gather(*(llm.generate(p, several) for p in PROMPTS))
+            ids = sorted(int(output.request_id) for (output,) in pair)
+            assert ids[1] - ids[0] == 8, "all answers to a prompt are submitted in one call"
             pieces = [piece async for piece in llm.stream(PROMPTS[0], GREEDY)]
             assert "".join(pieces) == outputs[0][0].text
             leaving = asyncio.create_task(llm.generate(PROMPTS[0], LONG))

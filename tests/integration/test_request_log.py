@@ -542,6 +542,28 @@ def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
     assert not pipe.call("EXISTS", *names)
 
 
+def test_requests_that_redis_has_evicted_hold_up_no_other(
+    server: EmbeddedRedis, pipe: RedisConnection, namespace: str
+) -> None:
+    """A Redis of the user's own may evict keys: requests, or what they share."""
+    keys = RedisKeys(namespace)
+    with head_of(server, namespace) as head:
+        gone, without_shared, admitted, left = (head.enqueue(**ASKED) for _ in range(4))
+        pipe.call("DEL", keys.request(gone), keys.shared(without_shared))
+        found = head.next_requests(4, wait=False) or []
+        assert [each.id for each, _ in found] == [admitted, left]
+        assert pipe.call("HGET", keys.request(without_shared), "reason") == FAILED.encode()
+        assert not pipe.call("EXISTS", keys.request(gone), keys.shared(without_shared))
+        pipe.call("DEL", keys.request(admitted))
+    epoch_control.end_epoch(server.url, namespace, failed=True)
+    with head_of(server, namespace) as head:
+        found = head.next_requests(4, wait=False) or []
+        assert [each.id for each, _ in found] == [left]
+        perform(head, partial(head.finish, left, "stop"))
+    rest = (keys.queue, f"{keys.queue}:of:", f"{keys.queue}:tenants", keys.admitted)
+    assert not pipe.call("EXISTS", *rest)
+
+
 # --- what it occupies ---------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from pipespec.head.policies.root import Root
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.sequence import TURN
+from pipespec.timing.batch_times import BatchTimes
 
 PLACES = 4
 LONG = 400  # tokens of an answer
@@ -22,9 +23,9 @@ LONG = 400  # tokens of an answer
 class Tenants:
     """A scheduler whose pipeline decides a token of each row that needs one, two steps later."""
 
-    def __init__(self, num_slots: int = 2**62, prefill_chunk: int = 64):
+    def __init__(self, num_slots: int = 2**62, prefill_chunk: int = 64, places: int = PLACES):
         config = SchedulerConfig(
-            Root(), 2, 1, prefill_chunk, 10_000, PLACES, 64, num_slots, max_retained=16
+            Root(), 2, 1, prefill_chunk, 10_000, places, 64, num_slots, max_retained=16
         )
         self.scheduler = Scheduler(config)
         self.admission = self.scheduler.admission
@@ -32,6 +33,8 @@ class Tenants:
         self.tokens: Counter[str] = Counter()  # decided, by tenant
         self.started: dict[int, int] = {}  # the step of the first token, by request
         self.ended: list[int] = []
+        self.rows = 0  # of the last batch
+        self.decided: Counter[int] = Counter()  # tokens, by request
         self._leaving: list[set[int]] = [set(), set()]  # sequences whose next tokens are computed
 
     def add(self, tenant: str, new_tokens: int = LONG, prompt: int = 2, priority: int = 0) -> int:
@@ -52,12 +55,14 @@ class Tenants:
                 request = sequence.request
                 update = on.apply(Verdict(number, len(sequence.context.tokens), (7,)), 0)
                 self.tokens[request.tenant] += 1
+                self.decided[request.id] += 1
                 self.started.setdefault(request.id, on.step)
                 if update is not None and update.reason:
                     self.ended.append(request.id)
             on.end_verdicts(0.0, 1.0)
             self.admission.preempt()
             batch = on.next_batch(on.plan_batch(0.0))
+            self.rows = len(batch)
             last = batch.rows[(batch.rows[:, KIND] == LAST_COMMITTED) | (batch.rows[:, KIND] == 0)]
             self._leaving.append(set(last[:, SEQUENCE].tolist()))
             on.end_step(1.0)
@@ -83,9 +88,10 @@ def crowds() -> Iterator[pytest.param]:
     tenants = {f"tenant {i}": 10 for i in range(3)}
     yield pytest.param(tenants, {}, {}, 6, id="a tenant for each place but one")
     tenants = {f"tenant {i}": 10 for i in range(PLACES)}
-    yield pytest.param(tenants, {}, {}, 2 * TURN + 6, id="a tenant for each place")
+    yield pytest.param(tenants, {}, {}, 8, id="a tenant for each place")
     tenants = {f"tenant {i}": 1 for i in range(2 * PLACES)}
-    yield pytest.param(tenants, {}, {}, 4 * TURN + 6, id="more tenants than places")
+    yield pytest.param(tenants, {}, {}, 16, id="more tenants than places")
+    yield pytest.param(tenants, {"prompt": 640}, {}, 80, id="more tenants with long prompts")
     yield pytest.param({"": 50}, {}, {}, 6, id="requests without a key")
 
 
@@ -155,3 +161,40 @@ def test_tenant_that_was_away_has_saved_up_no_turns():
     gained = {tenant: count - others[tenant] for tenant, count in on.tokens.items()}
     assert early in on.started
     assert gained["early"] <= 2 * np.median(list(gained.values()))
+
+
+DEAR = [(1, 11.0), (2, 12.0), (4, 14.0), (8, 18.0), (16, 26.0), (32, 42.0), (64, 74.0)]
+CHEAP = [(1, 11.0), (64, 12.0)]
+
+
+@pytest.mark.parametrize(
+    ("times", "answers", "most_rows"),
+    [
+        pytest.param(DEAR, {"victim": 1, "crowd": 40}, 4, id="rows are dear"),
+        pytest.param(DEAR, {"victim": 1, "crowd": 20, "other crowd": 20}, 8, id="two crowds"),
+        pytest.param(DEAR, {"victim": 10, "crowd": 10}, 20, id="as many of each"),
+        pytest.param(DEAR, {"crowd": 40}, 40, id="one tenant"),
+        pytest.param(CHEAP, {"victim": 1, "crowd": 40}, 41, id="rows cost nothing"),
+        pytest.param([], {"victim": 1, "crowd": 40}, 41, id="nothing is measured"),
+    ],
+)
+def test_many_answers_of_a_tenant_do_not_lengthen_the_steps_of_others(
+    times: list[tuple[int, float]], answers: dict[str, int], most_rows: int
+):
+    """A step lasts at most 1.5 times as long as with the roots of the others alone."""
+    on = Tenants(places=64)
+    on.scheduler.update_stage_times(BatchTimes(tuple(times)))
+    numbers = {tenant: [on.add(tenant) for _ in range(n)] for tenant, n in answers.items()}
+    on.run(20)
+    before, rows = on.decided.copy(), []
+    for _ in range(80):
+        on.run(1)
+        rows.append(on.rows)
+    gained = on.decided - before
+    assert max(rows) <= most_rows
+    smallest = min(answers, key=lambda tenant: answers[tenant])
+    assert all(gained[number] >= 39 for number in numbers[smallest]), "it loses no step"
+    for own in numbers.values():
+        tokens = [gained[number] for number in own]
+        assert max(tokens) - min(tokens) <= 3, "the answers of a tenant take turns"
+        assert min(tokens) > 0
