@@ -13,7 +13,16 @@ import numpy as np
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
-from pipespec.core import DRAFT, GRAMMAR, KIND, NOT_FINITE, SEQUENCE, Batch, SequenceStart, Verdict
+from pipespec.core import (
+    DRAFT,
+    KIND,
+    NO_MEMORY,
+    NOT_FINITE,
+    SEQUENCE,
+    Batch,
+    SequenceStart,
+    Verdict,
+)
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
@@ -29,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Names of a stage's counters.
 COUNTS = ("steps", "rows", "dropped", "overruns")
+# Why a request ends, where its sampling state has no reason.
+ENDED = {NOT_FINITE: "logits are not finite", NO_MEMORY: "a rank had no memory for its rows"}
 # Between two reports of a stage's measurements.
 PUBLISH_NS = 10**9
 
@@ -257,14 +268,10 @@ class StageLoop:
 
     def log_failures(self) -> None:
         for verdict in self._verdicts:
-            if verdict.failed is None:
-                continue
-            start, _ = self._sequences[verdict.sequence]
-            if verdict.failed == GRAMMAR:
-                why = self._verifiers[verdict.sequence].failure
-                log.warning("request %d cannot follow its grammar: %s", start.request, why)
-            elif verdict.failed == NOT_FINITE:
-                log.warning("request %d ends: logits are not finite", start.request)
+            if verdict.failed is not None:
+                start, _ = self._sequences[verdict.sequence]
+                why = ENDED.get(verdict.failed) or self._verifiers[verdict.sequence].failure
+                log.warning("request %d ends: %s", start.request, why)
 
     def send(self, batch: Batch) -> None:
         with self.timeline("send"):

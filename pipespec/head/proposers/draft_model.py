@@ -113,6 +113,7 @@ class DraftModelProposer:
         these need draft tokens now, and a long prompt takes the rows that they leave. A sequence
         for which no KV slot is free gets no candidates.
         """
+        nothing = Proposal.from_lists(NO_NODES, [])
         missing = [
             each.context.rows(self.runner.length(each.context.sequence)) for each in requests
         ]
@@ -125,6 +126,9 @@ class DraftModelProposer:
         ready: list[_Ready] = []
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
+            if requests[i].context.sequence in self.runner.memory.failed:
+                found[i] = nothing
+                continue
             rows = self.texts.chunk(requests[i].context.sequence, missing[i][: min(left, free)])
             left -= len(rows)
             free -= len(rows)
@@ -147,9 +151,9 @@ class DraftModelProposer:
                     mask_rows = np.arange(end - len(masked) * self._num_masks(requests[i]), end)
                     ready.append(_Ready(i, fitting, masked, np.concatenate((at, mask_rows))))
                 else:
-                    found[i] = Proposal.from_lists(NO_NODES, [])
+                    found[i] = nothing
             elif not len(rows) and not free:
-                found[i] = Proposal.from_lists(NO_NODES, [])
+                found[i] = nothing
             parts.append(rows)
             start += len(rows)
         if not start:
@@ -159,6 +163,10 @@ class DraftModelProposer:
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
         if masks:
             self.runner.discard(np.concatenate(masks))
+        for each in ready:
+            if each.request.context.sequence in self.runner.memory.failed:
+                found[each.index] = nothing
+        ready = [each for each in ready if found[each.index] is None]
         # All sequences with foresight are ranked together, and so are all others, so that the host
         # waits for the device as often as for one sequence.
         for foreseen, rank in ((False, self._by_probability), (True, self._by_foresight)):
