@@ -271,8 +271,7 @@ class Admission:
         preempted, self._restarted = self._restarted, []
         while yielding := self._yielding():
             last = max(yielding, key=self._turn)
-            preempted.append(last)
-            self._put_back(last)
+            preempted.append(self._put_back(last))
             self.preemptions += 1
         return preempted
 
@@ -313,13 +312,12 @@ class Admission:
         requests that share them."""
         for each in self.cache.drop(number):
             if each != number:
-                sequence = self.sequences[each]
-                self._put_back(sequence, retain=False)
-                self._restarted.append(sequence)
+                self._restarted.append(self._put_back(self.sequences[each], retain=False))
 
-    def _put_back(self, sequence: Sequence, *, retain: bool = True) -> None:
+    def _put_back(self, sequence: Sequence, *, retain: bool = True) -> Sequence:
         self._leave(sequence, self._unsent_preempted, retain=retain)
         self._enqueue(sequence)
+        return sequence
 
     def finish(self, sequence: Sequence, *, retain: bool = True) -> None:
         self._leave(sequence, self._unsent_finished, retain=retain)

@@ -13,16 +13,7 @@ import numpy as np
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
-from pipespec.core import (
-    DRAFT,
-    KIND,
-    NO_MEMORY,
-    NOT_FINITE,
-    SEQUENCE,
-    Batch,
-    SequenceStart,
-    Verdict,
-)
+from pipespec.core import DRAFT, KIND, SEQUENCE, Batch, SequenceStart, Verdict
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
@@ -38,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Names of a stage's counters.
 COUNTS = ("steps", "rows", "dropped", "overruns")
-# Why a request ends, where its sampling state has no reason.
-ENDED = {NOT_FINITE: "logits are not finite", NO_MEMORY: "a rank had no memory for its rows"}
 # Between two reports of a stage's measurements.
 PUBLISH_NS = 10**9
 
@@ -270,7 +259,7 @@ class StageLoop:
         for verdict in self._verdicts:
             if verdict.failed is not None:
                 start, _ = self._sequences[verdict.sequence]
-                why = ENDED.get(verdict.failed) or self._verifiers[verdict.sequence].failure
+                why = self._verifiers[verdict.sequence].failure or verdict.failed
                 log.warning("request %d ends: %s", start.request, why)
 
     def send(self, batch: Batch) -> None:

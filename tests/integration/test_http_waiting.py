@@ -64,8 +64,8 @@ def test_failure_during_a_stream_is_an_event_before_the_end(
         for reason, status, kind, code in (
             ("cancelled", 500, "server_error", None),
             (GRAMMAR, 400, "invalid_request_error", "grammar_failed"),
-            (NOT_FINITE, 500, "server_error", "not_finite"),
             (NO_MEMORY, 500, "server_error", None),
+            (NOT_FINITE, 500, "server_error", "not_finite"),
         ):
             whole = ASKED | {"stream": False}
             asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))

@@ -46,9 +46,8 @@ class MemoryFailures:
                     raise
                 why = str(error)
             numbers, counts = np.unique(sequences[kept], return_counts=True)
-            most = int(counts.argmax())
-            self.failed.add(int(numbers[most]))
-            rows = counts[most], kept.sum()
+            self.failed.add(int(numbers[counts.argmax()]))
+            rows = counts.max(), counts.sum()
             log.warning("no memory for a batch: a request with %d of %d rows ends (%s)", *rows, why)
 
     def take_new(self) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Runs batches through a slice of layers, with the KV cache and the parent rule of every
-sequence."""
+sequence. Above 350 lines, as the books change with what is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,14 @@ class SliceRunner:
 
         def forward(kept: np.ndarray) -> torch.Tensor:
             part = batch.select(kept)
-            return self._forward(part, self._plan(part, local[kept], slots[kept]))
+            plan = self._plan(part, local[kept], slots[kept])
+            self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
+            inputs = part.hidden
+            if inputs is None:
+                # Ids beyond the draft's embedding are padding of the target's, so any id will do.
+                tokens = np.minimum(part.rows[:, TOKEN], self.model.vocab_size - 1)
+                inputs = torch.from_numpy(tokens)
+            return self.model.forward(inputs, torch.from_numpy(plan.positions), plan)
 
         kept, hidden = self.memory.compute(batch.rows[:, SEQUENCE], forward)
         if not kept.all():
@@ -100,16 +108,6 @@ class SliceRunner:
                 whole[to_device(np.flatnonzero(kept), whole.device)] = hidden
             hidden = whole
         return replace(batch, hidden=hidden, failed=self.memory.take_new())
-
-    def _forward(self, batch: Batch, plan: AttentionPlan) -> torch.Tensor:
-        self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
-        inputs = batch.hidden
-        if inputs is None:
-            # Ids beyond the draft's embedding are padding of the target's, so any id will do.
-            tokens = np.minimum(batch.rows[:, TOKEN], self.model.vocab_size - 1)
-            inputs = torch.from_numpy(tokens)
-        positions = torch.from_numpy(plan.positions)
-        return self.model.forward(inputs, positions, plan)
 
     def _admit(self, batch: Batch) -> tuple[Batch, np.ndarray, np.ndarray]:
         """The valid rows, their local indices, and a slot for each, `[rows]`."""
@@ -217,12 +215,8 @@ class SliceRunner:
                 rows_of[sequence] = mine
         plain = all(state_of(sequence).sampling.is_plain_greedy for sequence in paths)
         rows = np.concatenate([*rows_of.values(), np.empty(0, np.int64)])
-
-        def score(kept: np.ndarray) -> tuple[torch.Tensor, ...]:
-            hidden = self._hidden(batch, rows[kept])
-            return self.model.best_tokens(hidden) if plain else (self.model.logits(hidden),)
-
-        _, scores = self.memory.compute(batch.rows[rows, SEQUENCE], score)
+        score = self.model.best_tokens if plain else self.model.logits
+        scores = self._scores(batch, rows, score)
         failed = (*batch.failed, *self.memory.take_new())
         ended = [Verdict(each, state_of(each).length, (), (), NO_MEMORY) for each in failed]
         if scores is None:
@@ -238,7 +232,7 @@ class SliceRunner:
         if plain:
             verify_plain_greedy(parts, *scores)
         else:
-            verify_batch(parts, *scores)
+            verify_batch(parts, scores)
         if waiting := [rows_of[each] for each, path in paths.items() if path.row is not None]:
             left = np.concatenate(waiting)
             self._undecided = Batch(batch.step, batch.rows[left], self._hidden(batch, left))
@@ -273,17 +267,21 @@ class SliceRunner:
             decided = decided[: state.num_unscored]
             for start in range(0, len(decided), SCORED_ROWS):
                 mine = decided[start : start + SCORED_ROWS]
-
-                def logits_of(_: np.ndarray, mine: np.ndarray = mine) -> torch.Tensor:
-                    return self.model.logits(self._hidden(batch, mine))
-
-                _, logits = self.memory.compute(batch.rows[mine, SEQUENCE], logits_of)
+                logits = self._scores(batch, mine, self.model.logits)
                 if logits is None:
                     break
                 logprobs = state.score_prompt(batch.rows[mine, TOKEN].tolist(), logits)
                 if not state.prompt_failed:
                     found.append((sequence, logprobs))
         return found
+
+    def _scores(self, batch: Batch, rows: np.ndarray, score: Callable[[torch.Tensor], Any]) -> Any:
+        """What `score` returns for the hidden states of some rows that have not failed."""
+
+        def score_kept(kept: np.ndarray) -> Any:
+            return score(self._hidden(batch, rows[kept]))
+
+        return self.memory.compute(batch.rows[rows, SEQUENCE], score_kept)[1]
 
     def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
         assert batch.hidden is not None

@@ -163,18 +163,18 @@ class DraftModelProposer:
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
         if masks:
             self.runner.discard(np.concatenate(masks))
-        for each in ready:
-            if each.request.context.sequence in self.runner.memory.failed:
-                found[each.index] = nothing
-        ready = [each for each in ready if found[each.index] is None]
         # All sequences with foresight are ranked together, and so are all others, so that the host
         # waits for the device as often as for one sequence.
         for foreseen, rank in ((False, self._by_probability), (True, self._by_foresight)):
-            if mine := [x for x in ready if x.request.context.foreseeable == foreseen]:
-                logits = self._logits(hidden, np.concatenate([each.rows for each in mine]))
+            mine = [x for x in ready if x.request.context.foreseeable == foreseen]
+            mine, logits = self._logits(hidden, mine)
+            if logits is not None:
                 ranked = rank(mine, self._allowed(mine, logits), children)
                 for each, (tokens, logps) in zip(mine, ranked, strict=True):
                     found[each.index] = each.proposal(tokens, self._finite(logps))
+        for each in ready:
+            if found[each.index] is None:  # there was no memory
+                found[each.index] = nothing
         return found
 
     def _finite(self, logps: np.ndarray) -> np.ndarray:
@@ -214,10 +214,19 @@ class DraftModelProposer:
         nodes = tree.most_probable(np.flatnonzero(wanted), max(free, 0))
         return request.select((request.nodes == ROOT) | np.isin(request.nodes, nodes)), nodes
 
-    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
-        """The logits after some rows, of the tokens that the target knows, `[k, vocab]` float32."""
-        wanted = hidden.index_select(0, to_device(rows, hidden.device))
-        return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+    def _logits(self, hidden: Tensor, ready: list[_Ready]) -> tuple[list[_Ready], Tensor | None]:
+        """Those sequences for which there is memory, and the logits after their rows, of the tokens
+        that the target knows, `[k, vocab]` float32; None: there is no row."""
+        numbers = [each.request.context.sequence for each in ready for _ in each.rows]
+        rows = np.concatenate([NO_NODES, *(each.rows for each in ready)])
+
+        def compute(kept: np.ndarray) -> Tensor:
+            wanted = hidden.index_select(0, to_device(rows[kept], hidden.device))
+            return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+
+        _, logits = self.runner.memory.compute(np.array(numbers), compute)
+        failed = self.runner.memory.failed
+        return [each for each in ready if each.request.context.sequence not in failed], logits
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
         """The logits with -inf for tokens that must not follow a node, unless none may."""
