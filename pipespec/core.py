@@ -25,9 +25,9 @@ DRAFT, COMMITTED, LAST_COMMITTED = range(3)
 # Which draft tokens are accepted (`SamplingParams.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
-# Reasons why a request ended: its text could not follow its grammar, and the target's logits were
-# NaN, infinite, or -inf for every token.
-GRAMMAR, NOT_FINITE = "grammar", "not_finite"
+# Reasons why a request ended: its text could not follow its grammar, the target's logits were NaN,
+# infinite, or -inf for every token, and a stage had no memory for its rows.
+GRAMMAR, NOT_FINITE, NO_MEMORY = "grammar", "not_finite", "no_memory"
 
 # The parents of a sequence's first row, and of a sequence that shares no prefix.
 NO_PARENT_NODE, NO_PARENT_SEQUENCE = -1, -1
@@ -84,6 +84,7 @@ class Batch:
             of their tokens stay in the KV cache for others to share.
         kept_states: (sequence, tokens, number): layers with a running state keep that behind so
             many committed tokens of a sequence, in place of the state with this number.
+        failed: sequences whose rows no stage computes any more, as one had no memory for them.
         stop: ends the stage that receives it, after it has sent the batch on.
         sent_ns: when it was sent, on the sender's clock; only set where links add a delay.
     """
@@ -96,6 +97,7 @@ class Batch:
     preempted: tuple[int, ...] = ()
     retained_prefixes: tuple[tuple[int, int], ...] = ()
     kept_states: tuple[tuple[int, int, int], ...] = ()
+    failed: tuple[int, ...] = ()
     stop: bool = False
     sent_ns: int = 0
 
@@ -141,7 +143,7 @@ class Verdict:
     sequence; `base` is that sequence's length (prompt included) before them, so that a repeated
     verdict is recognised. `logprobs` has one entry per token if the request wants them, else none.
     `failed` is why no further token can be decided: GRAMMAR if the text cannot follow the request's
-    grammar, or NOT_FINITE."""
+    grammar, NOT_FINITE or NO_MEMORY."""
 
     sequence: int
     base: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pipespec.core import GRAMMAR, NOT_FINITE, PromptLogprobs, Request, TokenLogprobs
+from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE, PromptLogprobs, Request, TokenLogprobs
 from pipespec.errors import ConfigError, GrammarError, NonFiniteLogits, PipespecError, RankFailed
 from pipespec.system.validation import from_fields
 
@@ -20,6 +20,11 @@ FAILED = "failed"
 GIVEN_UP = (
     "The request was given up: several clusters in a row have failed while they decoded it, "
     "without a new token."
+)
+MEMORY_ENDED = (
+    "A rank had no memory for the rows of this request, so only the request was ended (the rank's "
+    "log has their number); send it again later or with a shorter prompt, or set a smaller "
+    "decode.prefill_chunk or policy.width."
 )
 NO_GRAMMAR = (
     "The text could not be held to its grammar any further: it is too dear to follow, or a host of "
@@ -65,6 +70,8 @@ def failure_of(reason: str) -> PipespecError | None:
     """The error that a client gets for the end of a request; None: it did not fail."""
     if reason == FAILED:
         return RankFailed(GIVEN_UP)
+    if reason == NO_MEMORY:
+        return RankFailed(MEMORY_ENDED)
     if reason == NOT_FINITE:
         return NonFiniteLogits()
     return GrammarError(NO_GRAMMAR) if reason == GRAMMAR else None

@@ -9,13 +9,13 @@ import numpy as np
 
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import prune, transfer
-from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs, Verdict
+from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE, TokenLogprobs, Verdict
 from pipespec.timing.clock import wait_until
 from pipespec.timing.trace import Timeline
 
 _LOGPROBS = 1
 # The flag of each reason why a verdict failed.
-_FAILED = {GRAMMAR: 2, NOT_FINITE: 4}
+_FAILED = {GRAMMAR: 2, NOT_FINITE: 4, NO_MEMORY: 8}
 
 
 def pack_verdicts(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:

@@ -16,7 +16,8 @@ fewest running, of equal ones of the one that was served least, as virtual token
 (Sheng et al. 2024, Algorithm 2); and of that tenant, by `Request.queue_key`. In that order's end
 requests are preempted, for roots, and for a request that waits: if its tenant has fewer running
 ones, or if it is more urgent than one of its own tenant; and where tenants are more than places,
-they take turns. All running requests name the same policy.
+they take turns. All running requests name the same policy. Above 350 lines, as who runs and who
+waits is one decision.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Admission:
         self._unsent_started: list[Sequence] = []
         self._unsent_finished: list[int] = []
         self._unsent_preempted: list[int] = []
+        self._restarted: list[Sequence] = []  # since `preempt` was called
 
     @property
     def idle(self) -> bool:
@@ -264,13 +266,12 @@ class Admission:
 
     def preempt(self) -> list[Sequence]:
         """Preempt the last requests until the root that has waited longest has slots, and those
-        that yield to the next to start until it fits; returns their sequences, which wait again."""
-        preempted = []
+        that yield to the next to start until it fits; returns their sequences, which wait again,
+        and those that `drop_text` has restarted."""
+        preempted, self._restarted = self._restarted, []
         while yielding := self._yielding():
             last = max(yielding, key=self._turn)
-            preempted.append(last)
-            self._leave(last, self._unsent_preempted)
-            self._enqueue(last)
+            preempted.append(self._put_back(last))
             self.preemptions += 1
         return preempted
 
@@ -307,15 +308,29 @@ class Admission:
             not each.prompt_left and not each.tree.fed[ROOT] for each in self.sequences.values()
         )
 
-    def finish(self, sequence: Sequence) -> None:
-        self._leave(sequence, self._unsent_finished)
+    def drop_text(self, number: int) -> None:
+        """Retain nothing of a sequence whose rows a stage could not compute, and restart the
+        requests that share them."""
+        for each in self.cache.drop(number):
+            if each != number:
+                self._restarted.append(self._put_back(self.sequences[each], retain=False))
 
-    def _leave(self, sequence: Sequence, unsent: list[int]) -> None:
-        """Remove a running sequence; if the stages know it, its number goes to `unsent`."""
+    def _put_back(self, sequence: Sequence, *, retain: bool = True) -> Sequence:
+        self._leave(sequence, self._unsent_preempted, retain=retain)
+        self._enqueue(sequence)
+        return sequence
+
+    def finish(self, sequence: Sequence, *, retain: bool = True) -> None:
+        self._leave(sequence, self._unsent_finished, retain=retain)
+
+    def _leave(self, sequence: Sequence, unsent: list[int], *, retain: bool) -> None:
+        """Remove a running sequence; if the stages know it, its number goes to `unsent`, and its
+        text may be retained."""
         text = NO_TEXT
         if sequence.start_sent:
             unsent.append(sequence.number)
-            text = self._key(sequence, sequence.fed_text) if self.cache.max_retained else text
+            if retain and self.cache.max_retained:
+                text = self._key(sequence, sequence.fed_text)
         else:
             self._unsent_started.remove(sequence)
         self.cache.finish(sequence.number, sequence.key, text)

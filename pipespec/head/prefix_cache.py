@@ -101,7 +101,7 @@ class PrefixIndex:
 
 @dataclass(slots=True, eq=False)
 class SlotRun:
-    """KV slots of consecutive positions from `start` on, which one sequence has filled.
+    """KV slots of consecutive positions from `start` on, which the sequence `filler` has filled.
 
     Other sequences may hold the beginning of the run: `running` and `retained` are the positions up
     to which they do, by number. While the sequence that fills it is running, the slots count as its
@@ -109,6 +109,7 @@ class SlotRun:
     """
 
     start: int
+    filler: int
     filling: bool = True
     running: dict[int, int] = field(default_factory=dict)
     retained: dict[int, int] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class PrefixCache:
         if self.states is not None:
             self.states.start(number, parent, shared)
         runs = self._hold(number, self._runs[parent] if shared else [], shared, retained=False)
-        self._runs[number] = [*runs, SlotRun(shared)]
+        self._runs[number] = [*runs, SlotRun(shared, number)]
         if parent in self._keys:
             self._mark_used(parent)
 
@@ -209,6 +210,16 @@ class PrefixCache:
         self._retain(number, runs, key)
         while len(self._keys) > self.max_retained:
             self._shorten(next(iter(self._keys)), 0)
+
+    def drop(self, number: int) -> list[int]:
+        """Retain nothing of the slots that a sequence has filled; returns the running sequences
+        that hold some, itself included."""
+        held = self._runs.items()
+        holders = [each for each, runs in held if number in [run.filler for run in runs]]
+        for each in holders:
+            if each in self._keys:
+                self._shorten(each, 0)
+        return [each for each in holders if each in self._known]
 
     def free(self, slots: int) -> None:
         """Free so many slots of retained texts that no running sequence holds, or all of them."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipespec.core import POSITION, Batch, Verdict
+from pipespec.core import NO_MEMORY, POSITION, Batch, Verdict
 from pipespec.head.admission import ANSWER_COST, Admission
 from pipespec.head.decoding_modes import ONE_BESIDE, LearntSteps
 from pipespec.head.expansion import add_determined, plan_expansion
@@ -191,6 +191,8 @@ class Scheduler:
 
         `now` is a moment of the caller's clock. None: the request has ended meanwhile.
         """
+        if verdict.failed == NO_MEMORY:
+            self.admission.drop_text(verdict.sequence)
         sequence = self.admission.sequences.get(verdict.sequence)
         if sequence is None:
             return None
@@ -212,7 +214,7 @@ class Scheduler:
             tokens, logprobs = verdict.tokens[:count], verdict.logprobs[:count]
             accepted = replace(verdict, tokens=tokens, logprobs=logprobs)
         if reason:
-            self.admission.finish(sequence)
+            self.admission.finish(sequence, retain=reason != NO_MEMORY)
         return SequenceUpdate(sequence, accepted, reason)
 
     def end_verdicts(self, drafted_ms: float, wait_ms: float) -> None:

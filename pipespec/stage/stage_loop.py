@@ -13,7 +13,7 @@ import numpy as np
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
-from pipespec.core import DRAFT, GRAMMAR, KIND, NOT_FINITE, SEQUENCE, Batch, SequenceStart, Verdict
+from pipespec.core import DRAFT, KIND, SEQUENCE, Batch, SequenceStart, Verdict
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.sampling.grammar import Compile
@@ -257,14 +257,10 @@ class StageLoop:
 
     def log_failures(self) -> None:
         for verdict in self._verdicts:
-            if verdict.failed is None:
-                continue
-            start, _ = self._sequences[verdict.sequence]
-            if verdict.failed == GRAMMAR:
-                why = self._verifiers[verdict.sequence].failure
-                log.warning("request %d cannot follow its grammar: %s", start.request, why)
-            elif verdict.failed == NOT_FINITE:
-                log.warning("request %d ends: logits are not finite", start.request)
+            if verdict.failed is not None:
+                start, _ = self._sequences[verdict.sequence]
+                why = self._verifiers[verdict.sequence].failure or verdict.failed
+                log.warning("request %d ends: %s", start.request, why)
 
     def send(self, batch: Batch) -> None:
         with self.timeline("send"):

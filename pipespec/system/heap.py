@@ -21,6 +21,12 @@ def release() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, of NumPy, ggml, or of PyTorch on a CPU or a GPU."""
+    said = ("out of memory", "can't allocate memory", "std::bad_alloc")
+    return isinstance(error, MemoryError) or any(each in str(error) for each in said)
+
+
 def use_huge_pages(address: int, num_bytes: int) -> None:
     """Let memory that is not used yet be of huge pages. Where there are none it does nothing."""
     first = address + -address % HUGE_PAGE

@@ -1,10 +1,10 @@
 """The wire format of a batch. Packing and unpacking only, no I/O.
 
-    message   [ header 13 x int64 | rows num_rows x 6 x int64 | finished x int64 |
-                preempted x int64 | retained x 2 x int64 | kept x 3 x int64 | started |
-                0..63 bytes | hidden states | 0..7 bytes | end ]
-    header    epoch, step, num_rows, flags, num_finished, num_preempted, num_retained, num_kept,
-              started_ints, sent_ns, token (2), bytes of the message
+    message   [ header 14 x int64 | rows num_rows x 6 x int64 | finished x int64 |
+                preempted x int64 | failed x int64 | retained x 2 x int64 | kept x 3 x int64 |
+                started | 0..63 bytes | hidden states | 0..7 bytes | end ]
+    header    epoch, step, num_rows, flags, num_finished, num_preempted, num_failed, num_retained,
+              num_kept, started_ints, sent_ns, token (2), bytes of the message
     end       the first part of the token XOR the step
     retained  sequence, number of its tokens that are retained
     kept      sequence, number of tokens behind which its running state is kept, number of that
@@ -29,11 +29,11 @@ import torch
 from pipespec.core import MAX_STARTED_BYTES, NUM_COLUMNS, Batch, SequenceStart
 from pipespec.errors import RankFailed, StaleEpoch
 
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_RETAINED = range(7)
-_NUM_KEPT, _STARTED, _SENT = range(7, 10)
-_TOKEN = slice(10, 12)
-_BYTES = 12
-_HEADER = 13
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_FAILED = range(7)
+_NUM_RETAINED, _NUM_KEPT, _STARTED, _SENT = range(7, 11)
+_TOKEN = slice(11, 13)
+_BYTES = 13
+_HEADER = 14
 _START = 7  # integers before the params of a sequence start
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
@@ -53,8 +53,8 @@ def token(secret: str, epoch: int) -> tuple[int, int]:
 class Wire:
     """The parameters of the wire format, the same for every link of a cluster. `inline`: hidden
     states are part of the message; else they are sent separately. A batch has at most `max_rows`
-    rows, `max_finished` sequences that leave, finished or preempted, and changes of `max_retained`
-    retained prefixes and `max_kept` running states."""
+    rows, `max_finished` sequences that leave, finished or preempted, as many that fail, and changes
+    of `max_retained` retained prefixes and `max_kept` running states."""
 
     epoch: int
     max_rows: int
@@ -68,7 +68,7 @@ class Wire:
 
     @property
     def capacity(self) -> int:
-        tail = self.max_finished + 2 * self.max_retained + 3 * self.max_kept
+        tail = 2 * self.max_finished + 2 * self.max_retained + 3 * self.max_kept
         tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
         return start + self._hidden_bytes(self.max_rows) + _INT
@@ -81,12 +81,13 @@ class Wire:
         assert batch.rows.dtype == np.int64
         leaving = (*batch.finished, *batch.preempted)
         assert len(leaving) <= self.max_finished, f"{len(leaving)} sequences leave"
+        assert len(batch.failed) <= self.max_finished, f"{len(batch.failed)} sequences fail"
         assert len(batch.retained_prefixes) <= self.max_retained, (
             f"{len(batch.retained_prefixes)} retained prefixes"
         )
         assert len(batch.kept_states) <= self.max_kept, f"{len(batch.kept_states)} kept states"
         changes = chain.from_iterable((*batch.retained_prefixes, *batch.kept_states))
-        sequence_ints = (*leaving, *changes)
+        sequence_ints = (*leaving, *batch.failed, *changes)
         started = b"".join(map(_pack_start, batch.started))
         assert len(started) <= MAX_STARTED_BYTES, f"{len(started)} bytes of sequence starts"
         tail = len(sequence_ints) + len(started) // _INT
@@ -102,7 +103,7 @@ class Wire:
         whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
         ints = whole[:start].view(np.int64)
         flags = _STOP * batch.stop | _HIDDEN * (hidden is not None)
-        leave = len(batch.finished), len(batch.preempted)
+        leave = len(batch.finished), len(batch.preempted), len(batch.failed)
         keep = len(batch.retained_prefixes), len(batch.kept_states)
         sent = len(started) // _INT, batch.sent_ns, *self.token, size
         ints[:_HEADER] = (self.epoch, batch.step, rows, flags, *leave, *keep, *sent)
@@ -131,9 +132,11 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        finished, preempted, retained, kept, started = ints[_NUM_FINISHED : _STARTED + 1].tolist()
+        counts = ints[_NUM_FINISHED : _STARTED + 1].tolist()
+        finished, preempted, failed, retained, kept, started = counts
         end = rows * NUM_COLUMNS
-        leaving = finished + preempted
+        present = finished + preempted
+        leaving = present + failed
         states_at = leaving + 2 * retained
         sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
@@ -154,7 +157,8 @@ class Wire:
             hidden=hidden,
             started=tuple(_unpack_starts(table[end + sequence_ints :])),
             finished=tuple(leaving_numbers[:finished]),
-            preempted=tuple(leaving_numbers[finished:]),
+            preempted=tuple(leaving_numbers[finished:present]),
+            failed=tuple(leaving_numbers[present:]),
             retained_prefixes=tuple((sequence, tokens) for sequence, tokens in prefixes),
             kept_states=tuple((sequence, tokens, number) for sequence, tokens, number in states),
             stop=bool(ints[_FLAGS] & _STOP),

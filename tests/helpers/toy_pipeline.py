@@ -20,6 +20,7 @@ from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.low_bit.expert_counts import ExpertCounts
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.slice.runner import SliceRunner
+from pipespec.engine.slice.whole_slice import WholeSlice
 from pipespec.head.proposer import Proposal
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -40,6 +41,7 @@ class ToyModel:
 
     vocab_size = VOCABULARY
     hidden_size = 1
+    parallel = WholeSlice()
 
     def __init__(self, num_slots: int):
         self.stored = np.zeros(num_slots, np.int64)

@@ -15,7 +15,7 @@ import pytest
 from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.core import GRAMMAR, NOT_FINITE
+from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE
 from pipespec.errors import PipespecError
 from pipespec.server import response_stream
 from pipespec.server.api_server import bind_listener, run_api_server
@@ -64,6 +64,7 @@ def test_failure_during_a_stream_is_an_event_before_the_end(
         for reason, status, kind, code in (
             ("cancelled", 500, "server_error", None),
             (GRAMMAR, 400, "invalid_request_error", "grammar_failed"),
+            (NO_MEMORY, 500, "server_error", None),
             (NOT_FINITE, 500, "server_error", "not_finite"),
         ):
             whole = ASKED | {"stream": False}

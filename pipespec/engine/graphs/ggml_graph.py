@@ -361,6 +361,7 @@ class SliceGraph:
         lib.build_forward_expand(graph, x)
         memory = lib.gallocr_new(lib.backend_cpu_buffer_type())
         if not lib.gallocr_alloc_graph(memory, graph):
+            _free(lib, buffers, memory, context)
             raise MemoryError("there is no memory for a batch")
         num_bytes = lib.gallocr_get_buffer_size(memory, 0) + mask.nbytes + output.nbytes
         planned = _Planned(graph, inputs, positions, write, read, mask, output, held, num_bytes)

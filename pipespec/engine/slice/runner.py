@@ -1,11 +1,12 @@
 """Runs batches through a slice of layers, with the KV cache and the parent rule of every
-sequence."""
+sequence. Above 350 lines, as the books change with what is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from pipespec.core import (
     COMMITTED,
     DRAFT,
     KIND,
+    NO_MEMORY,
     NO_PARENT_SEQUENCE,
     NODE,
     PARENT,
@@ -26,6 +28,7 @@ from pipespec.core import (
 )
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.slice.kv_allocator import KVSlotAllocator, PageTable
+from pipespec.engine.slice.memory_failures import MemoryFailures
 from pipespec.engine.slice.model_slice import ModelSlice
 from pipespec.engine.slice.parent_rule import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.sampling.sampling_state import SamplingState
@@ -44,6 +47,7 @@ class SliceRunner:
     Attributes:
         slots_read: KV slots that the newest batch attended to, those of each sequence once.
         cached: retained sequences, and how many of their tokens are retained.
+        memory: the sequences for whose rows there was none.
     """
 
     def __init__(self, model: ModelSlice, num_slots: int):
@@ -54,6 +58,7 @@ class SliceRunner:
         self.lineages: dict[int, Lineage] = {}
         self.slots_read = 0
         self.cached: dict[int, int] = {}
+        self.memory = MemoryFailures(contained=model.parallel.size == 1 and not model.recurrent)
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
         self._undecided: Batch | None = None  # rows at or below tips that wait for a mask
 
@@ -77,38 +82,50 @@ class SliceRunner:
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice and return them with `hidden`
-        `[rows, hidden]`; others, whose parent was ruled out meanwhile, are dropped. Raises
+        `[rows, hidden]`; others, whose parent was ruled out meanwhile, are dropped. The `hidden` of
+        sequences for which there was no memory is NaN; the batch names those that are new. Raises
         OutOfSlots."""
-        batch, plan = self._admit(batch)
-        if plan is None:
-            self.slots_read = 0
-            return replace(batch, hidden=None)
-        self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
-        inputs = batch.hidden
-        if inputs is None:
-            # Ids beyond the draft's embedding are padding of the target's, so any id will do.
-            tokens = np.minimum(batch.rows[:, TOKEN], self.model.vocab_size - 1)
-            inputs = torch.from_numpy(tokens)
-        positions = torch.from_numpy(plan.positions)
-        return replace(batch, hidden=self.model.forward(inputs, positions, plan))
+        self.memory.failed.update(batch.failed)
+        self.slots_read = 0
+        batch, local, slots = self._admit(batch)
 
-    def _admit(self, batch: Batch) -> tuple[Batch, AttentionPlan | None]:
-        """Allocate a slot for every valid row, and plan the attention; None: no row is valid."""
+        def forward(kept: np.ndarray) -> torch.Tensor:
+            part = batch.select(kept)
+            plan = self._plan(part, local[kept], slots[kept])
+            self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
+            inputs = part.hidden
+            if inputs is None:
+                # Ids beyond the draft's embedding are padding of the target's, so any id will do.
+                tokens = np.minimum(part.rows[:, TOKEN], self.model.vocab_size - 1)
+                inputs = torch.from_numpy(tokens)
+            return self.model.forward(inputs, torch.from_numpy(plan.positions), plan)
+
+        kept, hidden = self.memory.compute(batch.rows[:, SEQUENCE], forward)
+        if not kept.all():
+            shape, model = (len(batch), self.model.hidden_size), self.model
+            whole = torch.full(shape, torch.nan, dtype=model.dtype, device=model.device)
+            if hidden is not None:
+                whole[to_device(np.flatnonzero(kept), whole.device)] = hidden
+            hidden = whole
+        return replace(batch, hidden=hidden, failed=self.memory.take_new())
+
+    def _admit(self, batch: Batch) -> tuple[Batch, np.ndarray, np.ndarray]:
+        """The valid rows, their local indices, and a slot for each, `[rows]`."""
         for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
             if sequence not in self.lineages:
                 self.start_sequence(sequence)
         local = self.nodes.admit(batch.rows, self.lineages)
         kept = local != DROPPED
-        if not kept.any():
-            return batch.select(kept), None
         batch, local = batch.select(kept), local[kept]
+        if not len(local):
+            return batch, local, local
         slots = self.slots.allocate(len(local))
         node = local != TIP
         self.nodes.slot[local[node]] = slots[node]
         of_tips = batch.rows[~node]
         pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
         self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
-        return batch, self._plan(batch, local, slots)
+        return batch, local, slots
 
     def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
         """The attention plan of a batch whose rows have these local indices. All rows of a sequence
@@ -163,7 +180,7 @@ class SliceRunner:
         dead: list[np.ndarray] = []
         for verdict in verdicts:
             lineage = self.lineages.get(verdict.sequence)
-            if lineage is not None:
+            if lineage is not None and verdict.tokens:  # its prompt may still be on its way
                 followed, died = lineage.apply(verdict, nodes)
                 committed += followed
                 pages += [self._page_of[verdict.sequence]] * len(followed)
@@ -188,32 +205,38 @@ class SliceRunner:
         `state_of`."""
         batch = self._with_undecided(batch)
         paths: dict[int, AcceptedPath] = {}
-        path_rows: list[np.ndarray] = []  # the rows of each path
+        rows_of: dict[int, np.ndarray] = {}  # the rows of each path
         for sequence, span in _spans(batch.rows):
             mine = span.start + np.flatnonzero(batch.rows[span, KIND] != COMMITTED)
             nodes, parents, tokens = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
             tip = self.lineages[sequence].tip
-            if tip in nodes:
+            if tip in nodes and sequence not in self.memory.failed:
                 paths[sequence] = AcceptedPath(tip, nodes, parents, tokens)
-                path_rows.append(mine)
-        if not path_rows:
-            return []
+                rows_of[sequence] = mine
+        plain = all(state_of(sequence).sampling.is_plain_greedy for sequence in paths)
+        rows = np.concatenate([*rows_of.values(), np.empty(0, np.int64)])
+        score = self.model.best_tokens if plain else self.model.logits
+        scores = self._scores(batch, rows, score)
+        failed = (*batch.failed, *self.memory.take_new())
+        ended = [Verdict(each, state_of(each).length, (), (), NO_MEMORY) for each in failed]
+        if scores is None:
+            return ended
+        paths = {each: path for each, path in paths.items() if each not in self.memory.failed}
         states = [state_of(sequence) for sequence in paths]
         for sequence, state in zip(paths, states, strict=True):
             if state.needs_text:
                 state.set_text(self.tokens(sequence))
         decided = [self.lineages[sequence].decided for sequence in paths]
         assert decided == [each.length for each in states], "a sampling state has missed a token"
-        parts, rows = [*zip(states, paths.values(), strict=True)], np.concatenate(path_rows)
-        if all(state.sampling.is_plain_greedy for state in states):
-            verify_plain_greedy(parts, *self.model.best_tokens(self._hidden(batch, rows)))
+        parts = [*zip(states, paths.values(), strict=True)]
+        if plain:
+            verify_plain_greedy(parts, *scores)
         else:
-            verify_batch(parts, self.model.logits(self._hidden(batch, rows)))
-        each = zip(paths.values(), path_rows, strict=True)
-        if waiting := [mine for path, mine in each if path.row is not None]:
+            verify_batch(parts, scores)
+        if waiting := [rows_of[each] for each, path in paths.items() if path.row is not None]:
             left = np.concatenate(waiting)
             self._undecided = Batch(batch.step, batch.rows[left], self._hidden(batch, left))
-        return [
+        return ended + [
             Verdict(sequence, base, tuple(path.tokens), tuple(path.logprobs), path.failure)
             for (sequence, path), base in zip(paths.items(), decided, strict=True)
             if path.tokens or path.failure
@@ -238,17 +261,27 @@ class SliceRunner:
         found = []
         for sequence, span in _spans(batch.rows):
             state = state_of(sequence)
-            if not state.num_unscored:
+            if not state.num_unscored or sequence in self.memory.failed:
                 continue
             decided = span.start + np.flatnonzero(batch.rows[span, KIND] != DRAFT)
             decided = decided[: state.num_unscored]
             for start in range(0, len(decided), SCORED_ROWS):
                 mine = decided[start : start + SCORED_ROWS]
-                logits = self.model.logits(self._hidden(batch, mine))
+                logits = self._scores(batch, mine, self.model.logits)
+                if logits is None:
+                    break
                 logprobs = state.score_prompt(batch.rows[mine, TOKEN].tolist(), logits)
                 if not state.prompt_failed:
                     found.append((sequence, logprobs))
         return found
+
+    def _scores(self, batch: Batch, rows: np.ndarray, score: Callable[[torch.Tensor], Any]) -> Any:
+        """What `score` returns for the hidden states of some rows that have not failed."""
+
+        def score_kept(kept: np.ndarray) -> Any:
+            return score(self._hidden(batch, rows[kept]))
+
+        return self.memory.compute(batch.rows[rows, SEQUENCE], score_kept)[1]
 
     def _hidden(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
         assert batch.hidden is not None
@@ -279,6 +312,7 @@ class SliceRunner:
             self.cached[sequence] = keep
         else:
             self.pages.free_row(self._page_of.pop(sequence))
+            self.memory.forget(sequence)
 
     def length(self, sequence: int) -> int:
         """The number of the sequence's committed tokens here; 0 if it is unknown."""

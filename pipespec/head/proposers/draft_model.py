@@ -113,6 +113,7 @@ class DraftModelProposer:
         these need draft tokens now, and a long prompt takes the rows that they leave. A sequence
         for which no KV slot is free gets no candidates.
         """
+        nothing = Proposal.from_lists(NO_NODES, [])
         missing = [
             each.context.rows(self.runner.length(each.context.sequence)) for each in requests
         ]
@@ -125,6 +126,9 @@ class DraftModelProposer:
         ready: list[_Ready] = []
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
+            if requests[i].context.sequence in self.runner.memory.failed:
+                found[i] = nothing
+                continue
             rows = self.texts.chunk(requests[i].context.sequence, missing[i][: min(left, free)])
             left -= len(rows)
             free -= len(rows)
@@ -147,9 +151,9 @@ class DraftModelProposer:
                     mask_rows = np.arange(end - len(masked) * self._num_masks(requests[i]), end)
                     ready.append(_Ready(i, fitting, masked, np.concatenate((at, mask_rows))))
                 else:
-                    found[i] = Proposal.from_lists(NO_NODES, [])
+                    found[i] = nothing
             elif not len(rows) and not free:
-                found[i] = Proposal.from_lists(NO_NODES, [])
+                found[i] = nothing
             parts.append(rows)
             start += len(rows)
         if not start:
@@ -162,11 +166,15 @@ class DraftModelProposer:
         # All sequences with foresight are ranked together, and so are all others, so that the host
         # waits for the device as often as for one sequence.
         for foreseen, rank in ((False, self._by_probability), (True, self._by_foresight)):
-            if mine := [x for x in ready if x.request.context.foreseeable == foreseen]:
-                logits = self._logits(hidden, np.concatenate([each.rows for each in mine]))
+            mine = [x for x in ready if x.request.context.foreseeable == foreseen]
+            mine, logits = self._logits(hidden, mine)
+            if logits is not None:
                 ranked = rank(mine, self._allowed(mine, logits), children)
                 for each, (tokens, logps) in zip(mine, ranked, strict=True):
                     found[each.index] = each.proposal(tokens, self._finite(logps))
+        for each in ready:
+            if found[each.index] is None:  # there was no memory
+                found[each.index] = nothing
         return found
 
     def _finite(self, logps: np.ndarray) -> np.ndarray:
@@ -206,10 +214,19 @@ class DraftModelProposer:
         nodes = tree.most_probable(np.flatnonzero(wanted), max(free, 0))
         return request.select((request.nodes == ROOT) | np.isin(request.nodes, nodes)), nodes
 
-    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
-        """The logits after some rows, of the tokens that the target knows, `[k, vocab]` float32."""
-        wanted = hidden.index_select(0, to_device(rows, hidden.device))
-        return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+    def _logits(self, hidden: Tensor, ready: list[_Ready]) -> tuple[list[_Ready], Tensor | None]:
+        """Those sequences for which there is memory, and the logits after their rows, of the tokens
+        that the target knows, `[k, vocab]` float32; None: there is no row."""
+        numbers = [each.request.context.sequence for each in ready for _ in each.rows]
+        rows = np.concatenate([NO_NODES, *(each.rows for each in ready)])
+
+        def compute(kept: np.ndarray) -> Tensor:
+            wanted = hidden.index_select(0, to_device(rows[kept], hidden.device))
+            return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+
+        _, logits = self.runner.memory.compute(np.array(numbers), compute)
+        failed = self.runner.memory.failed
+        return [each for each in ready if each.request.context.sequence not in failed], logits
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
         """The logits with -inf for tokens that must not follow a node, unless none may."""

@@ -32,6 +32,8 @@ class DraftTexts:
     def start(self, context: Context) -> None:
         """Start a sequence with as much as there is of the text that it shares."""
         shared = min(context.shared_len, self._runner.length(context.parent))
+        if context.parent in self._runner.memory.failed:
+            shared = 0
         if self.states is not None:
             shared = self.states.longest(context.parent, shared)
             self.states.start(context.sequence, context.parent, shared)
@@ -44,7 +46,8 @@ class DraftTexts:
 
     def end(self, sequence: int) -> None:
         """End a sequence; its text is retained."""
-        kept = self._runner.length(sequence) if self._max_retained else 0
+        retains = self._max_retained and sequence not in self._runner.memory.failed
+        kept = self._runner.length(sequence) if retains else 0
         if self._shorten(sequence, kept):
             self._retained[sequence] = None
         if len(self._retained) > self._max_retained:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.controller import verdict_exchange
-from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs, Verdict
+from pipespec.core import GRAMMAR, NO_MEMORY, NOT_FINITE, TokenLogprobs, Verdict
 
 TOKENS = st.integers(0, 200_000)
 LOGPROBS = st.builds(
@@ -23,7 +23,11 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     reports = tuple(draw(st.lists(LOGPROBS, min_size=size, max_size=size)))
     sequence, base = draw(st.integers(1, 2**40)), draw(st.integers(0, 2**20))
     return Verdict(
-        sequence, base, tokens, reports, draw(st.sampled_from([None, GRAMMAR, NOT_FINITE]))
+        sequence,
+        base,
+        tokens,
+        reports,
+        draw(st.sampled_from([None, GRAMMAR, NOT_FINITE, NO_MEMORY])),
     )
 
 

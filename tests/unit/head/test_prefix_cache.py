@@ -10,13 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.core import Batch, Request, SamplingParams
+from pipespec.core import NO_PARENT_SEQUENCE, Batch, Request, SamplingParams
 from pipespec.engine.slice.runner import SliceRunner
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
-from pipespec.head.prefix_cache import PrefixIndex, num_common, num_tokens, text_key
+from pipespec.head.prefix_cache import (
+    NO_TEXT,
+    PrefixCache,
+    PrefixIndex,
+    num_common,
+    num_tokens,
+    text_key,
+)
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.scheduler_types import SchedulerConfig
 from tests.helpers.policies import small_policies
@@ -504,3 +511,21 @@ def test_stage_with_late_verdicts_waits_for_them_before_it_shares(free: bool):
     drain(toy, free, rng)
     assert toy.scheduler.admission.cache.hits >= len(text) - 1
     assert toy.answers[1] == text_of(Request(1, (*text, 1, 2), 3), NUM_STAGES)
+
+
+def test_slots_that_a_failed_sequence_filled_are_neither_retained_nor_shared():
+    """Also if it has left before, and its own text is a part of one that is retained."""
+    cache = PrefixCache(8)
+    other, text = text_key(range(100, 140)), text_key(range(40))
+    cache.start(0, other, NO_PARENT_SEQUENCE, 0)
+    cache.start(1, text, NO_PARENT_SEQUENCE, 0)
+    for number in (2, 3):  # a running and a retained one
+        cache.start(number, text_key([*range(40), number]), 1, 32)
+    cache.finish(0, other, other)
+    cache.finish(3, text_key([*range(40), 3]), text_key([*range(40), 3, 3]))
+    cache.finish(1, text, text)
+    assert cache.drop(1) == [2]
+    assert [*cache.retained_texts.match_prefix(text)] == []
+    assert [*cache.retained_texts.match_prefix(other)] == [(0, 40, other)]
+    cache.finish(2, text_key([*range(40), 2]), NO_TEXT)
+    assert (cache.held, cache.pinned) == (40, 0)

@@ -42,6 +42,7 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 def assert_same(got: Batch, sent: Batch) -> None:
     assert (got.step, got.stop) == (sent.step, sent.stop)
     assert (got.finished, got.preempted) == (sent.finished, sent.preempted)
+    assert got.failed == sent.failed
     assert (got.retained_prefixes, got.started) == (sent.retained_prefixes, sent.started)
     assert got.kept_states == sent.kept_states
     assert got.rows.dtype == np.int64
@@ -61,6 +62,7 @@ def assert_same(got: Batch, sent: Batch) -> None:
     dtype=st.sampled_from([None, *DTYPES]),
     released=st.lists(int64s, max_size=MAX_RELEASED - 4).map(tuple),
     preempted=st.lists(int64s, max_size=4).map(tuple),
+    failed=st.lists(int64s, max_size=MAX_RELEASED).map(tuple),
     kept=st.lists(st.tuples(int64s, int64s), max_size=MAX_KEPT).map(tuple),
     states=st.lists(st.tuples(int64s, int64s, int64s), max_size=MAX_STATES).map(tuple),
     opened=st.lists(
@@ -69,11 +71,11 @@ def assert_same(got: Batch, sent: Batch) -> None:
     stop=st.booleans(),
 )
 def test_a_batch_comes_back_as_it_was_sent(
-    epoch, step, values, dtype, released, preempted, kept, states, opened, stop
+    epoch, step, values, dtype, released, preempted, failed, kept, states, opened, stop
 ):
     rows = np.array(values, np.int64).reshape(len(values), NUM_COLUMNS)
     hidden = None if dtype is None else torch.randn(len(values), HIDDEN).to(dtype)
-    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, states, stop)
+    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, states, failed, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
     assert message.dtype == torch.uint8
@@ -92,6 +94,7 @@ def test_the_largest_batch_fills_the_capacity():
     largest = batch_of(
         8,
         finished=tuple(range(MAX_RELEASED)),
+        failed=tuple(range(MAX_RELEASED)),
         retained_prefixes=kept,
         kept_states=((1, 2, 3),) * MAX_STATES,
         started=opened,

@@ -177,7 +177,7 @@ def test_a_plan_reads_the_text_where_it_lies(model):
     stage.apply([Verdict(1, 42, (5,)), Verdict(2, 9, (5,))])
     roots = [Tree(9000, 8000, 5, len(a.text.tokens) + 2, fed=False) for a in askers]
     rows = [root.rows(number, [ROOT]) for number, root in enumerate(roots, start=1)]
-    _, plan = stage._admit(Batch(4, np.concatenate(rows)))
+    plan = stage._plan(*stage._admit(Batch(4, np.concatenate(rows))))
     assert plan is not None
     assert plan.pages is stage.pages.slots
     assert plan.prefix_length.tolist() == [43, 10]

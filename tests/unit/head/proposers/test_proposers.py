@@ -13,6 +13,7 @@ import torch
 
 from pipespec.core import DRAFT, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
 from pipespec.engine.slice.kv_allocator import KVSlotAllocator
+from pipespec.engine.slice.memory_failures import MemoryFailures
 from pipespec.errors import ConfigError
 from pipespec.extras.emulation.synthetic_proposer import (
     Accuracy,
@@ -225,6 +226,7 @@ class Rows:
         self.slots = KVSlotAllocator(num_slots)
         self.read: dict[int, int] = {}
         self.cached: dict[int, int] = {}
+        self.memory = MemoryFailures(contained=False)
         self.passes: list[list[tuple[int, int]]] = []  # sequence, position
         self.computed: set[tuple[int, int]] = set()  # sequence, node
 
