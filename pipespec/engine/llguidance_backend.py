@@ -36,8 +36,10 @@ LIMITS: Mapping[str, Any] = {
     "max_lexer_states": 16_384,
     "verbose_errors": False,
 }
-# Seconds of processor time that the masks of a grammar may take on average, and beyond that in all.
-MASK_S, BURST_S = 0.002, 0.05
+# Seconds of processor time that the masks of a grammar may take on average, and beyond that in all;
+# and how much slower than when it was checked a grammar may be where its text is decided, as an
+# answer that has begun should not end for a slower machine.
+MASK_S, BURST_S, SLACK = 0.002, 0.05, 5
 # When a grammar is checked, at most so many tokens are generated: the cost of nested repetitions
 # shows after some dozens.
 PROBED = 64
@@ -175,7 +177,7 @@ class Grammars:
     def begin(self, grammar: str) -> Future[Matcher]:
         return self._thread.submit(self.compile, grammar)
 
-    def compile(self, grammar: str) -> Matcher:
+    def compile(self, grammar: str) -> LlguidanceMatcher:
         """A matcher at the start of a text. Raises GrammarFailed."""
         found = self._compiled(grammar)
         if isinstance(found, GrammarFailed):
@@ -195,6 +197,7 @@ class Grammars:
         """Raise GrammarFailed unless a random text can be generated within a grammar in time, up to
         PROBED tokens."""
         matcher, random = self.compile(grammar), Random(0)
+        matcher.slack = 1
         for probed in range(PROBED):
             mask = unpack_mask(matcher.allowed(), self._tokens.vocab_size)
             allowed = np.flatnonzero(mask).tolist()
@@ -233,6 +236,8 @@ def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
 class LlguidanceMatcher:
     """See `Matcher`. Copies count their processor time together, and fail once it is too much."""
 
+    slack = SLACK
+
     def __init__(self, tokens: Any, grammar: str):
         from llguidance import LLMatcher, LLParserLimits
 
@@ -254,8 +259,9 @@ class LlguidanceMatcher:
         began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
-        self._spent_s[0] = max(self._spent_s[0] + thread_time() - began - MASK_S, 0.0)
-        if self._spent_s[0] > BURST_S:
+        may = MASK_S * self.slack
+        self._spent_s[0] = max(self._spent_s[0] + thread_time() - began - may, 0.0)
+        if self._spent_s[0] > BURST_S * self.slack:
             raise GrammarFailed(_TOO_SLOW)
         return bits
 

@@ -188,7 +188,7 @@ class _UvicornServer(uvicorn.Server):
         if self.service is None:
             return "the cluster that loads is ended"
         most = self.service.options.shutdown_timeout
-        return f"{len(self.service.open)} requests are answered for {most:g} s at most"
+        return f"open requests: {len(self.service.open)}, answered for {most:g} s at most"
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service is None:
