@@ -170,7 +170,7 @@ def stage_of_many(repeats: int, requests: int, context: int) -> tuple[float, flo
 
     def admit(state: object) -> None:
         assert isinstance(state, SliceRunner)
-        state._admit(batch)
+        state._plan(*state._admit(batch))
 
     def apply(state: object) -> None:
         assert isinstance(state, SliceRunner)

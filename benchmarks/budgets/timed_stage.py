@@ -29,7 +29,7 @@ SIBLINGS = 4  # at most, of a random tree
 
 
 class TimedStage(SliceRunner):
-    """A stage with random weights, K and V, which records the time of admission."""
+    """A stage with random weights, K and V, which records the time of admission and planning."""
 
     admit_ms = 0.0
     plan: AttentionPlan | None = None  # of the newest batch
@@ -89,12 +89,17 @@ class TimedStage(SliceRunner):
         hidden = torch.randn(len(rows), self.model.hidden_size, device=self.model.device)
         return Batch(0, rows, hidden.to(self.model.dtype))
 
-    def _admit(self, batch: Batch) -> tuple[Batch, AttentionPlan | None]:
+    def _admit(self, batch: Batch) -> tuple[Batch, np.ndarray, np.ndarray]:
         start = time.perf_counter_ns()
         admitted = super()._admit(batch)
         self.admit_ms = (time.perf_counter_ns() - start) / 1e6
-        self.plan = admitted[1]
         return admitted
+
+    def _plan(self, *admitted: Any) -> AttentionPlan:
+        start = time.perf_counter_ns()
+        self.plan = super()._plan(*admitted)
+        self.admit_ms += (time.perf_counter_ns() - start) / 1e6
+        return self.plan
 
     def work(self, rows: int, context: int) -> dict[str, float]:
         """The least that a step reads, in bytes, and computes, in operations."""

@@ -90,7 +90,7 @@ class SliceRunner:
         batch, local, slots = self._admit(batch)
 
         def forward(kept: np.ndarray) -> torch.Tensor:
-            part = batch.select(kept)
+            part = batch if kept.all() else batch.select(kept)
             plan = self._plan(part, local[kept], slots[kept])
             self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
             inputs = part.hidden
