@@ -289,7 +289,10 @@ def prompts_of(
         text = sample.prompt
         if kind == CHAT:
             message = [{"role": "user", "content": text}]
-            text = encoder.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            template = encoder.chat_template
+            text = encoder.apply_chat_template(
+                message, chat_template=template, add_generation_prompt=True, tokenize=False
+            )
         elif kind == LONG:
             text = "\n\n".join(each.prompt for each in every[number:])
         yield Sample(f"{kind} {number}", kind, text)
