@@ -269,7 +269,6 @@ def reasoning_use(template: str, prompt: str, continued: str = "") -> ReasoningU
         # As of models distilled from R1: a template that writes the opening tag nowhere belongs to
         # a model that always thinks, as vLLM's parser of R1 takes it.
         thinks = not begun and closing in template and opening not in template
-        hold = HOLD if thinks else None
         amid = begun and bool(thought.strip())
-        return ReasoningUse(family, begun=begun, amid=amid, hold=hold, thinks=thinks)
+        return ReasoningUse(family, begun=begun, amid=amid, thinks=thinks)
     return None

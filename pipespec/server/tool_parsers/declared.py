@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-UNITED = ("anyOf", "oneOf", "allOf")
 KINDS = (
     (type(None), "null"),
     (bool, "boolean"),
@@ -90,7 +89,7 @@ class Declared:
         found = (
             found and allows(self._referred(schema)) and all(map(allows, _listed(schema, "allOf")))
         )
-        for key in UNITED[:2]:
+        for key in ("anyOf", "oneOf"):
             found = found and (not _listed(schema, key) or any(map(allows, _listed(schema, key))))
         properties, others = schema.get("properties"), schema.get("additionalProperties", True)
         for name, member in value.items() if isinstance(value, dict) else ():

@@ -108,8 +108,6 @@ def test_reasoning_is_split_wherever_the_text_is_cut(case: Any) -> None:
 
 
 def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
-    assert reasoning_use(QWEN, "<assistant>\n") == ReasoningUse("think", begun=False)
-    assert reasoning_use(QWEN, "<think>\n\n</think>\n\n") is None
     assert reasoning_use(R1, "<|Assistant|><think>\n") == ReasoningUse("think", begun=True)
     assert reasoning_use("[THINK]", "a") == ReasoningUse("mistral")
     assert reasoning_use("<seed:think>", "a") == ReasoningUse("seed")
@@ -184,10 +182,7 @@ def test_prefill_within_reasoning_is_continued(
     shape = dialects.shape_of(served, preparer, path, body)
     answer = dialects.deltas(" user wants\n</think>\n\nHi")
     if streams:
-        dialects.stream_of(shape, answer)
-        events = b"".join(
-            dialects.stream_of(dialects.shape_of(served, preparer, path, body), answer)
-        )
+        events = b"".join(dialects.stream_of(shape, answer))
         assert b"think>" not in events and b'" user' in events
     else:
         dialects.whole_of(shape, answer)
@@ -230,15 +225,12 @@ ONE_TAG = "{{ messages[0].content.split('</think>')[-1] }}"
         (ONE_TAG, "Hi", "", "Hi"),
     ],
 )
-@pytest.mark.parametrize("path", [CHATS, "/v1/messages", "/v1/responses", "/api/chat"])
 def test_stream_without_tags_is_held_for_its_beginning_alone(
-    demo: ModelInfo, template: str, text: str, thought: str, said: str, path: str
+    demo: ModelInfo, template: str, text: str, thought: str, said: str
 ) -> None:
-    field = {"input": "Hi"} if path == "/v1/responses" else {"messages": HELLO}
-    body = {"model": "demo", "stream": True} | field
-    body |= {"max_tokens": 50} if path == "/v1/messages" else {}
     served = calling(demo, template)
-    use = dialects.prepared(dialects.preparer(served), path, body).parsed.reasoning
+    body = {"messages": HELLO, "stream": True}
+    use = dialects.prepared(dialects.preparer(served), CHATS, body).parsed.reasoning
     for step in (1, 7, 1000):
         answer = AnswerBlocks(None, use)
         for begin in range(0, len(text), step):
@@ -246,6 +238,17 @@ def test_stream_without_tags_is_held_for_its_beginning_alone(
             assert answer.blocks or begin + step <= HOLD or len(text) <= HOLD
         answer.push("", last=True)
         assert (answer.text_of("reasoning"), answer.text_of("text")) == (thought, said)
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER]])
+def test_whole_reply_without_tags_is_text_and_calls(demo: ModelInfo, tools: list[Any]) -> None:
+    served = calling(demo, ONE_TAG + "{# tools <tool_call> tool_calls #}")
+    body = {"messages": HELLO, "tools": tools}
+    parsed = dialects.prepared(dialects.preparer(served), CHATS, body).parsed
+    said, call = "a" * 300, CALL if tools else ""
+    answer = AnswerBlocks(parsed.tool_use, parsed.reasoning)
+    answer.push(said + call, last=True)
+    assert answer.text_of("text") == said and len(answer.calls) == len(tools)
 
 
 @pytest.mark.parametrize(
