@@ -190,9 +190,7 @@ class HostChanges:
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
         guest = self._guests.get(name)
-        if guest is None or not guest.failed:
-            return None
-        return guest.why()
+        return guest.why() if guest is not None and guest.failed else None
 
     def _change_to(self, after: Deployment, reason: str, steps: HostSteps) -> None:
         """Begin an epoch of another deployment and wait until all ranks have joined it."""

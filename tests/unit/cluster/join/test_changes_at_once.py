@@ -19,7 +19,7 @@ from pipespec.cluster.recovery.cluster_state import ClusterState, LayoutChange
 from pipespec.cluster.weights.distribution import WeightMoves
 from pipespec.config.compose import compose
 from pipespec.config.hosts import JOINED, Host
-from pipespec.errors import PipespecError
+from pipespec.errors import ConfigError, PipespecError
 from pipespec.placement.costs import Worker
 from tests.helpers.waiting import until
 
@@ -107,7 +107,8 @@ class Cluster:
         pass
 
     def change(self, change: LayoutChange) -> None:
-        self.state = replace(self.state, assignment=change.assignment)
+        complete = self.still != "ranks"
+        self.state = replace(self.state, assignment=change.assignment, complete=complete)
         change.on_begun()
 
     def join(self, host: Host) -> None:
@@ -167,3 +168,19 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
         if still != "leave":
             cluster.changes.lost("slow")
             assert cluster.removed[-1] == "slow"
+
+
+def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_few(*_: object, **__: object) -> None:
+        raise ConfigError("The others are too few.")
+
+    monkeypatch.setattr(host_changes, "without_host", too_few)
+    cluster = Cluster(monkeypatch, "ranks")
+    with ThreadPoolExecutor(1) as pool, closing(cluster):
+        work = pool.submit(cluster.join, SLOW)
+        until(lambda: "slow" in cluster.names)
+        cluster.asked_to_leave = True
+        with pytest.raises(PipespecError, match="slow has left before it had joined"):
+            work.result(20)
