@@ -10,7 +10,6 @@ before it may go.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,7 +77,7 @@ class HostChanges:
     ) -> None:
         """Add a host; it has its ranks when this returns. `tell` is called with sentences for it,
         and `leaving` says whether it does not want to join any more. Raises PipespecError; the
-        cluster is then as before, or goes on without the host, or is to do so (`lost`)."""
+        cluster is then to go on without the host (`lost`)."""
         # What its workers need is imported beside what measures it: that takes longest.
         agent = self._guests[host.name] = self._agents.add(host)
         started = False
@@ -110,20 +109,12 @@ class HostChanges:
             steps.begin("its workers start", IMPORTING_S)
             steps.wait(lambda: self._recovery.state.alive.issuperset(host.workers))
 
-        try:
-            found = steps.run(
-                partial(measured, host, self.deployment, steps, self._distribute, imported)
-            )
-            after = self._switch(
-                lambda before: with_hosts(before, [(host, found)]),
-                prepare,
-                f"{host.name} joins",
-                steps,
-            )
-        except BaseException:
-            steps.over.set()
-            self.lost(host.name)
-            raise
+        found = steps.run(
+            partial(measured, host, self.deployment, steps, self._distribute, imported)
+        )
+        after = self._switch(
+            lambda before: with_hosts(before, [(host, found)]), prepare, f"{host.name} joins", steps
+        )
         tell(f"it computes {_ranks_of(after, host)}")
 
     def leave(self, name: str, tell: Callable[[str], None]) -> None:
@@ -176,9 +167,7 @@ class HostChanges:
             after = plan(before)
             prepare(before, after)
             steps.begin("the ranks change their layers", BEGINNING_S)
-            while not self._changing.acquire(timeout=LOOK_S):
-                steps.progress()
-                steps.check()
+            steps.wait(lambda: self._changing.acquire(blocking=False), limited=False)
             try:
                 if self.deployment is before:
                     self._change_to(after, reason, steps)
@@ -201,9 +190,7 @@ class HostChanges:
     def failure(self, name: str) -> str | None:
         """Why the workers of a host have ended; None: they have not."""
         guest = self._guests.get(name)
-        if guest is None or not guest.failed:
-            return None
-        return guest.why()
+        return guest.why() if guest is not None and guest.failed else None
 
     def _change_to(self, after: Deployment, reason: str, steps: HostSteps) -> None:
         """Begin an epoch of another deployment and wait until all ranks have joined it."""
@@ -220,10 +207,8 @@ class HostChanges:
         self._recovery.change(LayoutChange(assignment, reason, begin))
         try:
             steps.wait(begun.is_set)
-            while not self._recovery.state.complete:
-                steps.progress()  # how long the ranks may take, the recovery knows
-                steps.check()
-                time.sleep(LOOK_S)
+            # How long the ranks may take, the recovery knows.
+            steps.wait(lambda: self._recovery.state.complete, limited=False)
         except BaseException:
             self._recovery.drop_change()
             raise

@@ -37,8 +37,7 @@ class HostSteps:
         """The step goes on: its seconds count from now."""
         self._began = monotonic()
 
-    def check(self) -> None:
-        """Raise HostFailed if the step takes too long, and what `require` raises."""
+    def _check(self) -> None:
         self._require()
         passed = (now := monotonic()) - self._began
         if passed > self._limit_s:
@@ -69,7 +68,11 @@ class HostSteps:
             raise
         return found.result()
 
-    def wait(self, until: Callable[[], bool]) -> None:
+    def wait(self, until: Callable[[], bool], *, limited: bool = True) -> None:
+        """Look until something holds, which takes seconds of the step if it is `limited`. Raises
+        HostFailed if it takes too long, and what `require` raises."""
         while not until():
-            self.check()
+            if not limited:
+                self.progress()
+            self._check()
             sleep(LOOK_S)

@@ -210,45 +210,32 @@ def with_inventory(name: str, **changes: Any) -> dict[str, HostReport]:
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "error"),
+    ("versions", "error", "part"),
     [
-        ("pipespec", "0.2.0", True),
-        ("code", "a5a5a5a5", True),
-        ("torch", "2.9.1+cu128", True),
-        ("transformers", "5.1.0", True),
-        ("torchao", "0.17.0", False),
-        ("python", "3.11.7", False),
-        ("driver", "550.10", False),
+        # Another pipespec is not also another code.
+        ({"pipespec": "0.2.0", "code": "a5a5a5a5"}, True, "0.1.0 on alpha and beta and 0.2.0 on"),
+        ({"code": "a5a5a5a5"}, True, "5a5a5a5a on alpha and beta and a5a5a5a5 on gamma"),
+        ({"torch": "2.9.1+cu128"}, True, "2.9.0 on alpha and beta and 2.9.1 on gamma"),
+        ({"transformers": "5.1.0"}, True, "5.0.0 on alpha and beta and 5.1.0 on gamma"),
+        ({"transformers": None}, True, "transformers is not installed on gamma"),
+        ({"torchao": "0.17.0"}, False, "0.18.0 on alpha and beta and 0.17.0 on gamma"),
+        ({"python": "3.11.7"}, False, "3.12.3 on alpha and beta and 3.11.7 on gamma"),
+        ({"driver": "550.10"}, False, "570.86 on alpha and beta and 550.10 on gamma"),
+        # A host with a CPU beside hosts with GPUs.
+        ({"torch": "2.9.0+cpu"}, None, ""),
+        ({"driver": None}, None, ""),
     ],
+    ids=str,
 )
 def test_versions_that_differ(
-    package: str, version: str, error: bool, hosts_file: HostsFile
+    versions: dict[str, str | None], error: bool | None, part: str, hosts_file: HostsFile
 ) -> None:
-    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
-    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
-    assert found.error is error
-    usual = str(VERSIONS[package]).partition("+")[0]
-    assert f"{usual} on alpha and beta and {version.partition('+')[0]} on gamma" in found.sentence
-
-
-def test_another_pipespec_is_not_also_another_code(hosts_file: HostsFile) -> None:
-    versions = {**VERSIONS, "pipespec": "0.2.0", "code": "a5a5a5a5"}
-    assert only(diagnose(hosts_file, with_inventory("gamma", versions=versions), ALL_LINKS))
-
-
-@pytest.mark.parametrize(("package", "version"), [("torch", "2.9.0+cpu"), ("driver", None)])
-def test_a_cpu_host_beside_gpu_hosts_is_no_difference(
-    package: str, version: str | None, hosts_file: HostsFile
-) -> None:
-    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
-    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
-
-
-def test_a_package_that_is_not_there(hosts_file: HostsFile) -> None:
-    hosts = with_inventory("gamma", versions={**VERSIONS, "transformers": None})
-    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
-    assert found.error
-    assert "transformers is not installed on gamma" in found.sentence
+    hosts = with_inventory("gamma", versions=VERSIONS | versions)
+    found = diagnose(hosts_file, hosts, ALL_LINKS)
+    if error is None:
+        assert found == []
+    else:
+        assert (only(found).error, part in only(found).sentence) == (error, True)
 
 
 def with_model(name: str, part: str, model: Fingerprint) -> dict[str, HostReport]:

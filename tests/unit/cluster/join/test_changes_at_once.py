@@ -19,7 +19,7 @@ from pipespec.cluster.recovery.cluster_state import ClusterState, LayoutChange
 from pipespec.cluster.weights.distribution import WeightMoves
 from pipespec.config.compose import compose
 from pipespec.config.hosts import JOINED, Host
-from pipespec.errors import HostFailed, PipespecError
+from pipespec.errors import ConfigError, PipespecError
 from pipespec.placement.costs import Worker
 from tests.helpers.waiting import until
 
@@ -107,7 +107,8 @@ class Cluster:
         pass
 
     def change(self, change: LayoutChange) -> None:
-        self.state = replace(self.state, assignment=change.assignment)
+        complete = self.still != "ranks"
+        self.state = replace(self.state, assignment=change.assignment, complete=complete)
         change.on_begun()
 
     def join(self, host: Host) -> None:
@@ -125,7 +126,7 @@ class Cluster:
 
 
 @pytest.mark.parametrize("still", STEPS)
-@pytest.mark.parametrize("end", ["goes on", "leaves", "takes too long"])
+@pytest.mark.parametrize("end", ["goes on", "leaves", "takes too long", "the cluster ends"])
 def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
     monkeypatch: pytest.MonkeyPatch, still: str, end: str
 ) -> None:
@@ -154,21 +155,32 @@ def test_host_that_stands_still_keeps_no_other_from_joining_and_leaving(
             work.result(20)
             assert cluster.names == (["quick"] if still == "leave" else ["quick", "slow"])
             return
-        if end == "leaves" and still != "leave":
+        if end == "the cluster ends":
+            cluster.stopped.set()
+            why = "The cluster has ended"
+        elif end == "leaves" and still != "leave":
             cluster.asked_to_leave, why = True, "slow has left before it had joined"
         else:
             cluster.now, why = 200.0, r"slow: .*, but not within \d+ s; check the load"
-        with pytest.raises(HostFailed, match=why):
+        with pytest.raises(PipespecError, match=why):
             work.result(20)
-    assert cluster.names[-1:] == ["quick"]
-    assert still == "leave" or cluster.removed[-1] == "slow"
+        assert cluster.names[-1:] == ["quick"]
+        if still != "leave":
+            cluster.changes.lost("slow")
+            assert cluster.removed[-1] == "slow"
 
 
-def test_cluster_that_ends_waits_for_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(monkeypatch, "measure")
+def test_host_that_fails_in_the_new_layout_is_told_its_own_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_few(*_: object, **__: object) -> None:
+        raise ConfigError("The others are too few.")
+
+    monkeypatch.setattr(host_changes, "without_host", too_few)
+    cluster = Cluster(monkeypatch, "ranks")
     with ThreadPoolExecutor(1) as pool, closing(cluster):
         work = pool.submit(cluster.join, SLOW)
-        until(lambda: bool(cluster.sentences))
-        cluster.stopped.set()
-        with pytest.raises(PipespecError, match="The cluster has ended"):
+        until(lambda: "slow" in cluster.names)
+        cluster.asked_to_leave = True
+        with pytest.raises(PipespecError, match="slow has left before it had joined"):
             work.result(20)

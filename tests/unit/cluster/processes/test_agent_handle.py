@@ -66,34 +66,30 @@ def restart(handle: AgentHandle) -> None:
     until(restarted)
 
 
-def test_workers_of_a_lost_host_die_once_however_often_it_is_tried(started: Start) -> None:
-    handle, deaths = started(PREPARING, "", "", "", PREPARING)
-    for _ in range(4):
-        restart(handle)
-    assert handle.running and not handle.failed
-    assert [deaths.get().worker for _ in range(deaths.qsize())] == ["b/0", "b/1"]
-
-
-def test_a_host_whose_agent_died_while_it_prepared_is_counted_again(started: Start) -> None:
-    """Else a host that always fails while it starts would be tried for ever."""
-    handle, deaths = started(PREPARING, PREPARING, PREPARING)
-    for _ in range(2):
-        restart(handle)
-    assert deaths.qsize() == 4
-
-
-def test_a_lost_host_that_refuses_to_start_again_is_tried_and_not_the_end(
+@pytest.mark.parametrize(
+    ("lines", "deaths_of_each", "sentences"),
+    [
+        (["", "", "", PREPARING], 1, []),  # once, however often it is tried
+        # Else a host that always fails while it starts would be tried for ever.
+        ([PREPARING, PREPARING], 2, []),
+        ([REFUSED, REFUSED, PREPARING], 1, ["b cannot start again: no room in /tmp"]),
+    ],
+    ids=["lost again", "died while it prepared", "refuses"],
+)
+def test_a_lost_host_is_tried_again_and_counts_once_for_each_start(
+    lines: list[str],
+    deaths_of_each: int,
+    sentences: list[str],
     started: Start,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    handle, deaths = started(PREPARING, REFUSED, REFUSED, PREPARING)
-    for _ in range(3):
+    handle, deaths = started(PREPARING, *lines)
+    for _ in lines:
         restart(handle)
         assert handle.running and not handle.failed
-    assert deaths.qsize() == 2
-    assert [record.message for record in caplog.records] == [
-        "b cannot start again: no room in /tmp"
-    ], "it is said once"
+    died = [deaths.get().worker for _ in range(deaths.qsize())]
+    assert died == ["b/0", "b/1"] * deaths_of_each
+    assert caplog.messages == sentences
 
 
 def test_a_host_that_refuses_at_the_first_start_ends_it(started: Start) -> None:

@@ -64,9 +64,7 @@ def test_a_description_that_leads_out_of_its_folder_is_refused(
         described(told | {"repository": told["repository"] | change}, "beta")
 
 
-@pytest.mark.parametrize(
-    "told", [None, [], {}, {"file": None, "repository": {"files": 3}}], ids=str
-)
+@pytest.mark.parametrize("told", [None, [], {}, {"file": None, "repository": {"files": 3}}])
 def test_what_is_no_description_is_one_sentence(told: Any) -> None:
     with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
         described(told, "beta")

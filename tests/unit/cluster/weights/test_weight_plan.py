@@ -13,6 +13,7 @@ from pipespec.errors import ModelError
 
 HOSTS = ("a", "b", "c", "d")
 Held = dict[str, set[Block]]
+RUN = {("target", "m.safetensors", number) for number in range(RUN_BLOCKS)}
 
 
 def block(number: int) -> Block:
@@ -69,19 +70,15 @@ def rounds(lacks: Held, holders: Held, *, on_hub: bool = False) -> list[Counter[
         ),
         # What is on no host, the hub sends once.
         (dict.fromkeys("ab", some(1, 2)), {}, True, [{HUB: 2}, {"a": 1, "b": 1}]),
+        # Neighbours come from one source.
+        ({"c": RUN}, {"a": RUN, "b": RUN}, False, [{"a": RUN_BLOCKS}]),
     ],
-    ids=["passed on", "busy", "from the hub"],
+    ids=["passed on", "busy", "from the hub", "neighbours"],
 )
 def test_blocks_are_sent_as_evenly_as_can_be(
     lacks: Held, holders: Held, on_hub: bool, sent: list[dict[str, int]]
 ) -> None:
     assert rounds(lacks, holders, on_hub=on_hub) == sent
-
-
-def test_neighbours_come_from_one_source() -> None:
-    run = {("target", "m.safetensors", number) for number in range(RUN_BLOCKS)}
-    (found,) = plan_round({"c": run}, {"a": run, "b": run}, [])["c"].values()
-    assert set(found) == run
 
 
 def test_a_block_that_no_host_has_names_its_file() -> None:
