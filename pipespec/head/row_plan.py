@@ -129,6 +129,8 @@ def _shared_out(sequences: list[Sequence], stats: StepStats) -> tuple[list[Seque
     with fewer running answers do; but it has as many as each of these. The roots that have waited
     longest go first.
     """
+    if len({each.request.tenant for each in sequences}) < 2:
+        return sequences, None
     counts = Counter(each.request.tenant for each in sequences)
     most_rows, total, before = None, 0, 1
     for tenant, count in sorted(counts.items(), key=lambda item: item[1]):
