@@ -229,18 +229,11 @@ class StepStats:
     def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
         self._in_flight.append((rows, prompt_rows))
 
-    def rows_within(self, stretch: float, roots: int) -> int | None:
-        """The largest batch with which a step lasts at most `stretch` times as long as without
-        rows of prompts but with so many roots, or twice the largest measured one; None: nothing was
-        measured."""
-        least_ms = self.without_prompts.value
-        return None if least_ms is None else self.rows_beside(stretch, roots, least_ms)
-
-    def rows_beside(self, stretch: float, roots: int, least_ms: float = 0.0) -> int | None:
+    def rows_within(self, stretch: float, roots: int, least_ms: float | None = 0.0) -> int | None:
         """The largest batch which the stages compute in `stretch` times the time of so many roots,
         or of `least_ms`; or twice the largest measured one. None: nothing was measured."""
         curve = self._curve(self._stages.with_slots())
-        if not curve:
+        if least_ms is None or not curve:
             return None
         most_ms = stretch * max(least_ms, ms_at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]
